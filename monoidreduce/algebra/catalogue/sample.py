@@ -1,0 +1,64 @@
+"""Sample: one index drawn with probability softmax(logits), by the Gumbel-max rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoidreduce.algebra.approx import all_close
+from monoidreduce.algebra.catalogue._numerics import NO_INDEX, best_tile, better, log_add, log_sum_tile
+from monoidreduce.algebra.monoid import Domain, Monoid, Scalar
+
+
+class Sample(Monoid):
+    """``z = ln(exp a_z + exp b_z)``, and ``(key, index)`` of the one with the greater key; ``id = (-∞, -∞, last)``.
+
+    A coin tossed in ``combine``, as a sampler is usually written, makes a different result of every order of folding.
+    Here each element brings its noise with it: ``key = logit + Gumbel noise``, whose maximum stands at index i with
+    probability ``exp(logit_i - z)``. So ``combine`` is deterministic and associative. It has no gradient.
+
+    >>> from monoidreduce.algebra import fold
+    >>> logits, noise = torch.tensor([0.0, 9.0, -math.inf]), torch.tensor([0.5, 0.5, 0.5])
+    >>> fold(Sample, Sample.perturbed(logits, noise, torch.arange(3))).index
+    tensor(1)
+    """
+
+    elementwise = True
+    integers = ("index",)
+    domain = {"key": Domain(specials=(-math.inf,)), "index": Domain(low=0.0)}
+    z: Scalar = -math.inf
+    key: Scalar = -math.inf
+    index: Scalar = NO_INDEX
+
+    def combine(a: Sample, b: Sample) -> Sample:
+        take_b = better(a.key, a.index, b.key, b.index)
+        return Sample(
+            z=log_add(a.z, b.z),
+            key=torch.where(take_b, b.key, a.key),
+            index=torch.where(take_b, b.index, a.index),
+        )
+
+    def fold_tile(x: Sample, dim: int) -> Sample:
+        key, index = torch.broadcast_tensors(x.key, x.index)
+        winner = best_tile(key, index, dim)
+        return Sample(
+            z=log_sum_tile(x.z, dim),
+            key=key.gather(dim, winner).squeeze(dim),
+            index=index.gather(dim, winner).squeeze(dim),
+        )
+
+    def approx(a: Sample, b: Sample, *, scale: Mapping[str, Any] | None = None) -> bool:
+        """The same noise must choose the same index, exactly; nothing is chosen where the weight is exp(-inf) = 0."""
+        sizes = scale or {}
+        chosen = (a.z != -math.inf) | (b.z != -math.inf)
+        same = all_close(a.index, b.index, where=chosen) and all_close(a.key, b.key, 0.0, where=chosen)
+        return same and all_close(a.z, b.z, sizes.get("z", 1.0))
+
+    @staticmethod
+    def perturbed(logit: Tensor, uniform: Tensor, index: Tensor) -> Sample:
+        """Elements from logits and independent uniform numbers in (0, 1): ``key = logit - ln(-ln uniform)``."""
+        return Sample(z=logit, key=logit - torch.log(-torch.log(uniform)), index=index)

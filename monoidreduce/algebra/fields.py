@@ -1,0 +1,187 @@
+"""What a monoid is made of: the markers a user annotates fields with, and the reading of such annotations.
+
+A field is declared as ``z: Scalar = -math.inf``: the marker says what one element holds there, the value says what the
+identity holds. This file reads those declarations and knows nothing of tensors, so that every other room can ask a
+monoid for its fields without running anything. Imports the standard library and the errors only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from monoidreduce.errors import DeclarationError
+
+
+class Marker:
+    """The kind of a field. ``axes``: how many trailing axes one element has in a user's tensor (None: not a tensor)."""
+
+    axes: int | None = None
+
+
+if TYPE_CHECKING:
+    # To a type checker a field is whatever its value is, so that both ``z: Scalar = -math.inf`` and ``a.z + b.z`` pass.
+    Scalar: TypeAlias = Any
+    Vector: TypeAlias = Any
+    Matrix: TypeAlias = Any
+    List: TypeAlias = Any
+    Function: TypeAlias = Any
+else:
+
+    class Scalar(Marker):
+        """One number per element. Inside ``combine`` it carries a trailing axis of size 1."""
+
+        axes = 0
+
+    class Vector(Marker):
+        """A vector per element: one trailing feature axis."""
+
+        axes = 1
+
+    class Matrix(Marker):
+        """A square matrix per element: two trailing axes. A number ``c`` as its identity means ``c`` times the unit."""
+
+        axes = 2
+
+    class List(Marker):
+        """A list of numbers per element: one trailing axis, whose length may differ; the identity is ``()``."""
+
+        axes = 1
+
+    class Function(Marker):
+        """Any Python callable per element; such a monoid folds streams, not tensors."""
+
+        axes = None
+
+
+_MARKERS: dict[str, Any] = {
+    "Scalar": Scalar,
+    "Vector": Vector,
+    "Matrix": Matrix,
+    "List": List,
+    "Function": Function,
+}
+
+
+class Field(NamedTuple):
+    """A declared field: its marker and its value in the identity."""
+
+    marker: Any
+    identity: Any
+
+    @property
+    def trailing(self) -> int:
+        """How many trailing axes the field has inside ``combine``: a scalar has one, of size 1."""
+        axes = self.marker.axes
+        return 0 if axes is None else max(axes, 1)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The values a field may take, for those who make up examples: ``low <= x <= high``, and ``specials`` besides.
+
+    >>> Domain(low=0.0).clamp(-2.0)
+    2.0
+    >>> Domain(low=-1.0, high=1.0).clamp(3.0)
+    1.0
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    specials: tuple[float, ...] = ()
+
+    def clamp(self, x: float) -> float:
+        """A legal value near ``x``: itself, its mirror image, or the nearest bound."""
+        if x in self.specials or self.low <= x <= self.high:
+            return x
+        if self.low <= -x <= self.high:
+            return -x
+        return min(max(x, self.low), self.high)
+
+
+def read_fields(cls: type, reserved: Collection[str]) -> dict[str, Field]:
+    """The fields that the body of ``cls`` declares, in order; what is wrong with them is a DeclarationError.
+
+    Annotations may be strings (``from __future__ import annotations``). They are evaluated where the class was
+    written; when that fails (a marker imported inside a function, say), the last part of the name decides.
+    """
+    found: dict[str, Field] = {}
+    for name, annotation in _annotations(cls).items():
+        marker = _resolve(cls, annotation)
+        if _is_class_variable(marker):
+            continue
+        if not (isinstance(marker, type) and issubclass(marker, Marker) and marker is not Marker):
+            if name in reserved or name.startswith("_"):
+                continue
+            raise DeclarationError(
+                detail=f"field {name} of {cls.__name__} is annotated {_shown(annotation)}",
+                fix="Annotate a field with Scalar or Vector, and a plain class attribute with typing.ClassVar",
+            )
+        if name in reserved or name.startswith("_"):
+            raise DeclarationError(
+                detail=f"{cls.__name__} cannot have a field called {name}: every monoid uses that name itself",
+                fix="Give the field another name",
+            )
+        if name not in cls.__dict__:
+            raise DeclarationError(
+                detail=f"field {name} of {cls.__name__} has no identity value",
+                fix=f"Write what it is in the identity, for example {name}: {marker.__name__} = 0.0",
+            )
+        found[name] = Field(marker, _checked_identity(cls, name, marker, cls.__dict__[name]))
+    return found
+
+
+def describe(fields: Mapping[str, Field]) -> str:
+    """The fields in words, for messages: ``z: Scalar = -inf, v: Vector = 0.0``."""
+    return ", ".join(f"{name}: {field.marker.__name__} = {field.identity}" for name, field in fields.items())
+
+
+def _annotations(cls: type) -> Mapping[str, Any]:
+    try:
+        return inspect.get_annotations(cls)
+    except NameError as error:  # Python 3.14 evaluates annotations only when asked
+        raise DeclarationError(
+            detail=f"an annotation in {cls.__name__} could not be evaluated: {error}",
+            fix="Import the markers (Scalar, Vector) before the class is written",
+        ) from error
+
+
+def _resolve(cls: type, annotation: Any) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    module = sys.modules.get(cls.__module__)
+    try:
+        return eval(annotation, dict(vars(module)) if module else {}, dict(vars(cls)))  # noqa: S307
+    except Exception:  # any failure of the user's text: fall back on the name
+        text = annotation.strip().strip("'\"")
+        if text.split("[")[0].rpartition(".")[2] == "ClassVar":
+            return typing.ClassVar
+        return _MARKERS.get(text.rpartition(".")[2], annotation)
+
+
+def _is_class_variable(annotation: Any) -> bool:
+    return annotation is typing.ClassVar or typing.get_origin(annotation) is typing.ClassVar
+
+
+def _shown(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else repr(annotation)
+
+
+def _checked_identity(cls: type, name: str, marker: Any, value: Any) -> Any:
+    if marker is Function:
+        legal, expected = callable(value), "a callable that returns its argument"
+    elif marker is List:
+        legal, expected = isinstance(value, (tuple, list)) and len(value) == 0, "()"
+    else:
+        legal, expected = isinstance(value, (bool, int, float)) and value == value, "a number such as 0.0 or -math.inf"
+    if not legal:
+        raise DeclarationError(
+            detail=f"the identity of field {name} of {cls.__name__} is {value!r}",
+            fix=f"A {marker.__name__} needs {expected}",
+        )
+    return value

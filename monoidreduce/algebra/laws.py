@@ -1,0 +1,419 @@
+"""The laws of monoids, each a function that returns two sides which must be equal; and ``check``, which tries them.
+
+Users run ``check`` on their own monoids, and tests on the catalogue. Laws are only approximately true of floating-point
+numbers, so each monoid brings its own equality (``approx``); cotangents are compared number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoidreduce.algebra.approx import approximately
+from monoidreduce.algebra.cases import FAMILIES, Case, Family, domain_of, draw_case, scale_of
+from monoidreduce.algebra.derive import vjp
+from monoidreduce.algebra.fields import Domain, List, Scalar
+from monoidreduce.algebra.monoid import Monoid
+from monoidreduce.algebra.shrink import shrink
+from monoidreduce.algebra.tree import combined
+from monoidreduce.errors import ArgumentError, MonoidLawError, ShapeError
+
+
+class Sides(NamedTuple):
+    """The two sides of a law: elements of the monoid, or cotangents in the same fields."""
+
+    left: Any
+    right: Any
+
+
+def associativity(monoid: Any, a: Any, b: Any, c: Any) -> Sides:
+    """``(a ⊙ b) ⊙ c = a ⊙ (b ⊙ c)``.
+
+    >>> from monoidreduce.algebra.catalogue import Sum
+    >>> associativity(Sum, Sum(v=1), Sum(v=2), Sum(v=3))
+    Sides(left=Sum(v=6), right=Sum(v=6))
+    """
+    return Sides(combined(combined(a, b), c), combined(a, combined(b, c)))
+
+
+def commutativity(monoid: Any, a: Any, b: Any) -> Sides:
+    """``a ⊙ b = b ⊙ a``."""
+    return Sides(combined(a, b), combined(b, a))
+
+
+def left_identity(monoid: Any, a: Any) -> Sides:
+    """``identity ⊙ a = a``."""
+    return Sides(combined(monoid.identity(a), a), a)
+
+
+def right_identity(monoid: Any, a: Any) -> Sides:
+    """``a ⊙ identity = a``."""
+    return Sides(combined(a, monoid.identity(a)), a)
+
+
+def partition(monoid: Any, xs: Sequence[Any], parts: Sequence[Sequence[int]]) -> Sides:
+    """A fold is the fold of the folds of its parts, which may be empty; for ordered monoids the parts are in order."""
+    folds = [_sequential(monoid, [xs[i] for i in part], like=xs[0]) for part in parts]
+    return Sides(_sequential(monoid, xs, like=xs[0]), _sequential(monoid, folds, like=xs[0]))
+
+
+def tile(monoid: Any, xs: Sequence[Any]) -> Sides:
+    """``fold_tile`` of elements along an axis is their fold one by one."""
+    values = {name: torch.stack([getattr(x, name) for x in xs]) for name in monoid.fields()}
+    return Sides(monoid.fold_tile(monoid(**values), 0), _sequential(monoid, xs, like=xs[0]))
+
+
+def removal(monoid: Any, a: Any, b: Any) -> Sides:
+    """``a ⊙ remove(c, a) = c`` for ``c = a ⊙ b``."""
+    c = combined(a, b)
+    return Sides(combined(a, monoid.remove(c, a)), c)
+
+
+def local_gradient(monoid: Any, a: Any, b: Any, g: Any) -> Sides:
+    """``D(c, a) g``, from the result alone, is the derivative of ``c = a ⊙ b`` by ``a`` (the condition of Theorem 2.1).
+
+    >>> from monoidreduce.algebra.catalogue import Max
+    >>> x, y, g = (Max(v=torch.tensor([n])) for n in (1.0, 2.0, 3.0))
+    >>> local_gradient(Max, y, x, g)
+    Sides(left=Max(v=tensor([3.])), right=Max(v=tensor([3.])))
+    """
+    g = _fitting_cotangent(g, combined(a, b))
+    return Sides(monoid.pullback(combined(a, b), a, g), vjp(lambda x: monoid.combine(x, b), a, g))
+
+
+def partition_gradient(monoid: Any, xs: Sequence[Any], parts: Sequence[Sequence[int]], g: Any) -> Sides:
+    """The derivative of a fold by an element goes through its part: ``D(part, x) D(fold, part) g`` (Corollary 2.1.1).
+
+    The element is the first of the first part.
+    """
+    part = _sequential(monoid, [xs[i] for i in parts[0]], like=xs[0])
+    total = _sequential(monoid, xs, like=xs[0])
+    k = parts[0][0]
+
+    def whole(x: Any) -> Any:
+        return _sequential(monoid, [*xs[:k], x, *xs[k + 1 :]], like=x)
+
+    g = _fitting_cotangent(g, total)
+    return Sides(monoid.pullback(part, xs[k], monoid.pullback(total, part, g)), vjp(whole, xs[k], g))
+
+
+@dataclass(frozen=True)
+class Law:
+    """A row of the table: how to try a law on a case, how to write it, and what to advise when it is broken."""
+
+    name: str
+    run: Callable[[Any, Case], Sides]
+    takes: int | None  # how many elements; None: any number
+    left: str
+    right: str
+    fix: str
+    unless: Callable[[Any], str] = lambda monoid: ""  # why it does not apply; "" if it does
+    gradient: bool = False
+
+
+def _without_gradient(monoid: Any) -> str:
+    return "" if monoid.has_gradient else "no gradient: it has neither pullback nor remove"
+
+
+_IDENTITY_FIX = (
+    "Mend the identity values of the fields, or guard combine where a field has its identity value: "
+    "-inf - -inf and 0 / 0 are NaN, so replace the -inf or 0 with torch.where before the subtraction or division"
+)
+_GRADIENT_FIX = (
+    "pullback(c, a, g) must be the transposed derivative of c = combine(a, b) by a, applied to g and written with c "
+    "and a only; guard it where c is the identity"
+)
+
+LAWS = (
+    Law(
+        "associativity",
+        lambda m, case: associativity(m, *case.elements),
+        3,
+        "(a ⊙ b) ⊙ c",
+        "a ⊙ (b ⊙ c)",
+        "Carry enough state that grouping does not matter (a mean needs its weight), and guard against overflow",
+    ),
+    Law(
+        "commutativity",
+        lambda m, case: commutativity(m, *case.elements),
+        2,
+        "a ⊙ b",
+        "b ⊙ a",
+        "Make combine symmetric, or declare commutative = False and fold in order",
+        unless=lambda m: "" if m.commutative else "declared commutative = False",
+    ),
+    Law("left_identity", lambda m, case: left_identity(m, *case.elements), 1, "identity ⊙ a", "a", _IDENTITY_FIX),
+    Law("right_identity", lambda m, case: right_identity(m, *case.elements), 1, "a ⊙ identity", "a", _IDENTITY_FIX),
+    Law(
+        "partition",
+        lambda m, case: partition(m, case.elements, case.parts),
+        None,
+        "fold of all",
+        "fold of the folds of parts {parts}",
+        "Every way of cutting a fold in parts must give the same result",
+    ),
+    Law(
+        "tile",
+        lambda m, case: tile(m, case.elements),
+        None,
+        "fold_tile(x, 0)",
+        "one by one",
+        "fold_tile(x, dim) must give what combine gives one by one",
+        unless=lambda m: "no fold_tile" if m.fold_tile is None else "",
+    ),
+    Law(
+        "removal",
+        lambda m, case: removal(m, *case.elements),
+        2,
+        "a ⊙ remove(a ⊙ b, a)",
+        "a ⊙ b",
+        "remove(c, a) must be the rest of the fold without a",
+        unless=lambda m: "no remove" if m.remove is Monoid.remove else "",
+    ),
+    Law(
+        "local_gradient",
+        lambda m, case: local_gradient(m, *case.elements, case.g),
+        2,
+        "pullback(a ⊙ b, a, g)",
+        "derivative by a",
+        _GRADIENT_FIX,
+        unless=_without_gradient,
+        gradient=True,
+    ),
+    Law(
+        "partition_gradient",
+        lambda m, case: partition_gradient(m, case.elements, case.parts, case.g),
+        None,
+        "pullback through parts {parts}",
+        "derivative of the fold",
+        _GRADIENT_FIX,
+        unless=lambda m: _without_gradient(m) or ("" if m.commutative else "declared commutative = False"),
+        gradient=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check`` tried: law -> number of cases, and law -> why it was left out."""
+
+    monoid: str
+    counts: Mapping[str, int]
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.monoid} obeys its laws:"]
+        lines += [f"  {name:<19}{count:>6} cases" for name, count in self.counts.items()]
+        lines += [f"  {name:<19}    not tried ({why})" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def check(monoid: Any, *, seed: int = 0, cases: int = 200, fields: Mapping[str, Any] | None = None) -> Report:
+    """Try every law on ``monoid`` in float64; a broken one is a MonoidLawError with the smallest counterexample found.
+
+    At least ``cases`` cases for each law: ordinary numbers, ties, zeros, identities, large, huge and tiny numbers, and
+    the special values (infinities) of a field's domain. ``fields`` narrows what a field is given, for example
+    ``{"w": Domain(low=0.0)}`` or a function of a ``torch.Generator`` and a shape. The same ``seed`` tries the same cases.
+
+    >>> from monoidreduce.algebra.catalogue import And
+    >>> print(check(And, cases=28))
+    And obeys its laws:
+      associativity          28 cases
+      commutativity          28 cases
+      left_identity          28 cases
+      right_identity         28 cases
+      partition              28 cases
+      tile                   28 cases
+      removal                not tried (no remove)
+      local_gradient         not tried (no gradient: it has neither pullback nor remove)
+      partition_gradient     not tried (no gradient: it has neither pullback nor remove)
+    """
+    given = _checked_fields(monoid, fields or {})
+    gen = torch.Generator().manual_seed(seed)
+    counts: dict[str, int] = {}
+    for law, family, count, size, elements in _schedule(monoid, cases, given):
+        done = 0
+        while done < count:
+            lists_differ = law.takes is not None and not law.gradient
+            case = draw_case(
+                monoid, family, gen, count=count, elements=elements, size=size, uneven=lists_differ, fields=given
+            )
+            if not counts:
+                _check_shapes(case)
+            if _broken(law, case) is not None:
+                raise _law_error(law, family, _smallest(law, case, given))
+            done += count if case.batched else 1
+        counts[law.name] = counts.get(law.name, 0) + done
+    return Report(monoid.__name__, counts, {law.name: law.unless(monoid) for law in LAWS if law.unless(monoid)})
+
+
+_SIZES = ((1, 1), (2, 3), (3, 1), (7, 3))  # (elements of a fold, features)
+
+
+def _schedule(monoid: Any, cases: int, given: Mapping[str, Any]) -> Iterator[tuple[Law, Family, int, int, int]]:
+    """What is tried in which order: a monoid that is wrong altogether should fail on ordinary numbers, at the law that
+    says what is wrong; then come the corners, then gradients. Yields (law, family, cases, features, elements)."""
+    domains = [domain_of(monoid, name, given) for name in monoid.fields()]
+    families = [f for f in FAMILIES if not f.specials or any(d is not None and d.specials for d in domains)]
+    laws = [law for law in LAWS if not law.unless(monoid)]
+    values = [law for law in laws if not law.gradient]
+    order = [(law, families[0]) for law in values]
+    order += [(law, family) for family in families[1:] for law in values]
+    order += [(law, family) for law in laws if law.gradient for family in families if family.gradient]
+    for law, family in order:
+        kinds = sum(1 for each, _ in order if each is law)
+        for elements, size in _SIZES:
+            yield law, family, -(-cases // (kinds * len(_SIZES))), size, law.takes or elements
+
+
+def _checked_fields(monoid: Any, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not (isinstance(monoid, type) and issubclass(monoid, Monoid) and monoid.fields()):
+        raise ArgumentError(detail=f"check needs a monoid class, got {monoid!r}", fix="Pass a subclass of Monoid")
+    for name, hint in fields.items():
+        if name not in monoid.fields() or not (isinstance(hint, Domain) or callable(hint)):
+            raise ArgumentError(
+                detail=f"fields={{{name!r}: {hint!r}}} says nothing about {monoid.__name__}",
+                fix=f"Give a Domain or a function of (generator, shape) for: {', '.join(monoid.fields())}",
+            )
+    return fields
+
+
+def _check_shapes(case: Case) -> None:
+    a = case.elements[0]
+    c = combined(a, a)
+    for name, field in type(a).fields().items():
+        before, after = getattr(a, name), getattr(c, name)
+        if not isinstance(before, Tensor) or field.marker is List:
+            continue
+        if not isinstance(after, Tensor) or after.shape != before.shape:
+            found = list(after.shape) if isinstance(after, Tensor) else type(after).__name__
+            raise ShapeError(
+                detail=f"{type(a).__name__}.combine turned field {name} of shape {list(before.shape)} into {found}",
+                fix="A Scalar keeps its trailing axis of size 1: take inner products with dot, sums with keepdim=True",
+            )
+
+
+def _broken(law: Law, case: Case) -> Sides | None:
+    """The two sides if they differ or hold a NaN, which no law allows: no example does."""
+    monoid: Any = type(case.elements[0])
+    left, right = law.run(monoid, case)
+    if law.gradient:
+        right = _where_differentiable(case, left, right)
+        scale = _gradient_scale(case)
+        equal = Monoid.approx(left, right, scale=scale)
+    else:
+        equal = approximately(left, right, {name: scale_of(case, name) for name in monoid.fields()})
+    return None if equal and not _has_nan(left) and not _has_nan(right) else Sides(left, right)
+
+
+def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
+    """``right``, but ``left`` where there is nothing to compare with: where autograd itself gives NaN, and where all
+    elements have the identity's value in some field, which is a kink for many monoids. There ``left`` need only be a
+    number."""
+    kink: Tensor | bool = False
+    for name, field in type(left).fields().items():
+        values = [getattr(x, name) for x in case.elements]
+        if values[0].is_floating_point() and field.marker is not List:
+            same = torch.stack([(v == field.identity).flatten(case.batched).any(-1) for v in values]).all(0)
+            kink = kink | same
+    chosen = {}
+    for name, r in right.asdict().items():
+        here = kink.reshape(kink.shape + (1,) * (r.dim() - kink.dim())) if isinstance(kink, Tensor) else kink
+        chosen[name] = torch.where((r != r) | here, getattr(left, name).to(r.dtype), r)
+    return type(right)(**chosen)
+
+
+def _gradient_scale(case: Case) -> dict[str, Tensor]:
+    """Cotangents of one field are made of all fields, so they are as good as the largest number there is."""
+    fields = type(case.elements[0]).fields()
+    sizes = [scale_of(case, name) for name in fields] + [
+        scale_of(Case((case.g,), (), case.g, case.batched), n) for n in fields
+    ]
+    flat = torch.stack([s.flatten(case.batched).amax(-1) for s in sizes if isinstance(s, Tensor)]).amax(0)
+    return {name: flat.reshape(*flat.shape, *(1,) * field.trailing) for name, field in fields.items()}
+
+
+def _smallest(law: Law, case: Case, given: Mapping[str, Any]) -> Case:
+    def fails(candidate: Case) -> bool:
+        try:
+            return _broken(law, candidate) is not None
+        except Exception:  # a simplification went outside what combine can take: not a counterexample
+            return False
+
+    if case.batched:
+        count = next(iter(case.elements[0].asdict().values())).shape[0]
+        alone = next((one for one in map(case.pick, range(count)) if fails(one)), None)
+        if alone is None:
+            firsts = (case.first(n) for n in range(1, count))
+            return next((few for few in firsts if fails(few)), case)
+        case = alone
+    return shrink(case, fails, given, fewer=law.takes is None)
+
+
+def _law_error(law: Law, family: Family, case: Case) -> MonoidLawError:
+    sides = _broken(law, case) or Sides(None, None)
+    names = "abc" if law.takes else [f"x{i}" for i in range(len(case.elements))]
+    lines = [(name, _shown(x)) for name, x in zip(names, case.elements, strict=False)]
+    if law.gradient:
+        lines.append(("g", _shown(case.g)))
+    parts = [list(part) for part in case.parts]
+    left, right = _shown(sides.left), _shown(sides.right)
+    if left == right:  # they differ in later digits
+        left, right = _shown(sides.left, 17), _shown(sides.right, 17)
+    lines += [(law.left.format(parts=parts), left), (law.right.format(parts=parts), right)]
+    fix = law.fix
+    if case.batched:
+        fix += ". It fails only for several elements at once: combine must treat every leading axis as a batch"
+    example = "\n".join(f"  {name} = {value}" for name, value in lines) + f"\n  (found among {family.name})"
+    return MonoidLawError(monoid=type(case.elements[0]).__name__, law=law.name, example=example, fix=fix)
+
+
+def _shown(x: Any, digits: int = 6) -> str:
+    def number(v: Any) -> str:
+        if isinstance(v, list):
+            return "[" + ", ".join(map(number, v)) + "]"
+        return f"{v:.{digits}g}" if isinstance(v, float) else str(v)
+
+    def value(name: str, v: Any) -> str:
+        if not isinstance(v, Tensor):
+            return str(v)
+        return number((v.squeeze(-1) if type(x).fields()[name].marker is Scalar else v).tolist())
+
+    return f"{type(x).__name__}({', '.join(f'{name}={value(name, v)}' for name, v in x.asdict().items())})"
+
+
+def _sequential(monoid: Any, xs: Sequence[Any], like: Any) -> Any:
+    return reduce(combined, xs) if xs else monoid.identity(like)
+
+
+def _fitting_cotangent(g: Any, c: Any) -> Any:
+    """A cotangent as long as ``c``, where lists have become shorter."""
+    values = {name: v[..., : getattr(c, name).shape[-1]] for name, v in g.asdict().items()}
+    return type(g)(**values)
+
+
+def _has_nan(x: Any) -> bool:
+    return any(bool((v != v).any()) for v in x.asdict().values() if isinstance(v, Tensor))
+
+
+__all__ = [
+    "LAWS",
+    "Law",
+    "Report",
+    "Sides",
+    "associativity",
+    "check",
+    "commutativity",
+    "left_identity",
+    "local_gradient",
+    "partition",
+    "partition_gradient",
+    "removal",
+    "right_identity",
+    "tile",
+]

@@ -1,0 +1,255 @@
+"""What a monoid is: a class whose fields are its state and whose ``combine`` is ⊙.
+
+Inside ``combine``, ``pullback`` and ``remove`` a Scalar field carries a trailing axis of size 1 and a Vector field its
+feature axis, so that ``a.v * torch.exp(a.z - z)`` is plain broadcasting with no axes to count. The same bodies are also
+traced with symbols instead of tensors; a body that needs shapes says ``tensor_only = True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from monoidreduce.algebra.approx import all_close
+from monoidreduce.algebra.derive import vjp
+from monoidreduce.algebra.fields import Domain, Field, Function, List, Matrix, Scalar, Vector, describe, read_fields
+from monoidreduce.algebra.product import MonoidType, product
+from monoidreduce.errors import ArgumentError, DeclarationError, NoGradientError
+
+M = TypeVar("M", bound="Monoid")
+
+
+def dot(x: Any, y: Any) -> Any:
+    """``⟨x, y⟩`` over the feature axis, as a Scalar: ``(x * y).sum(-1, keepdim=True)``; ``x @ y`` for symbols.
+
+    >>> dot(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[11.]])
+    """
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return (x * y).sum(-1, keepdim=True)
+    return x @ y
+
+
+class Monoid(metaclass=MonoidType):
+    """A set with an associative ``combine`` and an identity; its instances are immutable records of the fields.
+
+    ``a ⊙ (b ⊙ c) = (a ⊙ b) ⊙ c`` and ``identity ⊙ a = a = a ⊙ identity``; also ``a ⊙ b = b ⊙ a`` unless the class says
+    ``commutative = False``. For gradients a monoid brings either ``pullback(c, a, g)``, the derivative
+    ``D(c, a)`` of ``c = a ⊙ b`` by ``a`` applied to the cotangent ``g`` (Theorem 2.1), or ``remove(c, a)``, the rest of
+    the fold without ``a``, from which it is derived.
+
+    >>> class Total(Monoid):
+    ...     v: Scalar = 0.0
+    ...     def combine(a, b):
+    ...         return Total(v=a.v + b.v)
+    >>> Total.combine(Total(v=2.0), Total(v=3.0))
+    Total(v=5.0)
+    >>> Total.has_gradient, dict(Total.fields())["v"].identity
+    (False, 0.0)
+    """
+
+    commutative: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False  # combine acts on each component alone: a Vector may stand for a Scalar
+    tensor_only: ClassVar[bool] = False  # the bodies need shapes, so symbols cannot go through them
+    integers: ClassVar[tuple[str, ...]] = ()  # fields that hold whole numbers: counts and positions
+    domain: ClassVar[Mapping[str, Domain]] = {}  # which values a field may take, where not all
+    components: ClassVar[tuple[type[Monoid], ...]] = ()  # of a product: its factors
+    has_gradient: ClassVar[bool] = False
+    gradient_road: ClassVar[str] = "none"  # "pullback", "remove" or "none"
+    fold_tile: ClassVar[Any] = None  # optional: fold_tile(x, dim), all of one axis at once (dim >= 0)
+    _fields: ClassVar[dict[str, Field]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        inherited: dict[str, Field] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited.update(base.__dict__.get("_fields", {}))
+        own = cls.__dict__.get("_fields") or read_fields(cls, reserved=_RESERVED)  # a product knows its own already
+        cls._fields = {**inherited, **own}
+        _check_declaration(cls)
+        if cls.pullback is not Monoid.pullback:
+            cls.gradient_road = "pullback"
+        elif cls.remove is not Monoid.remove:
+            cls.gradient_road = "remove"
+        cls.has_gradient = cls.gradient_road != "none"
+
+    def __init__(self, /, **values: Any) -> None:
+        if values.keys() != self._fields.keys():
+            raise _wrong_fields(type(self), values)
+        self.__dict__.update({name: values[name] for name in self._fields})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ArgumentError(
+            detail=f"cannot set {name}: an element of {type(self).__name__} does not change",
+            fix=f"Build a new one with {type(self).__name__}(...)",
+        )
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={value!r}" for name, value in self.asdict().items())
+        return f"{type(self).__name__}({inside})"
+
+    def asdict(self) -> dict[str, Any]:
+        """The fields and their values, in the order of declaration."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def fields(cls) -> Mapping[str, Field]:
+        """The declared fields in order: name -> (marker, identity)."""
+        return dict(cls._fields)
+
+    @classmethod
+    def identity(
+        cls: type[M],
+        like: M | None = None,
+        *,
+        batch: Sequence[int] = (),
+        size: int | Mapping[str, int] = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> M:
+        """The identity as tensors: shaped like the element ``like``, or of the given batch shape and feature size.
+
+        Inner convention: a Scalar is ``[*batch, 1]``, a Vector ``[*batch, size]`` (size 1 broadcasts to any), a Matrix
+        ``[*batch, size, size]``, a List ``[*batch, 0]``.
+
+        >>> class Total(Monoid):
+        ...     v: Vector = 0.0
+        ...     def combine(a, b):
+        ...         return Total(v=a.v + b.v)
+        >>> Total.identity(batch=(2,), size=3).v.shape
+        torch.Size([2, 3])
+        """
+        values: dict[str, Any] = {}
+        for name, field in cls._fields.items():
+            if field.marker is Function:
+                values[name] = field.identity
+                continue
+            given = None if like is None else like.asdict()[name]
+            if given is not None:
+                shape, kind, place = tuple(given.shape), given.dtype, given.device
+                shape = (*shape[:-1], 0) if field.marker is List else shape
+            else:
+                length = size[name] if isinstance(size, Mapping) else size
+                inner = {Scalar: (1,), Vector: (length,), Matrix: (length, length), List: (0,)}[field.marker]
+                shape, kind, place = (*batch, *inner), cls._dtype(name, dtype), device
+            if field.marker is Matrix:
+                unit = torch.eye(shape[-1], dtype=kind, device=place) * field.identity
+                values[name] = unit.expand(shape)
+            elif field.marker is List:
+                values[name] = torch.empty(shape, dtype=kind, device=place)
+            else:
+                values[name] = torch.full(shape, _fitting(field.identity, kind), dtype=kind, device=place)
+        return cls(**values)
+
+    @classmethod
+    def embed(cls: type[M], x: Any, dim: int | None, start: int = 0) -> M:
+        """One plain tensor as elements of the monoid (user's shapes), for ``fold(monoid, x)``.
+
+        ``dim`` is the axis to be folded (None: ``x`` is a single element), ``start`` the position of its first
+        element. A monoid of one field takes ``x`` as it is; others may define what one number means to them.
+        """
+        if len(cls._fields) != 1:
+            names = ", ".join(f"{name}=..." for name in cls._fields)
+            raise ArgumentError(
+                detail=f"{cls.__name__} has {len(cls._fields)} fields ({describe(cls._fields)}), but got one tensor",
+                fix=f"Give each field: {cls.__name__}({names}), or a dict",
+            )
+        return cls(**{name: x for name in cls._fields})
+
+    def combine(a: Any, b: Any) -> Any:
+        """``a ⊙ b``: what every monoid must define."""
+        raise DeclarationError(detail=f"{type(a).__name__} defines no combine", fix="Define combine(a, b)")
+
+    def pullback(c: Any, a: Any, g: Any) -> Any:
+        """``D(c, a)`` applied to the cotangent ``g``, where ``c = a ⊙ rest``.
+
+        Derived here, for a monoid that brings only ``remove``, as the transposed derivative of ``x ⊙ remove(c, a)`` at
+        ``x = a``, by autograd on concrete tensors.
+        """
+        monoid = type(c)
+        if monoid.gradient_road != "remove":
+            raise _no_gradient(monoid)
+        rest = monoid.remove(c, a)
+        return vjp(lambda x: monoid.combine(x, rest), a, g)
+
+    def remove(c: Any, a: Any) -> Any:
+        """The rest of the fold without ``a``: ``c = a ⊙ remove(c, a)``. Optional."""
+        raise _no_gradient(type(c))
+
+    def legal(x: Any) -> Any:
+        """The legal element nearest to ``x``, for monoids whose fields depend on one another; idempotent. Optional."""
+        return x
+
+    def approx(a: Any, b: Any, *, scale: Mapping[str, Any] | None = None) -> bool:
+        """Whether two elements are equal but for rounding; ``scale``: size of the numbers behind each field."""
+        sizes = scale or {}
+        other = b.asdict()
+        return all(all_close(x, other[name], sizes.get(name, 1.0)) for name, x in a.asdict().items())
+
+    @classmethod
+    def discrete(cls) -> bool:
+        """Whether no field can have a derivative: all are booleans or whole numbers."""
+        return all(isinstance(f.identity, bool) or name in cls.integers for name, f in cls._fields.items())
+
+    @classmethod
+    def _dtype(cls, name: str, floating: torch.dtype | None) -> torch.dtype:
+        if isinstance(cls._fields[name].identity, bool):
+            return torch.bool
+        return torch.int64 if name in cls.integers else (floating or torch.get_default_dtype())
+
+
+_RESERVED = frozenset(name for name in dir(Monoid) if not name.startswith("__"))
+
+
+def _check_declaration(cls: type[Monoid]) -> None:
+    combines = cls.combine is not Monoid.combine
+    if combines and not cls._fields:
+        raise DeclarationError(
+            detail=f"{cls.__name__} has a combine but no fields",
+            fix="Declare its state, for example v: Scalar = 0.0",
+        )
+    if cls._fields and not combines:
+        raise DeclarationError(
+            detail=f"{cls.__name__} has fields ({describe(cls._fields)}) but no combine",
+            fix="Define combine(a, b), which returns a new element",
+        )
+    for what, names in (("integers", cls.integers), ("domain", cls.domain)):
+        for name in names:
+            if name not in cls._fields:
+                raise DeclarationError(
+                    detail=f"{cls.__name__}.{what} names {name}, which is no field of it",
+                    fix=f"Its fields are: {', '.join(cls._fields) or 'none'}",
+                )
+
+
+def _wrong_fields(cls: type[Monoid], values: Mapping[str, Any]) -> ArgumentError:
+    missing = [name for name in cls._fields if name not in values]
+    unknown = [name for name in values if name not in cls._fields]
+    trouble = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has no field", unknown)) if names]
+    return ArgumentError(
+        detail=f"{cls.__name__}(...) {' and '.join(trouble)}",
+        fix=f"Its fields are: {describe(cls._fields)}",
+    )
+
+
+def _no_gradient(cls: type[Monoid]) -> NoGradientError:
+    return NoGradientError(
+        detail=f"{cls.__name__} has no local gradient",
+        fix="Add pullback(c, a, g), the derivative of c = combine(a, b) by a applied to g, "
+        "or remove(c, a), the rest of the fold without a",
+    )
+
+
+def _fitting(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` as ``dtype`` can hold it: the least integer does for minus infinity."""
+    if dtype.is_floating_point or dtype == torch.bool or isinstance(value, int) or abs(value) != float("inf"):
+        return value
+    return torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
+
+
+__all__ = ["Domain", "Function", "List", "Matrix", "Monoid", "Scalar", "Vector", "dot", "product"]

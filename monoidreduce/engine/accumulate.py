@@ -1,0 +1,228 @@
+"""Running totals: how the eager engine folds each kind of reduction, tile by tile, in either direction.
+
+An accumulator holds its state for a whole axis (numbers and vectors per row, or per column), takes one tile at a time for a
+slice of it, and turns the state into results at the end. The state is the one that computes best (a running maximum, a sum
+and unnormalised values), not the one users see.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algebra import fold as fold_monoid
+from ..program.expr import Expr
+from . import products
+from .tilecode import Contraction, Reducer, TileRun
+
+
+class Accumulator:
+    """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
+
+    def __init__(self, reduction: Expr, batch: int, length: int, widths: list[int], compute: torch.dtype, device: torch.device):
+        self.kind, self.over, self.params = reduction.attrs
+        self.fields = reduction.args
+        self.batch, self.length, self.widths = batch, length, widths
+        self.compute, self.device = compute, device
+        self.dim = -1 if self.over == "cols" else -2
+        self.start()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        """Fold one tile into the slice ``at``; ``offset`` is the tile's place on the folded axis."""
+        raise NotImplementedError
+
+    def finish(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def numbers(self, value: float, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full((self.batch, self.length), value, dtype=dtype or self.compute, device=self.device)
+
+    def totals(self, width: int) -> Tensor:
+        shape = (self.batch, self.length) if width < 0 else (self.batch, self.length, width)
+        return torch.zeros(shape, dtype=self.compute, device=self.device)
+
+    def across(self, x: Tensor) -> Tensor:
+        """Numbers per kept index [b, l], shaped to meet a tile."""
+        return x.unsqueeze(self.dim)
+
+    def contract(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
+        """total += Σ weight × vector over the folded axis."""
+        if c.walk:
+            for f in range(tile.width(c.weight)):
+                part = tile.component(c.weight, f)
+                total[..., f] += (part if weight is None else weight * part).expand(tile.tile).sum(self.dim)
+        elif c.vector is None:
+            total += weight.sum(self.dim)
+        else:
+            products.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
+
+
+class Sum(Accumulator):
+    def start(self) -> None:
+        whole = self.fields[0].dtype != "float"
+        self.total = self.numbers(0, torch.int64) if whole else self.totals(self.widths[0])
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        for c in reducer.values[0]:
+            weight = None if c.walk else tile.full(c.weight)
+            self.contract(self.total[:, at], weight, c, tile)  # type: ignore[arg-type]
+
+    def finish(self) -> list[Tensor]:
+        return [self.total]
+
+
+class Soft(Accumulator):
+    """Running maximum m, sum l = Σ exp(s - m), and Σ exp(s - m) v for each value."""
+
+    def start(self) -> None:
+        self.peak = self.numbers(-math.inf)
+        self.total = self.totals(-1)
+        self.values = [self.totals(w) for w in self.widths[1:]]
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        logit = tile.full(reducer.roots[0])
+        old = self.peak[:, at]
+        peak = torch.maximum(old, logit.amax(self.dim))
+        safe = torch.where(peak.isinf(), 0.0, peak)  # guarded once per row, not per pair
+        weight = torch.sub(logit, self.across(safe), out=logit) if owned[0] else logit - self.across(safe)
+        weight.exp_()
+        shrink = torch.exp(old - safe)
+        total = self.total[:, at]
+        total.mul_(shrink).add_(weight.sum(self.dim))
+        self.peak[:, at] = peak
+        for value, parts in zip(self.values, reducer.values, strict=True):
+            part = value[:, at]
+            part.mul_(shrink if part.dim() == 2 else shrink.unsqueeze(-1))
+            for c in parts:
+                if c.walk:
+                    weighted = weight
+                elif c.weight.op == "const" and c.weight.const == 1:
+                    weighted = weight
+                else:
+                    weighted = weight * tile.full(c.weight)
+                self.contract(part, weighted, c, tile)
+
+    def finish(self) -> list[Tensor]:
+        safe = torch.where(self.peak.isinf(), 0.0, self.peak)
+        seen = torch.where(self.total == 0, 1.0, self.total)  # a row that sees nothing has mean 0
+        means = [v.div_(seen if v.dim() == 2 else seen.unsqueeze(-1)) for v in self.values]
+        return [self.total.log().add_(safe), *means]
+
+
+class Best(Accumulator):
+    """The best value so far and its place; the first of equals, and NaN beats all, as in torch."""
+
+    def start(self) -> None:
+        self.largest = self.params[0]
+        if self.fields[0].dtype == "float":
+            self.value = self.numbers(-math.inf if self.largest else math.inf)
+        else:
+            info = torch.iinfo(torch.int64)
+            self.value = self.numbers(info.min if self.largest else info.max, torch.int64)
+        self.place = self.numbers(-1, torch.int64)
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        x = tile.full(reducer.roots[0])
+        place = (x.argmax if self.largest else x.argmin)(self.dim, keepdim=True)
+        value = x.gather(self.dim, place).squeeze(self.dim).to(self.value.dtype)
+        old = self.value[:, at]
+        better = (value > old) if self.largest else (value < old)
+        if value.dtype.is_floating_point:
+            better = better | (value.isnan() & ~old.isnan())
+        self.place[:, at] = torch.where(better, place.squeeze(self.dim) + offset, self.place[:, at])
+        self.value[:, at] = torch.where(better, value, old)
+
+    def finish(self) -> list[Tensor]:
+        return [self.value, self.place]
+
+
+class TopK(Accumulator):
+    """The k best so far, best first, kept sorted by merging each tile's own best."""
+
+    def start(self) -> None:
+        self.k, self.largest = self.params
+        shape = (self.batch, self.length, self.k)
+        self.worst = -math.inf if self.largest else math.inf
+        self.value = torch.full(shape, self.worst, dtype=self.compute, device=self.device)
+        self.place = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        x = tile.full(reducer.roots[0])
+        x = x if self.over == "cols" else x.mT
+        value, place = x.topk(min(self.k, x.shape[-1]), dim=-1, largest=self.largest)
+        both = torch.cat([self.value[:, at], value.to(self.compute)], -1)
+        places = torch.cat([self.place[:, at], place + offset], -1)
+        value, order = both.sort(dim=-1, descending=self.largest, stable=True)
+        self.value[:, at] = value[..., : self.k]
+        self.place[:, at] = places.gather(-1, order[..., : self.k])
+
+    def finish(self) -> list[Tensor]:
+        return [self.value, torch.where(self.value == self.worst, -1, self.place)]
+
+
+class Moments(Accumulator):
+    """Welford's mean and sum of squared deviations, tiles merged by Chan's formula."""
+
+    def start(self) -> None:
+        self.mean, self.spread = self.totals(-1), self.totals(-1)
+        self.count = self.numbers(0)
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        x = tile.full(reducer.roots[0])
+        n = x.shape[self.dim]
+        mean = x.mean(self.dim)
+        spread = (x - self.across(mean)).square_().sum(self.dim)
+        old = self.count[:, at]
+        total = old + n
+        gap = mean - self.mean[:, at]
+        self.mean[:, at] += gap * (n / total)
+        self.spread[:, at] += spread + gap.square() * (old * n / total)
+        self.count[:, at] = total
+
+    def finish(self) -> list[Tensor]:
+        return [torch.where(self.count == 0, torch.nan, self.mean), self.spread]
+
+
+class User(Accumulator):
+    """Any monoid: the tile is folded as a tree by ``combine``, then combined with the state.
+
+    In ``combine`` a Scalar carries a trailing axis of size 1 and a Vector its features.
+    """
+
+    def start(self) -> None:
+        (self.monoid,) = self.params
+        self.names = list(self.monoid.fields())
+        self.state = []
+        for (_, field), width in zip(self.monoid.fields().items(), self.widths, strict=True):
+            shape = (self.batch, self.length, max(width, 1))
+            self.state.append(torch.full(shape, float(field.identity), dtype=self.compute, device=self.device))
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        elements = {}
+        for name, root, width in zip(self.names, reducer.roots, self.widths, strict=True):
+            elements[name] = tile.full(root) if width < 0 else self._vector(root, tile)
+        folded = fold_monoid(self.monoid, elements, dim=2 if self.over == "cols" else 1)
+        part = [getattr(folded, n) for n in self.names]
+        part = [p.unsqueeze(-1) if w < 0 else p for p, w in zip(part, self.widths, strict=True)]
+        old = self.monoid(**dict(zip(self.names, (s[:, at] for s in self.state), strict=True)))
+        new = self.monoid.combine(old, self.monoid(**dict(zip(self.names, part, strict=True))))
+        for s, n in zip(self.state, self.names, strict=True):
+            s[:, at] = getattr(new, n)
+
+    def _vector(self, e: Expr, tile: TileRun) -> Tensor:
+        if e in tile.values and e.feature is not None:
+            v: Tensor = tile.values[e].to(self.compute)
+            return v.unsqueeze(2 if e.rows else 1).expand(*tile.tile, v.shape[-1])
+        return torch.stack([tile.component(e, f).expand(tile.tile) for f in range(tile.width(e))], -1)
+
+    def finish(self) -> list[Tensor]:
+        return [s if w >= 0 else s.squeeze(-1) for s, w in zip(self.state, self.widths, strict=True)]
+
+
+ACCUMULATORS: dict[str, Any] = {"sum": Sum, "soft": Soft, "best": Best, "topk": TopK, "moments": Moments, "user": User}

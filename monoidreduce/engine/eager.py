@@ -1,0 +1,204 @@
+"""The eager engine: tiles in torch, on any device that torch has.
+
+A fold runs tile by tile: rows outside, columns inside. Leaves are only ever sliced; arithmetic happens in place in a few
+tile-sized buffers; both directions are folded in the same pass, so a gradient needs one recomputation of each pair. Tiles on
+which every reduction would see its identity are found by interval analysis and never computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import tiles as plan
+from ..program.expr import Expr, index, size
+from ..program.lower import Fold
+from ..program.reductions import KINDS
+from . import batching, products, tally
+from .accumulate import ACCUMULATORS, Accumulator
+from .evaluate import Sizes
+from .pick import run_pick
+from .tilecode import Buffers, Code, Reducer, TileRun, compile_variant, conditions, interval, ranged
+
+
+@dataclass
+class FoldCode:
+    """What is compiled once per fold: its conditions and the code of each variant met so far."""
+
+    fold: Fold
+    scalars: frozenset[Expr]
+    conditions: tuple[Expr, ...] = ()
+    ranged: tuple[Expr, ...] = ()
+    variants: dict[tuple, Code | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.conditions = conditions(self.fold)
+        self.ranged = ranged(self.fold)
+
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+        truths = tuple(interval(c, known) for c in self.conditions)
+        if truths not in self.variants:
+            decided = {c: t[0] == 1 for c, t in zip(self.conditions, truths, strict=True) if t[0] == t[1]}
+            self.variants[truths] = compile_variant(self.fold, decided, self.scalars)
+        return self.variants[truths]
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+    return FoldCode(fold, scalars)
+
+
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None) -> list[Tensor]:
+    """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
+    scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
+    code = _code(fold, scalars)
+    given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
+    shape, views = batching.merge(sizes.batch, list(given.values()))
+    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
+    outputs = [_empty(r, k, shape, sizes) for r, k in fold.outputs]
+    for where in batching.outer(shape):
+        for b in range(0, max(shape[-1], 1), tiles.batch):
+            chunk = slice(b, min(b + tiles.batch, shape[-1]))
+            part = {e: v[where][chunk] for e, v in zip(given, views, strict=True)}
+            results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start).run()
+            for out, value in zip(outputs, results, strict=True):
+                out[where][chunk] = value
+    return [o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs]
+
+
+def _width(fold: Fold, sizes: Sizes) -> int:
+    """How many numbers a pair holds: more than one only for a user monoid's vectors, which are folded whole."""
+    users = [a for r in fold.reductions if r.attrs[0] == "user" for a in r.args]
+    return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
+
+
+def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Tensor:
+    kind, over, params = reduction.attrs
+    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
+    length = sizes.rows if over == "cols" else sizes.cols
+    tail = () if feature is None else (sizes.of(str(feature)),)
+    return torch.empty(
+        *shape, length, *tail, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device
+    )
+
+
+class _Chunk:
+    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles."""
+
+    def __init__(self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int):
+        self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
+        self.buffers = Buffers(batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols), sizes.compute, sizes.device)
+        self.accumulators: list[Accumulator | None] = []
+        self.picked: dict[int, Tensor] = {}
+        for place, r in enumerate(code.fold.reductions):
+            kind, over, _ = r.attrs
+            length = sizes.rows if over == "cols" else sizes.cols
+            if kind == "pick":
+                self.accumulators.append(None)
+                self.picked[place] = self._pick(r, length)
+            else:
+                widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
+                self.accumulators.append(ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device))
+
+    def _pick(self, r: Expr, length: int) -> Tensor:
+        feature = r.args[2].feature
+        tail = () if feature is None else (self.sizes.of(str(feature)),)
+        out = torch.zeros(self.batch, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
+        run_pick(r, self.leaves, self.sizes, self.batch, out, plan.ELEMENTS)
+        return out
+
+    def run(self) -> list[Tensor]:
+        if any(a is not None for a in self.accumulators) and self.batch and self.sizes.rows and self.sizes.cols:
+            self._walk()
+        results: list[Tensor] = []
+        for place, a in enumerate(self.accumulators):
+            results += [self.picked[place]] if a is None else a.finish()
+        return results
+
+    def _walk(self) -> None:
+        rows = _slices(self.sizes.rows, self.tiles.rows)
+        cols = _slices(self.sizes.cols, self.tiles.cols)
+        row_ranges, col_ranges, fixed = self._ranges(rows, cols)
+        for i, row in enumerate(rows):
+            row_values = self._side(row, True)
+            for j, col in enumerate(cols):
+                code = self.code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
+                tally.tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                if code is not None:
+                    self._tile(code, row, col, row_values)
+
+    def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
+        values = {**row_values, **self._side(col, False)}
+        tile = TileRun(values, (self.batch, row.stop - row.start, col.stop - col.start), self.buffers)
+
+        def hand_over(reducer: Reducer, owned: tuple[bool, ...], tile: TileRun) -> None:
+            accumulator = self.accumulators[reducer.place]
+            assert accumulator is not None
+            kept, folded = (row, col) if accumulator.over == "cols" else (col, row)
+            accumulator.step(reducer, owned, tile, kept, folded.start)
+
+        tile.run(code, hand_over)
+
+    def _side(self, part: slice, rows: bool) -> dict[Expr, Any]:
+        """The leaves of one side of a tile: numbers shaped to broadcast, vectors in the type they are multiplied in."""
+        values: dict[Expr, Any] = {}
+        compute = self.sizes.compute
+        for e, v in self.leaves.items():
+            if not isinstance(v, Tensor):
+                if rows:
+                    values[e] = torch.tensor(v, dtype=self.buffers.kinds[e.dtype], device=self.sizes.device)
+            elif not e.rows and not e.cols:
+                if rows:
+                    v = v.to(compute) if e.dtype == "float" else v
+                    values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
+            elif e.rows == rows:
+                v = v[:, part]
+                if e.feature is not None:
+                    values[e] = products.operand(v, compute)
+                else:
+                    v = v.to(compute) if e.dtype == "float" else v
+                    values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
+        at = torch.arange(part.start, part.stop, device=self.sizes.device)
+        values[index("row" if rows else "col")] = at.view(1, -1, 1) if rows else at.view(1, 1, -1)
+        if rows:
+            for axis in ("rows", "cols"):
+                values[size(axis)] = torch.tensor(self.sizes.of(axis), device=self.sizes.device)
+            for letter, count in self.sizes.letters.items():
+                values[size(letter)] = torch.tensor(count, device=self.sizes.device)
+        return values
+
+    def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
+        """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
+        row_ranges: list[dict] = [{index("row"): (s.start, s.stop - 1)} for s in rows]
+        col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
+        fixed: dict[Expr, tuple[float, float]] = {size("rows"): (self.sizes.rows,) * 2, size("cols"): (self.sizes.cols,) * 2}
+        for e in self.code.ranged:
+            v = self.leaves[e]
+            if not isinstance(v, Tensor):
+                fixed[e] = (float(v), float(v))
+                continue
+            if not e.rows and not e.cols:
+                parts, ranges = [v], [fixed]
+            else:
+                side, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
+                parts = [v[:, s] for s in side]
+            ends = torch.stack([torch.stack(torch.aminmax(p.double())) for p in parts]).tolist()
+            for r, (low, high) in zip(ranges, ends, strict=True):
+                r[e] = (low, high) if low == low and high == high else (-torch.inf, torch.inf)
+        return row_ranges, col_ranges, fixed
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
+
+
+def walk(fold: Fold, sizes: Sizes) -> Iterator[str]:
+    """How this engine would walk the fold, in words."""
+    tiles = plan.choose(torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols, _width(fold, sizes))
+    yield f"tiles of {tiles.rows} rows × {tiles.cols} columns, {tiles.batch} of the batch at a time"

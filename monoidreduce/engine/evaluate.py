@@ -1,0 +1,176 @@
+"""Plain torch evaluation of expressions: what runs before and after the passes, and the dense oracle.
+
+Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for an axis
+that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves. Python numbers stay
+Python numbers. Differentiable by autograd. 16-bit inputs are raised to float32 when arithmetic touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program.expr import Expr, topological
+from ..program.primitives import PRIMITIVES
+from .dense import REDUCERS
+
+Value = Any  # a Tensor in the layout above, or a Python number
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in."""
+
+    rows: int
+    cols: int
+    batch: tuple[int, ...]
+    letters: Mapping[str, int]
+    device: torch.device
+    compute: torch.dtype
+
+    def of(self, axis: str) -> int:
+        if axis == "rows":
+            return self.rows
+        return self.cols if axis == "cols" else int(axis) if axis.isdigit() else self.letters[axis]
+
+
+def to_layout(t: Value, e: Expr) -> Value:
+    """A tensor as users hold it (``[*batch, M or N, f]``) in the layout of this room: a view."""
+    if not isinstance(t, Tensor):
+        return t
+    at = t.dim() - (e.feature is not None)
+    if not e.rows and not e.cols:
+        return t.unsqueeze(at).unsqueeze(at)
+    return t.unsqueeze(at) if not e.cols else t.unsqueeze(at - 1) if not e.rows else t
+
+
+def from_layout(t: Value, e: Expr) -> Value:
+    """The inverse of :func:`to_layout`."""
+    if not isinstance(t, Tensor):
+        return t
+    last = t.dim() - 1 - (e.feature is not None)  # the column axis
+    if not e.cols:
+        t = t.squeeze(last)
+    return t if e.rows else t.squeeze(last - 1)
+
+
+@dataclass
+class Evaluator:
+    """Evaluates expressions given the values of inputs; ``memo`` may be seeded with the results of passes."""
+
+    sizes: Sizes
+    inputs: Mapping[str, Value]
+    memo: dict[Expr, Value] = field(default_factory=dict)
+
+    def __call__(self, e: Expr) -> Value:
+        for n in topological([e], stop=self.memo.__contains__):
+            if n not in self.memo:
+                self.memo[n] = self._node(n)
+        return self.memo[e]
+
+    def _node(self, e: Expr) -> Value:
+        if e.op in ("input", "leaf"):
+            return to_layout(self.inputs[e.attrs[0]], e)
+        if e.op == "const":
+            return e.attrs[0]
+        if e.op == "nan":
+            return float("nan")
+        if e.op == "size":
+            return self.sizes.of(e.attrs[0])
+        if e.op.endswith("_index"):
+            return self._index(e.op)
+        if e.op == "result":
+            return self.memo[e.args[0]][e.attrs[0]]
+        args = [self.raised(self.memo[a], a) for a in e.args]
+        if e.op == "reduce":
+            kind, over, params = e.attrs
+            fields = [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)]
+            vectors = [a.feature is not None for a in e.args]
+            return REDUCERS[kind](fields, vectors, over, params, self.sizes.of(over))
+        if e.op in PRIMITIVES:
+            return self._primitive(e, args)
+        return _FEATURES[e.op](e, self.sizes, *args)
+
+    def raised(self, value: Value, e: Expr) -> Value:
+        if isinstance(value, Tensor) and e.dtype == "float" and value.dtype != self.sizes.compute:
+            return value.to(self.sizes.compute)
+        return value
+
+    def _tensor(self, value: Value, e: Expr) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        dims = (1,) * (len(self.sizes.batch) + 2 + (e.feature is not None))
+        return torch.full(dims, value, dtype=_KINDS.get(e.dtype, self.sizes.compute), device=self.sizes.device)
+
+    def _index(self, op: str) -> Tensor:
+        s = self.sizes
+        if op == "batch_index":
+            count = torch.Size(s.batch).numel()
+            return torch.arange(count, device=s.device).view(*s.batch, 1, 1)
+        ones = (1,) * len(s.batch)
+        if op == "row_index":
+            return torch.arange(s.rows, device=s.device).view(*ones, s.rows, 1)
+        return torch.arange(s.cols, device=s.device).view(*ones, 1, s.cols)
+
+    def _primitive(self, e: Expr, args: list[Value]) -> Value:
+        primitive = PRIMITIVES[e.op]
+        attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
+        if not any(isinstance(a, Tensor) for a in args):  # numbers only: exact, and it stays a number
+            kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
+            args = [torch.tensor(a, dtype=k) for a, k in zip(args, kinds, strict=True)]
+            if e.op == "cast":
+                return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
+            return primitive.torch(*args, **attributes).item()
+        if e.op == "cast":
+            return cast(args[0], e.attrs[0], self.sizes.compute)
+        tensors = []
+        for a, x in zip(args, e.args, strict=True):
+            if not isinstance(a, Tensor):
+                a = torch.tensor(a, dtype=_KINDS.get(x.dtype, self.sizes.compute), device=self.sizes.device)
+            elif e.feature is not None and x.feature is None:
+                a = a.unsqueeze(-1)
+            tensors.append(a)
+        value = primitive.torch(*tensors, **attributes)
+        return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
+
+
+def cast(x: Tensor, to: str, compute: torch.dtype) -> Tensor:
+    return x != 0 if to == "bool" else x.to(_KINDS.get(to, compute))
+
+
+def _dot(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype.is_floating_point:
+        return x.squeeze(-2) @ y.squeeze(-3).mT
+    return (x * y).sum(-1)  # integer products have no fast road on GPUs
+
+
+def _sqdist(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().sum(-1)
+
+
+def _component(e: Expr, sizes: Sizes, x: Tensor) -> Tensor:
+    return x[..., e.attrs[0]]
+
+
+def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
+    count = sizes.of(str(e.attrs[0]))
+    if not isinstance(x, Tensor):
+        ones = (1,) * (len(sizes.batch) + 2)
+        return torch.full((*ones, count), x, dtype=_KINDS.get(e.dtype, sizes.compute), device=sizes.device)
+    return x.unsqueeze(-1).expand(*x.shape, count)
+
+
+_FEATURES = {
+    "fsum": lambda e, sizes, x: x.sum(-1),
+    "famax": lambda e, sizes, x: x.amax(-1),
+    "famin": lambda e, sizes, x: x.amin(-1),
+    "dot": _dot,
+    "sqdist": _sqdist,
+    "component": _component,
+    "spread": _spread,
+}

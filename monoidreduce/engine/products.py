@@ -1,0 +1,74 @@
+"""Matrix products of tiles: the one place that knows which types the hardware multiplies fast.
+
+``raise_16bit`` says whether 16-bit operands should be raised to float32 before they are multiplied (a CPU without 16-bit matrix
+units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512 bf16).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported") if dtype is torch.bfloat16 else ("_is_amx_fp16_supported",)
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
+def raise_16bit(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this 16-bit type are better done in float32 on this device."""
+    return device.type == "cpu" and not _cpu_multiplies(dtype)
+
+
+def operand(t: Tensor, compute: torch.dtype) -> Tensor:
+    """A tile's vectors in the type they are multiplied in."""
+    if t.dtype == compute or not (t.dtype.is_floating_point or compute.is_floating_point):
+        return t
+    if t.dtype in SIXTEEN and not raise_16bit(t.device, t.dtype):
+        return t
+    return t.to(compute)
+
+
+def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """out[b, m, n] = alpha · x[b, m, d] @ y[b, n, d]ᵀ."""
+    if not out.dtype.is_floating_point:
+        return out.copy_((x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1) if x.shape[-1] < 4 else _integer_product(x, y)).mul_(int(alpha))
+    x, y = _same(x, y)
+    if x.dtype != out.dtype:
+        out.copy_(torch.bmm(x, y.mT))
+        return out if alpha == 1 else out.mul_(alpha)
+    if out.shape[0] == 1:
+        torch.addmm(out[0], x[0], y[0].T, beta=0, alpha=alpha, out=out[0])
+        return out
+    return torch.baddbmm(out, x, y.mT, beta=0, alpha=alpha, out=out)
+
+
+def _integer_product(x: Tensor, y: Tensor) -> Tensor:
+    total = x[..., :1] * y[..., 0].unsqueeze(-2)
+    for f in range(1, x.shape[-1]):
+        total += x[..., f : f + 1] * y[..., f].unsqueeze(-2)
+    return total
+
+
+def _same(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Two operands in one type: where one is 16-bit and the hardware multiplies that, both are."""
+    if x.dtype == y.dtype:
+        return x, y
+    narrow = x.dtype if x.dtype in SIXTEEN else y.dtype
+    return x.to(narrow), y.to(narrow)
+
+
+def accumulate(total: Tensor, weights: Tensor, vectors: Tensor) -> None:
+    """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], the running total in its own type."""
+    weights, vectors = _same(weights, vectors)
+    if weights.dtype != total.dtype:
+        total += torch.bmm(weights, vectors)
+    elif total.shape[0] == 1 and total.is_contiguous():
+        total[0].addmm_(weights[0], vectors[0])
+    else:
+        total.baddbmm_(weights, vectors)

@@ -1,0 +1,62 @@
+"""Which engine runs: the registry, and the user's override.
+
+``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one function:
+run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the exception: the dense
+oracle runs the whole traced program, so that it shares as little as possible with what it checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..errors import EngineError
+from . import eager
+
+FOLDERS: dict[str, Callable] = {"eager": eager.run}
+NAMES = ("eager", "reference")
+REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for."""
+
+    engine: str | None = None
+    limit: int | None = REFERENCE_LIMIT
+
+
+_settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("settings", default=None)
+
+
+def settings() -> Settings:
+    """The settings in force: the innermost ``use``, else the environment, else the defaults."""
+    found = _settings.get()
+    if found is not None and found.engine is not None:
+        return found
+    asked = os.environ.get("MONOIDREDUCE_ENGINE") or None
+    return replace(found or Settings(), engine=_checked(asked, "MONOIDREDUCE_ENGINE") if asked else "eager")
+
+
+def _checked(name: str, source: str) -> str:
+    if name not in NAMES:
+        raise EngineError(detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(NAMES)}")
+    return name
+
+
+@contextlib.contextmanager
+def use(engine: str | None = None, *, limit: int | None = REFERENCE_LIMIT) -> Iterator[None]:
+    """Choose the engine inside the block; ``limit`` bounds the pair elements of ``reference`` (None: no bound).
+
+    >>> import monoidreduce as mr
+    >>> with mr.use(engine="eager"):
+    ...     pass
+    """
+    token = _settings.set(Settings(_checked(engine, "mr.use") if engine is not None else None, limit))
+    try:
+        yield
+    finally:
+        _settings.reset(token)

@@ -1,0 +1,52 @@
+"""A counter of tiles computed and skipped, for tests and for ``explain``."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class Tally:
+    """Tiles and pairs computed, and those that interval analysis showed to be idle."""
+
+    computed: int = 0
+    skipped: int = 0
+    pairs_computed: int = 0
+    pairs_skipped: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return self.computed + self.skipped
+
+
+_current: contextvars.ContextVar[tuple[Tally, ...]] = contextvars.ContextVar("tally", default=())
+
+
+@contextlib.contextmanager
+def tally() -> Iterator[Tally]:
+    """Count the tiles that run inside the block.
+
+    >>> with tally() as t:
+    ...     pass
+    >>> t.computed, t.skipped
+    (0, 0)
+    """
+    mine = Tally()
+    token = _current.set((*_current.get(), mine))
+    try:
+        yield mine
+    finally:
+        _current.reset(token)
+
+
+def tile(computed: bool, batch: int, rows: int, cols: int) -> None:
+    for t in _current.get():
+        if computed:
+            t.computed += 1
+            t.pairs_computed += batch * rows * cols
+        else:
+            t.skipped += 1
+            t.pairs_skipped += batch * rows * cols

@@ -1,0 +1,1 @@
+"""From program, sizes and device to a schedule. Knows no device code."""

@@ -1,0 +1,119 @@
+"""Declarations: what the parameters of an op are, read from its signature.
+
+``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one number per
+batch element; ``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one
+is a new trace. ``X | None`` may be left out.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DeclarationError
+from .expr import Expr, Feature, node
+
+
+class _Side(type):
+    """Makes ``Row`` both an annotation (one number) and subscriptable (``Row["f"]``, a vector)."""
+
+    axis: str
+
+    def __getitem__(cls, feature: Any) -> Any:
+        if not isinstance(feature, str | int) or isinstance(feature, bool) or (isinstance(feature, int) and feature < 1):
+            raise DeclarationError(
+                detail=f"{cls.__name__}[{feature!r}] is not a declaration", fix=f'Name the features, as in {cls.__name__}["f"]'
+            )
+        return types.new_class(f'{cls.__name__}["{feature}"]', (cls,), exec_body=lambda ns: ns.update(feature=feature))
+
+    def __repr__(cls) -> str:
+        return cls.__name__
+
+
+class Row(metaclass=_Side):
+    """One number per row; ``Row["f"]``: one vector per row. Shapes ``[..., M]`` and ``[..., M, f]``."""
+
+    axis = "rows"
+    feature: Feature = None
+
+
+class Col(metaclass=_Side):
+    """One number per column; ``Col["f"]``: one vector per column. Shapes ``[..., N]`` and ``[..., N, f]``."""
+
+    axis = "cols"
+    feature: Feature = None
+
+
+class Batch(metaclass=_Side):
+    """One number per batch element; ``Batch["f"]``: one vector. Shapes ``[...]`` and ``[..., f]``."""
+
+    axis = "batch"
+    feature: Feature = None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: where it lives (``rows``, ``cols``, ``batch``, ``number``, ``static``) and what it may be."""
+
+    name: str
+    axis: str
+    feature: Feature
+    optional: bool
+    default: Any
+    python: type | None = None  # float, int or bool for numbers
+
+    def expr(self, dtype: str) -> Expr:
+        return node(
+            "input", (), (self.name,), rows=self.axis == "rows", cols=self.axis == "cols", feature=self.feature, dtype=dtype
+        )
+
+    def __str__(self) -> str:
+        side = {"rows": "Row", "cols": "Col", "batch": "Batch"}.get(self.axis)
+        if side is None:
+            return self.python.__name__ if self.python else "a fixed choice"
+        return side if self.feature is None else f'{side}["{self.feature}"]'
+
+
+def parameters(function: Any) -> dict[str, Parameter]:
+    """Read the declarations of an op's body."""
+    hints = _annotations(function)
+    found = {}
+    for name, p in inspect.signature(function).parameters.items():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise DeclarationError(detail=f"{function.__name__} takes *{name}", fix="Name every argument of an op")
+        default = ... if p.default is p.empty else p.default
+        found[name] = _parameter(function.__name__, name, hints.get(name), default)
+    return found
+
+
+def _annotations(function: Any) -> dict[str, Any]:
+    """Annotations as objects, whether or not they were written under ``from __future__ import annotations``."""
+    raw = dict(getattr(function, "__annotations__", {}))
+    scope = dict(function.__globals__)
+    scope.update(inspect.getclosurevars(function).nonlocals)
+    for name, hint in raw.items():
+        if isinstance(hint, str):
+            try:
+                raw[name] = eval(hint, scope)  # the user's own source, as Python itself would read it
+            except Exception as error:
+                raise DeclarationError(detail=f"{function.__name__}: cannot read {name}: {hint} ({error})") from None
+    return raw
+
+
+def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
+    optional = default is None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [h for h in typing.get_args(hint) if h is not type(None)]
+        optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
+    if isinstance(hint, _Side):
+        return Parameter(name, hint.axis, hint.feature, optional, default)
+    if hint in (float, int, bool):
+        return Parameter(name, "number", None, optional, default, hint)
+    if hint is str or hint is collections.abc.Callable or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal):
+        return Parameter(name, "static", None, optional, default)
+    shown = "no annotation" if hint is None else f"the annotation {hint!r}"
+    raise DeclarationError(detail=f"{op}: parameter {name} has {shown}")

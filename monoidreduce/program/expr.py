@@ -1,0 +1,170 @@
+"""Expressions: the nodes of a traced pair program, and nothing about how they run.
+
+A node knows which axes it lives on (rows, columns, features) and which class of number it is. Nodes are interned: equal
+expressions are the same object, so sharing needs no separate pass and ``is`` is equality. Operators are *not* overloaded
+here (that is ``symbol.py``'s business), so nodes are safe in sets and as keys.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Feature = str | int | None  # the letter (or the fixed size) of a vector's features; None for one number
+
+_CLASS_ORDER = {"bool": 0, "int": 1, "float": 2}
+
+
+class Expr:
+    """One node: ``op`` applied to ``args`` with static ``attrs``; its axes and number class are derived once."""
+
+    __slots__ = ("__weakref__", "args", "attrs", "cols", "dtype", "feature", "op", "rows")
+
+    op: str
+    args: tuple[Expr, ...]
+    attrs: tuple[Any, ...]
+    rows: bool
+    cols: bool
+    feature: Feature
+    dtype: str
+
+    @property
+    def is_pair(self) -> bool:
+        return self.rows and self.cols
+
+    @property
+    def axes(self) -> tuple[bool, bool, Feature]:
+        return self.rows, self.cols, self.feature
+
+    @property
+    def const(self) -> Any:
+        """The Python value of a constant, else None."""
+        return self.attrs[0] if self.op == "const" else None
+
+    def __repr__(self) -> str:
+        if self.op == "const":
+            return repr(self.attrs[0])
+        if self.op in ("input", "leaf"):
+            return str(self.attrs[0])
+        inside = [repr(a) for a in self.args] + [str(a) for a in self.attrs if a is not None]
+        return f"{self.op}({', '.join(inside)})"
+
+
+_lock = threading.Lock()
+_interned: weakref.WeakValueDictionary[tuple, Expr] = weakref.WeakValueDictionary()
+
+
+def node(
+    op: str, args: tuple[Expr, ...] = (), attrs: tuple = (), *, rows: bool, cols: bool, feature: Feature, dtype: str
+) -> Expr:
+    """The one constructor: returns the existing equal node if there is one."""
+    typed_attrs = tuple((type(a), a) for a in attrs)  # 1, 1.0 and True are different constants
+    key = (op, tuple(map(id, args)), typed_attrs, rows, cols, feature, dtype)
+    with _lock:
+        found = _interned.get(key)
+        if found is None:
+            found = object.__new__(Expr)
+            found.op, found.args, found.attrs = op, args, attrs
+            found.rows, found.cols, found.feature, found.dtype = rows, cols, feature, dtype
+            _interned[key] = found
+        return found
+
+
+def const(value: float | int | bool) -> Expr:
+    dtype = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    if value != value:  # NaN is not equal to itself: give it a name that is
+        return node("nan", (), (), rows=False, cols=False, feature=None, dtype="float")
+    if dtype == "float" and value == 0.0:
+        value = 0.0  # -0.0 and 0.0 would be equal keys
+    return node("const", (), (value,), rows=False, cols=False, feature=None, dtype=dtype)
+
+
+def size(axis: str) -> Expr:
+    """The length of ``rows``, ``cols`` or of a feature letter, known when the op is called."""
+    return node("size", (), (axis,), rows=False, cols=False, feature=None, dtype="int")
+
+
+def index(axis: str) -> Expr:
+    """``row_index``, ``col_index`` or ``batch_index``."""
+    return node(f"{axis}_index", (), (), rows=axis == "row", cols=axis == "col", feature=None, dtype="int")
+
+
+def join(args: Iterable[Expr]) -> tuple[bool, bool, Feature]:
+    """The axes of an elementwise result: the union of the arguments' axes."""
+    rows = cols = False
+    feature: Feature = None
+    for a in args:
+        rows, cols = rows or a.rows, cols or a.cols
+        if a.feature is not None:
+            feature = a.feature
+    return rows, cols, feature
+
+
+def widest(args: Iterable[Expr]) -> str:
+    """The number class of an arithmetic result."""
+    return max((a.dtype for a in args), key=_CLASS_ORDER.__getitem__)
+
+
+def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
+    """A reduction of ``fields`` over ``"cols"`` or ``"rows"``; its results are reached through :func:`result`."""
+    rows, cols, _ = (True, True, None) if kind == "pick" else join(fields)  # a pick meets the other side by its index
+    return node(
+        "reduce",
+        fields,
+        (kind, over, params),
+        rows=rows and over != "rows",
+        cols=cols and over != "cols",
+        feature=None,
+        dtype="float",
+    )
+
+
+def result(reduction: Expr, k: int, feature: Feature, dtype: str) -> Expr:
+    """The k-th result of a reduction."""
+    return node(
+        "result", (reduction,), (k,), rows=reduction.rows, cols=reduction.cols, feature=feature, dtype=dtype
+    )
+
+
+def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
+    """Every node under ``roots``, arguments first; nodes where ``stop`` holds are listed but not entered."""
+    order: list[Expr] = []
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, Iterator[Expr]]] = []
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack.append((root, iter(() if stop(root) else root.args)))
+        while stack:
+            current, rest = stack[-1]
+            for child in rest:
+                if child not in seen:
+                    seen.add(child)
+                    stack.append((child, iter(() if stop(child) else child.args)))
+                    break
+            else:
+                order.append(current)
+                stack.pop()
+    return order
+
+
+def structure(roots: Iterable[Expr]) -> str:
+    """A text that is equal for equal programs, in any process: the key of every cache."""
+    number: dict[Expr, int] = {}
+    lines = []
+    for e in topological(tuple(roots)):
+        number[e] = len(number)
+        attrs = ",".join(_attr_text(a) for a in e.attrs)
+        lines.append(f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)}):{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}")
+    return "\n".join(lines)
+
+
+def _attr_text(value: object) -> str:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple):
+        return "(" + ",".join(_attr_text(v) for v in value) + ")"
+    return f"{type(value).__name__}:{value!r}"

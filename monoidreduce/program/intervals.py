@@ -1,0 +1,157 @@
+"""Interval rules: what is known of a value on a whole tile before the tile is computed.
+
+An interval is ``(low, high)``. Truth values are ``(0, 0)``, ``(1, 1)`` or ``(0, 1)``. ``(-inf, -inf)`` means *exactly* minus
+infinity; an infinite end of a wider interval means unbounded but finite, so ``-inf`` minus an unknown number is still
+``-inf`` and zero times an unknown number is still zero. NaN is never promised away: :func:`known` widens it to unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Interval = tuple[float, float]
+
+INF = math.inf
+UNKNOWN: Interval = (-INF, INF)
+TRUE: Interval = (1.0, 1.0)
+FALSE: Interval = (0.0, 0.0)
+EITHER: Interval = (0.0, 1.0)
+MINUS_INF: Interval = (-INF, -INF)
+
+
+def known(low: float, high: float) -> Interval:
+    return UNKNOWN if low != low or high != high else (low, high)
+
+
+def unknown(*_: Interval) -> Interval:
+    return UNKNOWN
+
+
+def monotone(f: Callable[[float], float], low: float = -INF, high: float = INF) -> Callable[[Interval], Interval]:
+    """The rule of an increasing function whose values lie between ``low`` and ``high``."""
+
+    def rule(x: Interval) -> Interval:
+        return known(max(low, _safe(f, x[0], low)), min(high, _safe(f, x[1], high)))
+
+    return rule
+
+
+def _safe(f: Callable[[float], float], x: float, otherwise: float) -> float:
+    try:
+        return f(x)
+    except (OverflowError, ValueError):
+        return otherwise
+
+
+def bounded(low: float, high: float) -> Callable[[Interval], Interval]:
+    return lambda x: (low, high)
+
+
+def add(x: Interval, y: Interval) -> Interval:
+    for one, other in ((x, y), (y, x)):
+        if one[0] == one[1] and math.isinf(one[0]):  # exactly ±inf, plus anything finite
+            return UNKNOWN if other[0] == other[1] == -one[0] else one
+    return known(x[0] + y[0], x[1] + y[1])
+
+
+def neg(x: Interval) -> Interval:
+    return -x[1], -x[0]
+
+
+def sub(x: Interval, y: Interval) -> Interval:
+    return add(x, neg(y))
+
+
+def mul(x: Interval, y: Interval) -> Interval:
+    if FALSE in (x, y):
+        return FALSE
+    ends = [_times(a, b) for a in x for b in y]
+    return known(min(ends), max(ends))
+
+
+def _times(a: float, b: float) -> float:
+    return 0.0 if a == 0.0 or b == 0.0 else a * b
+
+
+def div(x: Interval, y: Interval) -> Interval:
+    if y[0] > 0 or y[1] < 0:
+        return mul(x, (0.0 if math.isinf(y[1]) else 1 / y[1], 0.0 if math.isinf(y[0]) else 1 / y[0]))
+    return UNKNOWN
+
+
+def absolute(x: Interval) -> Interval:
+    if x[0] >= 0:
+        return x
+    return neg(x) if x[1] <= 0 else (0.0, max(-x[0], x[1]))
+
+
+def square(x: Interval) -> Interval:
+    low, high = absolute(x)
+    return _times(low, low), _times(high, high)
+
+
+def minimum(x: Interval, y: Interval) -> Interval:
+    return min(x[0], y[0]), min(x[1], y[1])
+
+
+def maximum(x: Interval, y: Interval) -> Interval:
+    return max(x[0], y[0]), max(x[1], y[1])
+
+
+def where(c: Interval, x: Interval, y: Interval) -> Interval:
+    if c == TRUE:
+        return x
+    return y if c == FALSE else (min(x[0], y[0]), max(x[1], y[1]))
+
+
+def _truth(surely: bool, surely_not: bool) -> Interval:
+    return TRUE if surely else FALSE if surely_not else EITHER
+
+
+def less(x: Interval, y: Interval) -> Interval:
+    return _truth(x[1] < y[0], x[0] >= y[1])
+
+
+def less_equal(x: Interval, y: Interval) -> Interval:
+    return _truth(x[1] <= y[0], x[0] > y[1])
+
+
+def greater(x: Interval, y: Interval) -> Interval:
+    return less(y, x)
+
+
+def greater_equal(x: Interval, y: Interval) -> Interval:
+    return less_equal(y, x)
+
+
+def equal(x: Interval, y: Interval) -> Interval:
+    return _truth(x[0] == x[1] == y[0] == y[1], x[1] < y[0] or x[0] > y[1])
+
+
+def logical_not(x: Interval) -> Interval:
+    return 1 - x[1], 1 - x[0]
+
+
+def not_equal(x: Interval, y: Interval) -> Interval:
+    return logical_not(equal(x, y))
+
+
+def logical_and(x: Interval, y: Interval) -> Interval:
+    return min(x[0], y[0]), min(x[1], y[1])
+
+
+def logical_or(x: Interval, y: Interval) -> Interval:
+    return max(x[0], y[0]), max(x[1], y[1])
+
+
+def logical_xor(x: Interval, y: Interval) -> Interval:
+    return UNKNOWN if EITHER in (x, y) else _truth(x != y, x == y)
+
+
+def remainder(x: Interval, y: Interval) -> Interval:
+    return (0.0, y[1]) if y[0] > 0 else UNKNOWN
+
+
+def to_bool(x: Interval) -> Interval:
+    return _truth(x[0] > 0 or x[1] < 0, x == FALSE)

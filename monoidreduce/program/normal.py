@@ -1,0 +1,200 @@
+"""Normal form: sums split so that every engine gets the cheapest equal form.
+
+A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the folded axis
+leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a ``pick``, which is a
+gather and needs no pass over the pairs at all. The same for the values of a softmax mean.
+"""
+
+from __future__ import annotations
+
+from . import build
+from .build import ONE, ZERO, apply, terms
+from .expr import Expr, const, size, topological
+from .reductions import make
+
+Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
+
+
+def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Rewrite every sum and softmax mean under ``roots`` into normal form."""
+    done: dict[Expr, Expr] = {}
+    for e in topological(roots):
+        args = tuple(done[a] for a in e.args)
+        if e.op == "result" and e.args[0].attrs[0] in ("sum", "soft"):
+            done[e] = _normal_result(done[e.args[0]], e.attrs[0])
+        else:
+            done[e] = build.rebuild(e, args)
+    return tuple(done[r] for r in roots)
+
+
+def _normal_result(reduction: Expr, k: int) -> Expr:
+    kind, over, _ = reduction.attrs
+    if kind == "sum":
+        return _sum(reduction.args[0], over)
+    if k == 0:
+        return make("soft", over, (), reduction.args[:1])[0]
+    return _soft_mean(reduction.args[0], reduction.args[k], over)
+
+
+def _has(e: Expr | None, axis: str) -> bool:
+    return e is not None and (e.cols if axis == "cols" else e.rows)
+
+
+def _other(axis: str) -> str:
+    return "rows" if axis == "cols" else "cols"
+
+
+def _sum(e: Expr, over: str) -> Expr:
+    if e.dtype != "float":
+        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+    if e.feature is not None and not e.is_pair:
+        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+    parts = terms(e) if e.feature is not None else [(e, None, None)]
+    if parts is None:  # a vector per pair that is no product: engines walk its features
+        return make("sum", over, (), (e,))[0]
+    sums: dict[tuple[Expr, Expr | None, Expr | None], Expr] = {}
+    for k, u, v in parts:
+        outer, inner = (u, v) if over == "cols" else (v, u)
+        r, c, mid = _factors(k, over)
+        if inner is not None:
+            inner = apply("mul", inner, c)
+        else:
+            mid = apply("mul", mid, c)
+        key = (r, outer, inner)
+        sums[key] = apply("add", sums[key], mid) if key in sums else mid
+    total = ZERO
+    for (r, outer, inner), mid in sums.items():
+        value = apply("mul", _plain_sum(mid, inner, over), r)
+        if outer is not None:
+            value = apply("mul", value, outer)
+        elif e.feature is not None and inner is None:
+            value = build.spread(value, e.feature)
+        total = apply("add", total, value) if total is not ZERO else value
+    return total
+
+
+def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+    """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
+    free, alone, rest = ONE, ONE, ONE
+    stack = [k]
+    while stack:
+        f = stack.pop()
+        if not _has(f, over):
+            free = apply("mul", f, free)
+        elif not _has(f, _other(over)):
+            alone = apply("mul", f, alone)
+        elif f.op == "mul" and f.dtype == "float":
+            stack += reversed(f.args)
+        elif f.op == "neg":
+            free = apply("neg", free)
+            stack.append(f.args[0])
+        elif f.op == "div" and not f.args[1].is_pair:
+            divisor = f.args[1]
+            if _has(divisor, over):
+                alone = apply("div", alone, divisor)
+            else:
+                free = apply("div", free, divisor)
+            stack.append(f.args[0])
+        else:
+            rest = apply("mul", rest, f)
+    return free, alone, rest
+
+
+def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
+    """Σ mid × vector, the part with one-hot factors as picks."""
+    whole = apply("mul", mid, vector) if vector is not None else mid
+    if not _has(whole, over):
+        return apply("mul", whole, apply("cast", size(over), to="float"))
+    if not whole.is_pair:
+        return make("sum", over, (), (whole,))[0]
+    dense, hots = split_hots(mid)
+    parts = []
+    if dense is not None:
+        parts.append(make("sum", over, (), (apply("mul", dense, vector) if vector is not None else dense,))[0])
+    for axis, target, value in hots:
+        parts.append(make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0])
+    total = parts[0]
+    for p in parts[1:]:
+        total = apply("add", total, p)
+    return total
+
+
+def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
+    """Split a number per pair into a dense part and values that are non-zero only where an index equals t."""
+    if not e.is_pair:
+        return e, []
+    if e.op in ("add", "sub"):
+        left, left_hots = split_hots(e.args[0])
+        right, right_hots = split_hots(e.args[1])
+        if not left_hots and not right_hots:
+            return e, []
+        if e.op == "sub":
+            right = None if right is None else apply("neg", right)
+            right_hots = [(axis, t, apply("neg", value)) for axis, t, value in right_hots]
+        dense = right if left is None else left if right is None else apply("add", left, right)
+        return dense, left_hots + right_hots
+    if e.op == "neg":
+        dense, hots = split_hots(e.args[0])
+        return (e, []) if not hots else (dense and apply("neg", dense), [(a, t, apply("neg", v)) for a, t, v in hots])
+    if e.op == "mul":
+        for one, other in (e.args, e.args[::-1]):
+            dense, hots = split_hots(one)
+            if hots:
+                return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
+        return e, []
+    if e.op == "where" and build._is(e.args[2], 0):
+        hot, rest = _hot_condition(e.args[0])
+        if hot is not None:
+            return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
+        dense, hots = split_hots(e.args[1])
+        if hots:
+            c = e.args[0]
+            return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
+    if e.op == "cast" and e.args[0].dtype == "bool":
+        hot, rest = _hot_condition(e.args[0])
+        if hot is not None:
+            return None, [(*hot, apply("where", rest, 1.0, 0.0))]
+    if e.op == "fsum" and e.args[0].op == "where" and build._is(e.args[0].args[2], 0):
+        c, value, _ = e.args[0].args
+        hot, rest = _hot_condition(c)
+        if hot is not None and hot[1].feature is not None and rest.feature is None and not value.is_pair:
+            return None, [(*hot, apply("where", rest, value, 0.0))]
+    return e, []
+
+
+def _hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
+    """``index == t`` within a conjunction: (axis, t) and the other conditions."""
+    if c.op == "logical_and":
+        for one, other in (c.args, c.args[::-1]):
+            hot, rest = _hot_condition(one)
+            if hot is not None:
+                return hot, apply("logical_and", rest, other)
+        return None, c
+    if c.op == "eq":
+        for one, other in (c.args, c.args[::-1]):
+            if one.op == "col_index" and not other.cols and other.rows and other.dtype == "int":
+                return ("col", other), const(True)
+        for one, other in (c.args, c.args[::-1]):
+            if one.op == "row_index" and not other.rows and other.cols and other.dtype == "int":
+                return ("row", other), const(True)
+    return None, c
+
+
+def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
+    """A softmax mean, its value split like a sum: what is free of the folded axis leaves the mean."""
+    parts = terms(value) if value.feature is not None else [(value, None, None)]
+    if parts is None:
+        return make("soft", over, (), (logit, value))[1]
+    total = ZERO
+    for k, u, v in parts:
+        outer, inner = (u, v) if over == "cols" else (v, u)
+        r, c, mid = _factors(k, over)
+        weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
+        mean = make("soft", over, (), (logit, weighted))[1]
+        part = apply("mul", mean, r)
+        if outer is not None:
+            part = apply("mul", part, outer)
+        elif value.feature is not None and inner is None:
+            part = build.spread(part, value.feature)
+        total = apply("add", total, part) if total is not ZERO else part
+    return total

@@ -1,0 +1,229 @@
+"""The table of primitives: each scalar operation stands here once, and nowhere else.
+
+A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its derivative, its interval rule
+and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent ``g``, the
+result ``y`` and the arguments as symbols and returns one cotangent per argument (``None``: no gradient). To add an
+operation, add a row; functions that are short combinations of others are one line in ``COMPOSITES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import intervals as iv
+
+aten = torch.ops.aten
+_LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """One row of the table."""
+
+    name: str
+    torch: Callable[..., Any]  # f(*arguments, **attributes, out=None)
+    derivative: Callable[..., tuple] | None  # f(g, y, *arguments, **attributes) -> a cotangent per argument
+    interval: Callable[..., iv.Interval] = iv.unknown
+    result: str = "float"  # number class: float, bool, or "same" as the widest argument
+    names: tuple[str, ...] = ()  # other torch names that mean the same
+    attributes: dict[str, Any] = field(default_factory=dict)  # static arguments and their defaults
+
+
+def _no_gradient(count: int) -> Callable[..., tuple]:
+    return lambda g, y, *args, **attributes: (None,) * count
+
+
+def _where(c: Any, x: Any, y: Any, out: Any = None) -> Any:
+    return torch.where(c, x, y) if out is None else torch.where(c, x, y, out=out)
+
+
+def _cast(x: Any, *, to: str, out: Any = None) -> Any:
+    if out is None:
+        raise TypeError("a cast needs a target type: engines give it through out=, see engine.evaluate.cast")
+    return out.copy_(x)
+
+
+def _gelu_slope(x: Any, approximate: str) -> Any:
+    if approximate == "none":
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    k = math.sqrt(2 / math.pi)
+    t = torch.tanh(k * (x + 0.044715 * x * x * x))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
+
+
+def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
+    log_x = torch.log(torch.where(x > 0, x, 1.0))
+    return g * torch.where(n == 0, 0.0, n * torch.pow(x, n - 1)), g * torch.where(x > 0, y * log_x, 0.0)
+
+
+def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
+    s = torch.sigmoid(x)
+    return (g * (s * (1 + x * (1 - s))),)
+
+
+def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
+    """Uniform numbers in (0, 1) from Philox4x32-10 with counter (j, i, batch, 0) and key ``seed`` (64 bits).
+
+    Integer arithmetic in int64, each word kept below 2**32; the first word's top 24 bits make the number, so it is exact
+    in float32 and never 0 or 1.
+    """
+    mask = 0xFFFFFFFF
+    seed, batch, i, j = torch.broadcast_tensors(*(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j)))
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    c0, c1, c2, c3 = j & mask, i & mask, batch & mask, torch.zeros_like(j)
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    uniform = (c0 >> 8).to(torch.float32 if out is None else out.dtype).add_(0.5).mul_(2.0**-24)
+    return uniform if out is None else out.copy_(uniform)
+
+
+_P = Primitive
+_monotone = iv.monotone
+
+_ROWS = [
+    # arithmetic
+    _P("add", torch.add, lambda g, y, a, b: (g, g), iv.add, "same"),
+    _P("sub", torch.sub, lambda g, y, a, b: (g, -g), iv.sub, "same", ("subtract",)),
+    _P("mul", torch.mul, lambda g, y, a, b: (g * b, g * a), iv.mul, "same", ("multiply",)),
+    _P("div", torch.div, lambda g, y, a, b: (g / b, -(g * y / b)), iv.div, "float", ("divide", "true_divide")),
+    _P("pow", torch.pow, _pow_gradient, names=("float_power",)),
+    _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",)),
+    _P("abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",)),
+    _P("sign", torch.sign, _no_gradient(1), _monotone(lambda x: float((x > 0) - (x < 0))), "same"),
+    _P("square", torch.square, lambda g, y, x: (g * (2 * x),), iv.square, "same"),
+    _P("sqrt", torch.sqrt, lambda g, y, x: (g * (0.5 / y),), _monotone(math.sqrt, 0.0)),
+    _P("rsqrt", torch.rsqrt, lambda g, y, x: (g * (-0.5 * y * y * y),), lambda x: (0.0, iv.INF)),
+    _P("reciprocal", torch.reciprocal, lambda g, y, x: (-(g * y * y),), lambda x: iv.div(iv.TRUE, x)),
+    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0)),
+    _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0)),
+    _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0)),
+    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log)),
+    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2)),
+    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p)),
+    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.bounded(-1.0, 1.0)),
+    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.bounded(-1.0, 1.0)),
+    _P("atan", torch.atan, lambda g, y, x: (g / (1 + x * x),), _monotone(math.atan), names=("arctan",)),
+    _P("erf", torch.erf, lambda g, y, x: (g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),), _monotone(math.erf, -1.0, 1.0)),
+    # activations that torch fuses
+    _P("tanh", torch.tanh, lambda g, y, x: (g * (1 - y * y),), _monotone(math.tanh, -1.0, 1.0)),
+    _P("sigmoid", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), iv.bounded(0.0, 1.0), names=("expit",)),
+    _P("silu", aten.silu, _silu_gradient),
+    _P("relu", aten.relu, lambda g, y, x: (torch.where(x > 0, g, 0.0),), _monotone(lambda x: max(x, 0.0), 0.0)),
+    _P(
+        "leaky_relu",
+        aten.leaky_relu,
+        lambda g, y, x, negative_slope: (torch.where(x > 0, g, g * negative_slope),),
+        attributes={"negative_slope": 0.01},
+    ),
+    _P(
+        "gelu",
+        aten.gelu,
+        lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
+        attributes={"approximate": "none"},
+    ),
+    _P(
+        "softplus",
+        aten.softplus,
+        lambda g, y, x, beta, threshold: (g * torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta)),),
+        attributes={"beta": 1.0, "threshold": 20.0},
+    ),
+    _P("logsigmoid", lambda x, out=None: _into(F.logsigmoid(x), out), lambda g, y, x: (g * torch.sigmoid(-x),)),
+    # choice
+    _P("minimum", torch.minimum, lambda g, y, a, b: (g * _share(a, b, a < b), g * _share(a, b, b < a)), iv.minimum, "same", ("fmin",)),
+    _P("maximum", torch.maximum, lambda g, y, a, b: (g * _share(a, b, a > b), g * _share(a, b, b > a)), iv.maximum, "same", ("fmax",)),
+    _P("where", _where, lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), iv.where, "same"),
+    _P("logaddexp", torch.logaddexp, lambda g, y, a, b: (g * _weight(a, y), g * _weight(b, y))),
+    # rounding
+    _P("floor", torch.floor, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.floor(x)), "same"),
+    _P("ceil", torch.ceil, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.ceil(x)), "same"),
+    _P("round", torch.round, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else round(x)), "same"),
+    _P("trunc", torch.trunc, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.trunc(x)), "same", ("fix",)),
+    _P("floor_divide", torch.floor_divide, _no_gradient(2), result="same"),
+    _P("remainder", torch.remainder, lambda g, y, a, b: (g, -(g * torch.floor(a / b))), iv.remainder, "same"),
+    # truth
+    _P("eq", torch.eq, None, iv.equal, "bool"),
+    _P("ne", torch.ne, None, iv.not_equal, "bool", ("not_equal",)),
+    _P("lt", torch.lt, None, iv.less, "bool", ("less",)),
+    _P("le", torch.le, None, iv.less_equal, "bool", ("less_equal",)),
+    _P("gt", torch.gt, None, iv.greater, "bool", ("greater",)),
+    _P("ge", torch.ge, None, iv.greater_equal, "bool", ("greater_equal",)),
+    _P("logical_and", torch.logical_and, None, iv.logical_and, "bool", ("bitwise_and",)),
+    _P("logical_or", torch.logical_or, None, iv.logical_or, "bool", ("bitwise_or",)),
+    _P("logical_xor", torch.logical_xor, None, iv.logical_xor, "bool", ("bitwise_xor",)),
+    _P("logical_not", torch.logical_not, None, iv.logical_not, "bool", ("bitwise_not",)),
+    _P("isnan", lambda x, out=None: _into(torch.isnan(x), out), None, lambda x: iv.EITHER, "bool"),
+    _P("isinf", lambda x, out=None: _into(torch.isinf(x), out), None, lambda x: iv.EITHER, "bool"),
+    # others
+    _P("cast", _cast, lambda g, y, x, to: (g,), lambda x, to: iv.to_bool(x) if to == "bool" else x, "cast", attributes={"to": "float"}),
+    _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same"),
+    _P("uniform", _philox, _no_gradient(4), lambda *_: (0.0, 1.0)),
+]
+
+
+def _into(value: Any, out: Any) -> Any:
+    return value if out is None else out.copy_(value)
+
+
+def _share(a: Any, b: Any, wins: Any) -> Any:
+    """The share of the cotangent in a choice between two: ties give half to each, as torch does."""
+    return torch.where(wins, 1.0, torch.where(a == b, 0.5, 0.0))
+
+
+def _weight(a: Any, y: Any) -> Any:
+    """exp(a - logaddexp(a, b)), zero where both are minus infinity."""
+    return torch.exp(a - torch.where(y == -math.inf, 0.0, y))
+
+
+PRIMITIVES: dict[str, Primitive] = {p.name: p for p in _ROWS}
+
+
+# Functions that are short combinations: torch name -> the same in the language.
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "clamp": lambda x, min=None, max=None: _clamp(x, min, max),
+    "clip": lambda x, min=None, max=None: _clamp(x, min, max),
+    "clamp_min": lambda x, min: torch.maximum(x, min),
+    "clamp_max": lambda x, max: torch.minimum(x, max),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
+    "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
+    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, 0.0))),
+    "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
+    "softsign": lambda x: x / (1 + torch.abs(x)),
+    "hardsigmoid": lambda x, inplace=False: _clamp(x / 6 + 0.5, 0.0, 1.0),
+    "hardswish": lambda x, inplace=False: x * _clamp(x / 6 + 0.5, 0.0, 1.0),
+    "tanhshrink": lambda x: x - torch.tanh(x),
+    "sinh": lambda x: 0.5 * (torch.exp(x) - torch.exp(-x)),
+    "cosh": lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
+    "tan": lambda x: torch.sin(x) / torch.cos(x),
+    "erfc": lambda x: 1 - torch.erf(x),
+    "logit": lambda x: torch.log(x) - torch.log1p(-x),
+    "rsub": lambda x, y, alpha=1: y - alpha * x,
+    "frac": lambda x: x - torch.trunc(x),
+    "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),
+    "xlogy": lambda x, y: torch.where(x == 0, 0.0, x * torch.log(torch.where(x == 0, 1.0, y))),
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "isfinite": lambda x: torch.logical_not(torch.logical_or(torch.isnan(x), torch.isinf(x))),
+    "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
+    "nan_to_num": lambda x, nan=0.0: torch.where(torch.isnan(x), nan, x),
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "positive": lambda x: x,
+    "contiguous": lambda x: x,
+}
+
+
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    """torch's clamp: the gradient passes inside and on the bounds."""
+    if low is not None:
+        x = torch.where(x < low, low, x)
+    return x if high is None else torch.where(x > high, high, x)
+
+
+# every torch name -> the primitive it means
+NAMES: dict[str, str] = {alias: p.name for p in _ROWS for alias in (p.name, *p.names)}

@@ -1,0 +1,309 @@
+"""Symbols: what the body of an op sees instead of tensors.
+
+A symbol wraps one expression and overloads what torch users write: operators, methods, and every torch function (through
+``__torch_function__``). Names are looked up in the table of primitives; what is not there is refused with the nearest name
+that is. Python questions that have no answer for all pairs at once (``if s > 0``, ``len(x)``, ``s[...] = 0``) raise with the
+way to write it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ImpureError, TraceError, UnknownFunctionError
+from . import build
+from .expr import Expr, const, reduce_node, result, size, topological
+from .primitives import COMPOSITES, NAMES, PRIMITIVES
+
+current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
+
+
+class NeedValue(BaseException):
+    """The body asked for the Python value of a number: trace again with it fixed (never seen by users)."""
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
+
+
+class Symbol:
+    """One value of the body: for a row, a column or a pair, whatever it depends on."""
+
+    __slots__ = ("expr", "trace")
+    __hash__ = object.__hash__
+    __array_priority__ = 1000  # numpy scalars leave the operation to us
+
+    def __init__(self, expr: Expr):
+        self.expr = expr
+        self.trace = current_trace.get()
+
+    def __repr__(self) -> str:
+        where = {(0, 0): "number", (1, 0): "per row", (0, 1): "per column", (1, 1): "per pair"}
+        e = self.expr
+        kind = "number" if e.feature is None else f'vector over "{e.feature}"'
+        return f"<{kind} {where[e.rows, e.cols]}: {e!r}>" if (e.rows or e.cols) else f"<{kind}: {e!r}>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call(getattr(func, "__name__", str(func)), args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_fields",):
+            raise AttributeError(name)
+        if name in _REFUSED_ATTRIBUTES:
+            raise TraceError(detail=f".{name} was asked of a symbol", fix=_REFUSED_ATTRIBUTES[name])
+        if not is_known(name):
+            _unknown(name)
+        return lambda *args, **kwargs: call(name, (self, *args), kwargs)
+
+    def __matmul__(self, other: Any) -> Symbol:
+        return call("matmul", (self, other), {})
+
+    def __rmatmul__(self, other: Any) -> Symbol:
+        return call("matmul", (other, self), {})
+
+    def __getitem__(self, key: Any) -> Symbol:
+        key = key[1] if isinstance(key, tuple) and len(key) == 2 and key[0] is Ellipsis else key
+        if not isinstance(key, int) or self.expr.feature is None:
+            raise TraceError(
+                detail=f"[{key!r}] was asked of {self!r}",
+                fix="Only one feature of a vector can be picked, with a plain integer such as x[0]",
+            )
+        return Symbol(build.component(expr_of(self), key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TraceError(detail="the body writes into a value", fix="Nothing is changed in place here: use torch.where(...)")
+
+    def __bool__(self) -> bool:
+        return bool(self._value("a Python if, while, and, or, not, min() or max()", "Use torch.where, &, |, ~, torch.minimum"))
+
+    def __float__(self) -> float:
+        return float(self._value("float() or a math function", "Use the torch function of the same name"))
+
+    def __int__(self) -> int:
+        return int(self._value("int()", "Use .int() for a cast"))
+
+    __index__ = __int__
+
+    def __iter__(self) -> NoReturn:
+        raise TraceError(detail=f"the body iterates over {self!r}", fix="A symbol stands for one value; pick features with x[0], x[1]")
+
+    __len__ = __contains__ = __array__ = __iter__  # type: ignore[assignment]
+
+    def _value(self, asked: str, fix: str) -> NoReturn:
+        """Numbers given at the call may be looked at (we trace again with their value); nothing else may."""
+        under = topological([expr_of(self)])
+        inputs = [e for e in under if e.op == "input"]
+        if inputs and not any(e.rows or e.cols or e.op in ("reduce", "size", "nan") for e in under):
+            raise NeedValue(frozenset(e.attrs[0] for e in inputs))
+        raise TraceError(detail=f"{asked} needs the value of {self!r}, which differs from pair to pair", fix=fix)
+
+
+class Everywhere(Symbol):
+    """A symbol that belongs to no trace: ``mr.row_index``, ``mr.col_index``, ``mr.num_rows``, ``mr.num_cols``."""
+
+    __slots__ = ()
+
+
+def expr_of(value: Any) -> Expr:
+    """The expression of a symbol or of a plain number; anything else is a mistake."""
+    if isinstance(value, Everywhere):
+        return value.expr
+    if isinstance(value, Symbol):
+        if value.trace is not current_trace.get():
+            raise ImpureError(detail=f"{value!r} comes from an earlier trace of a body")
+        return value.expr
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad and value.device.type == "cpu":
+        value = value.item()
+    if hasattr(value, "item") and not isinstance(value, torch.Tensor):
+        value = value.item()  # a numpy scalar
+    if isinstance(value, bool | int | float):
+        return const(value)
+    if isinstance(value, torch.Tensor):
+        raise TraceError(
+            detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
+            fix="Pass it as an argument, declared Row, Col or mr.Batch",
+        )
+    raise TraceError(detail=f"{value!r} ({type(value).__name__}) cannot enter a pair expression", fix="Use numbers and arguments")
+
+
+def _operator(name: str, reflected: bool = False) -> Callable:
+    def method(self: Symbol, other: Any) -> Any:
+        return call(name, (other, self) if reflected else (self, other), {})
+
+    return method
+
+
+for _name, _primitive in {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "floordiv": "floor_divide", "mod": "remainder",
+    "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
+}.items():  # fmt: skip
+    setattr(Symbol, f"__{_name}__", _operator(_primitive))
+    setattr(Symbol, f"__r{_name}__", _operator(_primitive, reflected=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Symbol, f"__{_name}__", _operator(_name))
+for _name, _primitive in {"neg": "neg", "abs": "abs", "invert": "logical_not", "round": "round", "floor": "floor", "ceil": "ceil", "trunc": "trunc"}.items():
+    setattr(Symbol, f"__{_name}__", lambda self, _p=_primitive: call(_p, (self,), {}))
+Symbol.__pos__ = lambda self: self  # type: ignore[attr-defined]
+
+_REFUSED_ATTRIBUTES = dict.fromkeys(
+    ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
+    "Sizes and types are not part of a body: it is written for one pair (mr.num_rows and mr.num_cols are numbers)",
+) | dict.fromkeys(
+    ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
+    "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
+) | dict.fromkeys(("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values")  # fmt: skip
+
+
+# Functions -------------------------------------------------------------------------------------------------------------
+
+
+def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
+    return Symbol(_centred(build.fsum(expr_of(x))))
+
+
+def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
+    e = expr_of(x)
+    return Symbol(build.apply("div", build.fsum(e), size(str(e.feature))))
+
+
+def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any = None, dtype: Any = None) -> Any:
+    p = p if ord is None else ord
+    if p in (2, 2.0, "fro", None):
+        return torch.sqrt(_feature_sum(torch.square(x)))
+    if p == 1:
+        return _feature_sum(torch.abs(x))
+    if p == math.inf:
+        return _feature_extreme(True)(torch.abs(x))
+    return torch.pow(_feature_sum(torch.pow(torch.abs(x), p)), 1.0 / p)
+
+
+def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    return x / torch.maximum(_norm(x, p), eps)
+
+
+def _feature_extreme(largest: bool) -> Callable:
+    def f(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        return Symbol(build.feature_extreme(expr_of(x), largest))
+
+    return f
+
+
+def sqdist(x: Any, y: Any) -> Symbol:
+    """|x - y|² of a row's and a column's vector, careful for close points (both are centred first)."""
+    return Symbol(_centred(build.sqdist(expr_of(x), expr_of(y))))
+
+
+def _centred(e: Expr) -> Expr:
+    """Move both point clouds to the columns' mean: distances stay, and products of small numbers cancel less."""
+    if e.op != "sqdist":
+        return e
+    x, y = e.args
+    total = result(reduce_node("sum", "cols", (), (y,)), 0, y.feature, "float")
+    centre = build.apply("detach", build.apply("div", total, size("cols")))
+    return build.sqdist(build.apply("sub", x, centre), build.apply("sub", y, centre))
+
+
+def _dot(x: Any, y: Any) -> Symbol:
+    return Symbol(_centred(build.dot(expr_of(x), expr_of(y))))
+
+
+def _cast_to(kind: str) -> Callable:
+    return lambda x: Symbol(build.apply("cast", expr_of(x), to=kind))
+
+
+def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
+    if not isinstance(target, torch.dtype):
+        raise TraceError(detail=f".to({target!r}) was asked of a symbol", fix="Only number types, as in .to(torch.float32)")
+    return _cast_to("float" if target.is_floating_point else "bool" if target is torch.bool else "int")(x)
+
+
+def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+    quotient = Symbol(build.apply("div", expr_of(x), expr_of(y)))
+    return quotient if rounding_mode is None else call(rounding_mode, (quotient,), {})
+
+
+SPECIAL: dict[str, Callable] = {
+    "sum": _feature_sum, "mean": _feature_mean, "norm": _norm, "vector_norm": _norm, "normalize": _normalize,
+    "amax": _feature_extreme(True), "amin": _feature_extreme(False),
+    "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
+    "div": _divide, "divide": _divide, "true_divide": _divide,
+    "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
+    "int": _cast_to("int"), "long": _cast_to("int"), "bool": _cast_to("bool"), "to": _to, "type": _to,
+}  # fmt: skip
+
+
+def is_known(name: str) -> bool:
+    return name in SPECIAL or name in NAMES or name in COMPOSITES
+
+
+def functions() -> list[str]:
+    """Every torch function and method that the pair language knows, by name.
+
+    >>> "tanh" in functions() and "gelu" in functions()
+    True
+    """
+    hidden = {"uniform", "cast"}
+    return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
+
+
+def _unknown(name: str) -> NoReturn:
+    if name.endswith("_") and is_known(name.rstrip("_")):
+        raise TraceError(
+            detail=f"{name} writes in place", fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result"
+        )
+    near = difflib.get_close_matches(name, functions(), n=1, cutoff=0.0)
+    raise UnknownFunctionError(name=name, nearest=near[0])
+
+
+def call(name: str, args: tuple, kwargs: dict) -> Any:
+    """A torch function or method by name, on symbols and numbers."""
+    plain = name.strip("_")
+    name = name if is_known(name) else plain[1:] if plain[:1] == "r" and is_known(plain[1:]) and name.startswith("__r") else plain if name.startswith("__") else name
+    if name != plain and name == plain[1:]:
+        args = args[::-1]
+    if kwargs.pop("inplace", False):
+        raise TraceError(detail=f"{name}(inplace=True)", fix="Nothing is changed in place in a body: drop inplace")
+    if kwargs.pop("out", None) is not None:
+        raise TraceError(detail=f"{name}(out=...)", fix="Nothing is changed in place in a body: drop out")
+    if not is_known(name):
+        _unknown(name)
+    try:
+        if name in SPECIAL:
+            return SPECIAL[name](*args, **kwargs)
+        if name in COMPOSITES:
+            return COMPOSITES[name](*args, **kwargs)
+        return _primitive_call(PRIMITIVES[NAMES[name]], args, kwargs)
+    except TypeError as error:
+        if isinstance(error, TraceError) or "argument" not in str(error):
+            raise
+        raise TraceError(detail=f"{name}: {str(error).replace('<lambda>()', name)}", fix="Call it as torch does, without out or dim") from None
+
+
+def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
+    arity = _ARITY[primitive.name]
+    alpha = kwargs.pop("alpha", 1) if primitive.name in ("add", "sub") else 1
+    names = list(primitive.attributes)
+    attributes = dict(zip(names, args[arity:], strict=False)) | kwargs
+    tensors = list(args[:arity])
+    for key in ("input", "self", "other", "exponent"):
+        if key in attributes and len(tensors) < arity:
+            tensors.append(attributes.pop(key))
+    if set(attributes) - set(names) or len(args) > arity + len(names) or len(tensors) < arity:
+        extra = sorted(set(attributes) - set(names)) or f"{len(args)} arguments"
+        raise TraceError(detail=f"{primitive.name} was called with {extra}", fix=f"It takes {arity} values{' and ' + ', '.join(names) if names else ''}")
+    exprs = [expr_of(t) for t in tensors]
+    if alpha != 1:
+        exprs[1] = build.apply("mul", exprs[1], alpha)
+    return Symbol(build.apply(primitive.name, *exprs, **attributes))
+
+
+_ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
+    ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
+     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
+) | {"where": 3, "uniform": 4}  # fmt: skip

@@ -1,0 +1,127 @@
+"""Tracing: run the body once on symbols, and keep what it returned as a program.
+
+The body is traced twice and the two programs compared, so that a body with a side effect on itself (a counter, a random
+number) is caught. Numbers stay symbols, so a new temperature or seed is the same program; when the body asks for a number's
+Python value (``if causal:``, ``mr.topk(x, k)``), it is traced again with that number fixed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..algebra import Monoid
+from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError
+from .declare import Parameter
+from .expr import Expr, const, topological
+from .symbol import NeedValue, Symbol, current_trace, expr_of
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program: its output expressions, how to give them back in the body's own shape, and which numbers were fixed."""
+
+    outputs: tuple[Expr, ...]
+    pack: Callable[[list[Any]], Any]
+    fixed: frozenset[str]
+
+
+def trace(function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any]) -> Traced:
+    """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be fixed."""
+    fixed: frozenset[str] = frozenset()
+    while True:
+        try:
+            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed)
+            again, _ = _trace_once(function, parameters, dtypes, values, fixed)
+        except NeedValue as need:
+            unknown = [n for n in need.names if n not in values]
+            if unknown or need.names <= fixed:
+                raise TraceError(
+                    detail=f"{function.__name__} looks at the value of {', '.join(unknown)}, which was given as a tensor",
+                    fix="Give a plain number, or use torch.where",
+                ).at(place(function, need.__traceback__)) from None
+            fixed |= need.names
+            continue
+        if outputs != again:
+            raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(place(function))
+        return Traced(outputs, pack, fixed)
+
+
+def _trace_once(
+    function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any], fixed: frozenset[str]
+) -> tuple[tuple[Expr, ...], Callable]:
+    token = current_trace.set(object())
+    try:
+        arguments: dict[str, Any] = {}
+        for name, p in parameters.items():
+            if name in fixed or p.axis == "static" or name not in dtypes:
+                arguments[name] = values.get(name)
+            else:
+                arguments[name] = Symbol(p.expr(dtypes[name]))
+        leaves: list[Symbol] = []
+        pack = _unpack(function(**arguments), leaves)
+        outputs = tuple(expr_of(leaf) for leaf in leaves)
+        _check(function, outputs)
+        return outputs, pack
+    except MonoidReduceError as error:
+        raise error.at(place(function, error.__traceback__)) from None
+    finally:
+        current_trace.reset(token)
+
+
+def _check(function: Any, outputs: tuple[Expr, ...]) -> None:
+    if not any(e.op == "reduce" for e in topological(outputs)):
+        raise NotReducedError(name=function.__name__)
+    for e in outputs:
+        if e.is_pair:
+            raise UnreducedError(
+                detail=f"{function.__name__} returns {Symbol(e)!r}, a value for every pair",
+                fix="Fold it over columns or rows first, for example with mr.sum(...)",
+            )
+
+
+def _unpack(value: Any, leaves: list[Any]) -> Callable[[list[Any]], Any]:
+    """Collect the symbols of a returned value and give back the function that rebuilds its shape."""
+    if isinstance(value, Symbol | int | float | bool):
+        at = len(leaves)
+        leaves.append(value if isinstance(value, Symbol) else Symbol(const(value)))
+        return lambda results: results[at]
+    if isinstance(value, Monoid):
+        parts = {n: _unpack(getattr(value, n), leaves) for n in type(value).fields()}
+        return lambda results: type(value)(**{n: f(results) for n, f in parts.items()})
+    if isinstance(value, dict):
+        items = {k: _unpack(v, leaves) for k, v in value.items()}
+        return lambda results: type(value)({k: f(results) for k, f in items.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        named = [_unpack(v, leaves) for v in value]
+        return lambda results: type(value)(*(f(results) for f in named))
+    if isinstance(value, list | tuple):
+        inner = [_unpack(v, leaves) for v in value]
+        return lambda results: type(value)(f(results) for f in inner)
+    raise TraceError(
+        detail=f"the body returned {value!r} ({type(value).__name__})",
+        fix="Return a reduction, or a tuple, list, dict or NamedTuple of them",
+    )
+
+
+def place(function: Any, traceback: TracebackType | None = None) -> str:
+    """Where in the user's source something happened: the innermost frame that is neither ours nor torch's."""
+    code = function.__code__
+    name, line = code.co_filename, code.co_firstlineno
+    while traceback is not None:
+        frame = traceback.tb_frame
+        file = os.path.abspath(frame.f_code.co_filename)
+        if frame.f_code is code or not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
+            name, line = frame.f_code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    text = linecache.getline(name, line).strip()
+    return f"in {function.__name__}, {os.path.basename(name)}:{line}" + (f": {text}" if text else "")

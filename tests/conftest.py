@@ -1,0 +1,30 @@
+"""What every test may ask for: a random seed that is shown when the test fails, and a steady number of threads."""
+
+import hashlib
+import os
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# No deadline: the first call of a test may compile or tune. The blob reproduces a failure exactly.
+hypothesis.settings.register_profile("monoidreduce", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("monoidreduce")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number of the test's own, the same on every run and machine; torch is seeded with it."""
+    value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "big")
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed and "seed" in getattr(item, "funcargs", {}):
+        report.sections.append(("random seed", str(item.funcargs["seed"])))
+    return report

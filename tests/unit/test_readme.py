@@ -1,0 +1,52 @@
+"""The README's python blocks run, in order, in one namespace: a README that is wrong fails here.
+
+A block that cannot run here is marked with ``<!-- not run -->`` on the line before it (blank lines between are fine).
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+MARK = "<!-- not run -->"
+BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """The first line's number and the source of each block to run."""
+    return [
+        (text.count("\n", 0, match.start(1)) + 1, match.group(1))
+        for match in BLOCK.finditer(text)
+        if not text[: match.start()].rstrip().endswith(MARK)
+    ]
+
+
+def run(path: Path) -> dict[str, object]:
+    """Run a file's blocks; line numbers in tracebacks (and for inspect.getsource) are those of the file."""
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for line, source in blocks(path.read_text(encoding="utf-8")):
+        exec(compile("\n" * (line - 1) + source, str(path), "exec"), namespace)
+    return namespace
+
+
+def test_every_block_of_the_readme_runs():
+    assert blocks(README.read_text(encoding="utf-8")), "the README shows no python"
+    run(README)
+
+
+def test_blocks_share_a_namespace_and_marked_ones_are_left_out(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# T\n```python\nx = 1\n```\ntext\n{MARK}\n\n```python\n1 / 0\n```\n```bash\nls\n```\n```python\ny = x\n```\n"
+    )
+    assert [line for line, _ in blocks(page.read_text())] == [3, 15]
+    assert run(page)["y"] == 1
+
+
+def test_a_wrong_block_fails_at_its_own_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# T\n\n```python\nx = 1\n\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run(page)
+    assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (str(page), 6)
