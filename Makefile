@@ -15,9 +15,10 @@ help:  ## what there is to make
 # Redone only when what is to be installed changes. Our own build runs without isolation, so that the setuptools it
 # uses is the pinned one too.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "installing into $(VENV) (once; a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 setup: $(STAMP)  ## a virtual environment with everything, at the pinned versions

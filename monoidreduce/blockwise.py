@@ -241,9 +241,8 @@ def _make_function(layer: _Layer, title: str, module: str) -> type[Function]:
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
             inputs, product = ctx.saved_tensors[: ctx.arity], ctx.saved_tensors[ctx.arity :]
-            needs = [need and _differentiable(x) for need, x in zip(ctx.needs_input_grad, inputs, strict=True)]
             with torch.no_grad(), ctx.autocast(), _named(title, inputs):
-                grads = _backward(layer, inputs, product, cotangents, needs)
+                grads = _backward(layer, inputs, product, cotangents, ctx.needs_input_grad)
             # With create_graph=True, an edge to all that the gradients depend on, so that a derivative of them raises.
             ended = (layer.name, len(grads), *grads, *inputs, *cotangents)
             return _EndOfGraph.apply(*ended) if torch.is_grad_enabled() else grads
@@ -269,17 +268,17 @@ def _forward(layer: _Layer, inputs: Tensors) -> Tensors:
     return tuple(p.to(like.dtype) for p, like in zip(product, identity, strict=True))
 
 
-def _backward(layer: _Layer, inputs: Tensors, product: Tensors, cotangents: Gradients, needs: list[bool]) -> Gradients:
+def _backward(layer: _Layer, inputs: Tensors, product: Tensors, given: Gradients, needs: Sequence[bool]) -> Gradients:
     if not layer.tile_grad and not layer.D:
         fix = "Give proj_fold_bwd=, or D= to have the backward derived; or use the result under torch.no_grad()"
         raise NoGradientError(detail=f"{layer.name} was made without a backward", fix=fix)
-    given = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(cotangents, product, strict=True))
+    cotangent = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(given, product, strict=True))
     # Where no gradient is wanted stands a tensor of the right shape that takes no memory.
     totals = tuple(
         torch.zeros_like(x, dtype=_wide(x)) if need else x.new_zeros(()).expand(x.shape)
         for x, need in zip(inputs, needs, strict=True)
     )
-    for (x, slots), (p, gp) in layer.walk([inputs, totals], [product, given]):
+    for (x, slots), (p, gp) in layer.walk([inputs, totals], [product, cotangent]):
         _check_views(slots, totals)
         if layer.tile_grad:
             grads = layer.tile_grad(x, p, gp)
@@ -292,7 +291,7 @@ def _backward(layer: _Layer, inputs: Tensors, product: Tensors, cotangents: Grad
     return tuple(g.to(x.dtype) if need else None for g, x, need in zip(totals, inputs, needs, strict=True))
 
 
-def _vjp(f: Callable[[Tensors], Any], x: Tensors, needs: list[bool]) -> tuple[Any, Callable[[Any], Gradients]]:
+def _vjp(f: Callable[[Tensors], Any], x: Tensors, needs: Sequence[bool]) -> tuple[Any, Callable[[Any], Gradients]]:
     """``f(x)`` and its pullback; ``x`` and ``f(x)`` may hold integers, which torch.func.vjp does not take."""
 
     def floating(*leaves: Tensor) -> tuple[Tensors, Any]:

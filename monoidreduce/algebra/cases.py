@@ -212,7 +212,7 @@ def _cotangent(monoid: type[Monoid], gen: Generator, elements: Sequence[Any]) ->
 
 
 def _parts(monoid: type[Monoid], gen: Generator, n: int) -> tuple[tuple[int, ...], ...]:
-    """A partition of n positions in one to three parts, of which all but the first may be empty; in order if need be."""
+    """A partition of n positions in up to three parts, the first not empty; in order if the monoid is ordered."""
     order = torch.randperm(n, generator=gen).tolist() if monoid.commutative else list(range(n))
     first, second = sorted((1 + _whole(gen, n), 1 + _whole(gen, n)))
     return tuple(order[:first]), tuple(order[first:second]), tuple(order[second:])

@@ -156,12 +156,13 @@ def _resolve(cls: type, annotation: Any) -> Any:
         return annotation
     module = sys.modules.get(cls.__module__)
     try:
-        return eval(annotation, dict(vars(module)) if module else {}, dict(vars(cls)))  # noqa: S307
+        value = eval(annotation, dict(vars(module)) if module else {}, dict(vars(cls)))
     except Exception:  # any failure of the user's text: fall back on the name
         text = annotation.strip().strip("'\"")
         if text.split("[")[0].rpartition(".")[2] == "ClassVar":
             return typing.ClassVar
         return _MARKERS.get(text.rpartition(".")[2], annotation)
+    return _resolve(cls, value) if isinstance(value, str) else value  # a quoted annotation is a string twice over
 
 
 def _is_class_variable(annotation: Any) -> bool:

@@ -35,7 +35,7 @@ def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> A
     The fields of the result have the shape of one element. 16-bit numbers are folded in float32.
 
     Plain torch: ``fold(Sum, x, dim).v`` is ``x.sum(dim)``; ``fold(LogWSum, {"z": z, "v": v}).v`` is ``softmax(z) @ v``.
-    Raises ArgumentError, ShapeError, DTypeError or DeviceError, before any work.
+    Raises ArgumentError, ShapeError or DeviceError, before any work.
 
     >>> import torch
     >>> from monoidreduce.algebra.catalogue import LogWSum, Sum

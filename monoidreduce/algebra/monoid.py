@@ -25,11 +25,15 @@ M = TypeVar("M", bound="Monoid")
 def dot(x: Any, y: Any) -> Any:
     """``⟨x, y⟩`` over the feature axis, as a Scalar: ``(x * y).sum(-1, keepdim=True)``; ``x @ y`` for symbols.
 
+    A plain 0 (a cotangent that nobody asked for) gives 0.
+
     >>> dot(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return (x * y).sum(-1, keepdim=True)
+    if any(isinstance(each, (int, float)) and each == 0 for each in (x, y)):
+        return 0.0
     return x @ y
 
 
@@ -82,12 +86,10 @@ class Monoid(metaclass=MonoidType):
         self.__dict__.update({name: values[name] for name in self._fields})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise ArgumentError(
-            detail=f"cannot set {name}: an element of {type(self).__name__} does not change",
-            fix=f"Build a new one with {type(self).__name__}(...)",
-        )
+        raise _unchanging(self, name)
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> None:
+        raise _unchanging(self, name)
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{name}={value!r}" for name, value in self.asdict().items())
@@ -134,7 +136,7 @@ class Monoid(metaclass=MonoidType):
                 shape, kind, place = tuple(given.shape), given.dtype, given.device
                 shape = (*shape[:-1], 0) if field.marker is List else shape
             else:
-                length = size[name] if isinstance(size, Mapping) else size
+                length = size.get(name, 1) if isinstance(size, Mapping) else size
                 inner = {Scalar: (1,), Vector: (length,), Matrix: (length, length), List: (0,)}[field.marker]
                 shape, kind, place = (*batch, *inner), cls._dtype(name, dtype), device
             if field.marker is Matrix:
@@ -234,6 +236,13 @@ def _wrong_fields(cls: type[Monoid], values: Mapping[str, Any]) -> ArgumentError
     return ArgumentError(
         detail=f"{cls.__name__}(...) {' and '.join(trouble)}",
         fix=f"Its fields are: {describe(cls._fields)}",
+    )
+
+
+def _unchanging(x: Monoid, name: str) -> ArgumentError:
+    monoid = type(x).__name__
+    return ArgumentError(
+        detail=f"cannot change {name}: an element of {monoid} stays as it is", fix=f"Build a new one with {monoid}(...)"
     )
 
 

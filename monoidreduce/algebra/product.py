@@ -104,7 +104,7 @@ def _product(parts: tuple[Any, ...]) -> Any:
     if all(field.marker is not Function for field in fields.values()):
         body["fold_tile"] = fold_tile
     base = next(c for c in reversed(parts[0].__mro__) if isinstance(c, MonoidType))
-    cls: Any = MonoidType(" * ".join(part.__name__ for part in parts), (base,), body)
+    cls: Any = MonoidType("*".join(part.__name__ for part in parts), (base,), body)
     return cls
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from monoidreduce.algebra.fields import Function, Scalar
 from monoidreduce.algebra.monoid import Monoid
-from monoidreduce.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from monoidreduce.errors import ArgumentError, DeviceError, ShapeError
 
 
 def as_fields(monoid: type[Monoid], x: Any, dim: int | None, start: int = 0) -> dict[str, Any]:
@@ -115,14 +115,7 @@ def _number(monoid: type[Monoid], name: str, value: Any) -> Tensor:
         value = torch.tensor(value)
     if isinstance(monoid.fields()[name].identity, bool):
         return value if value.dtype == torch.bool else value != 0
-    if name in monoid.integers:
-        if value.is_floating_point():
-            raise DTypeError(
-                detail=f"field {name} of {monoid.__name__} holds whole numbers, got {value.dtype}",
-                fix="Cast it with .to(torch.int64)",
-            )
-        return value.to(torch.int64)
-    if value.dtype == torch.bool:
+    if value.dtype == torch.bool or (name in monoid.integers and not value.is_floating_point()):
         return value.to(torch.int64)
     return value.float() if value.dtype in _SHORT else value
 

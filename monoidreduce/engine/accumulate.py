@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..algebra import fold as fold_monoid
 from ..program.expr import Expr
-from . import products
+from . import hardware
 from .tilecode import Contraction, Reducer, TileRun
 
 
@@ -60,7 +60,7 @@ class Accumulator:
         elif c.vector is None:
             total += weight.sum(self.dim)
         else:
-            products.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
+            hardware.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
 
 
 class Sum(Accumulator):
@@ -91,7 +91,7 @@ class Soft(Accumulator):
         peak = torch.maximum(old, logit.amax(self.dim))
         safe = torch.where(peak.isinf(), 0.0, peak)  # guarded once per row, not per pair
         weight = torch.sub(logit, self.across(safe), out=logit) if owned[0] else logit - self.across(safe)
-        weight.exp_()
+        hardware.exp_into(weight, weight)
         shrink = torch.exp(old - safe)
         total = self.total[:, at]
         total.mul_(shrink).add_(weight.sum(self.dim))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..plan import tiles as plan
-from ..program.expr import Expr, index, size
+from ..program.expr import Expr, index, size, topological
 from ..program.lower import Fold
 from ..program.reductions import KINDS
-from . import batching, products, tally
+from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes
 from .pick import run_pick
@@ -34,11 +34,13 @@ class FoldCode:
     scalars: frozenset[Expr]
     conditions: tuple[Expr, ...] = ()
     ranged: tuple[Expr, ...] = ()
+    indices: frozenset[Expr] = frozenset()
     variants: dict[tuple, Code | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
         self.ranged = ranged(self.fold)
+        self.indices = frozenset(e for e in topological(self.fold.reductions) if e.op in ("row_index", "col_index"))
 
     def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
         truths = tuple(interval(c, known) for c in self.conditions)
@@ -93,7 +95,10 @@ class _Chunk:
 
     def __init__(self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
-        self.buffers = Buffers(batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols), sizes.compute, sizes.device)
+        elements = batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
+        numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
+        numbers |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
+        self.buffers = Buffers(elements, sizes.compute, sizes.device, numbers)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
@@ -151,26 +156,22 @@ class _Chunk:
         compute = self.sizes.compute
         for e, v in self.leaves.items():
             if not isinstance(v, Tensor):
-                if rows:
-                    values[e] = torch.tensor(v, dtype=self.buffers.kinds[e.dtype], device=self.sizes.device)
-            elif not e.rows and not e.cols:
+                continue
+            if not e.rows and not e.cols:
                 if rows:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
             elif e.rows == rows:
                 v = v[:, part]
                 if e.feature is not None:
-                    values[e] = products.operand(v, compute)
+                    values[e] = hardware.operand(v, compute)
                 else:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
-        at = torch.arange(part.start, part.stop, device=self.sizes.device)
-        values[index("row" if rows else "col")] = at.view(1, -1, 1) if rows else at.view(1, 1, -1)
-        if rows:
-            for axis in ("rows", "cols"):
-                values[size(axis)] = torch.tensor(self.sizes.of(axis), device=self.sizes.device)
-            for letter, count in self.sizes.letters.items():
-                values[size(letter)] = torch.tensor(count, device=self.sizes.device)
+        which = index("row" if rows else "col")
+        if which in self.code.indices:
+            at = torch.arange(part.start, part.stop, device=self.sizes.device)
+            values[which] = at.view(1, -1, 1) if rows else at.view(1, 1, -1)
         return values
 
     def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:

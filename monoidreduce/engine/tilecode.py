@@ -20,7 +20,7 @@ from ..program.expr import Expr, const, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
 from ..program.reductions import KINDS
-from . import products
+from . import hardware
 from .evaluate import cast
 
 Tile = tuple[int, int, int]
@@ -218,12 +218,20 @@ def _assign(plan: list, fused: dict[Expr, Expr], scalars: frozenset[Expr]) -> Co
 
 
 class Buffers:
-    """Tile-sized memory of a run: one flat buffer per slot, allocated when first used."""
+    """Memory of a run: one flat tile-sized buffer per slot, allocated when first used, and constants as tensors."""
 
-    def __init__(self, elements: int, compute: torch.dtype, device: torch.device):
+    def __init__(self, elements: int, compute: torch.dtype, device: torch.device, numbers: dict[Expr, Any]):
         self.kinds = {"float": compute, "int": torch.int64, "bool": torch.bool}
         self.elements, self.device = elements, device
+        self.numbers = numbers  # leaves and sizes that are Python numbers
         self.flat: dict[tuple[int, str], Tensor] = {}
+        self.constants: dict[Expr, Tensor] = {}
+
+    def constant(self, e: Expr) -> Tensor:
+        if e not in self.constants:
+            value = float("nan") if e.op == "nan" else e.const if e.op == "const" else self.numbers[e]
+            self.constants[e] = torch.tensor(value, dtype=self.kinds[e.dtype], device=self.device)
+        return self.constants[e]
 
     def view(self, slot: int, kind: str, tile: Tile) -> Tensor:
         key = (slot, kind)
@@ -254,9 +262,10 @@ class TileRun:
         out = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
         if e.op == "dot" or step.alpha is not None:
             d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
-            k = 1 if step.alpha is None else self.get(step.alpha)
-            k = k.item() if isinstance(k, Tensor) else k
-            self.values[e] = products.dot_into(out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k)
+            k = 1 if step.alpha is None else step.alpha.const if step.alpha.op == "const" else self.buffers.numbers[step.alpha]
+            self.values[e] = hardware.dot_into(out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k)
+        elif e.op == "exp" and out is not None:
+            self.values[e] = hardware.exp_into(out, self.get(e.args[0]))
         elif e.op == "sqdist":
             self.values[e] = _sqdist_into(out, *(self.get(a) for a in e.args))
         elif e.op == "fsum":
@@ -269,11 +278,8 @@ class TileRun:
 
     def get(self, e: Expr) -> Any:
         if e not in self.values:
-            if e.op == "const":
-                kind = self.buffers.kinds[e.dtype]
-                self.values[e] = torch.tensor(e.const, dtype=kind, device=self.buffers.device)
-            elif e.op == "nan":
-                self.values[e] = torch.tensor(float("nan"), dtype=self.buffers.kinds["float"], device=self.buffers.device)
+            if e.op in ("const", "nan") or e in self.buffers.numbers:
+                self.values[e] = self.buffers.constant(e)
             else:
                 self.values[e] = _apply(e, [self.get(a) for a in e.args], None, self.buffers.kinds["float"])
         return self.values[e]
@@ -321,7 +327,7 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
             gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
             out.addcmul_(gap, gap)
         return out
-    products.dot_into(out, x, y, -2.0)
+    hardware.dot_into(out, x, y, -2.0)
     norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
     out += norms
     close = out < norms.mul_(1e-2)  # here cancellation has cost more than two digits

@@ -253,7 +253,7 @@ def test_packed_functions_are_told_by_their_signatures(seed):
         "proj_fold_bwd": lambda x, a, ga: plain["proj_fold_bwd"](*x, a, ga),
         "binary_reduce": plain["binary_reduce"],
     }
-    variadic = {**plain, "init": lambda *x: plain["init"](*x), "proj_fold": lambda *x: plain["proj_fold"](*x)}
+    variadic = {**plain, "init": lambda *x: plain["init"](*x), "proj_fold": lambda x, *w: plain["proj_fold"](x, *w)}
     inputs = randn((3, 4), (300, 4))
     for functions in (packed, variadic, {**plain, "init": packed["init"]}):
         layer = mk_GeMMMapReduce("Entropy", **functions)
@@ -483,6 +483,7 @@ def test_mistakes_at_the_factory(changes, error, message):
             r"binary_reduce returned shape \[1, 3\].*\[2, 3\]",
         ),
         ({"islice": lambda parts: [[part.clone() for part in parts]]}, ArgumentError, "a tile is a copy"),
+        ({"jslice": lambda parts: [[part.clone() for part in parts]]}, ArgumentError, "a tile is a copy"),
         ({"islice": lambda parts: islice(parts[:1])}, ArgumentError, "islice returned tuple of 1"),
         ({"islice": lambda parts: [parts] * len(parts)}, ArgumentError, r"islice cut its tensors into 1, 2 tiles"),
         ({"proj_fold_bwd": lambda a, b, p, gp: a + b}, ArgumentError, r"proj_fold_bwd returned tuple of 3"),
@@ -497,6 +498,24 @@ def test_mistakes_in_the_functions(changes, error, message):
     with pytest.raises(error, match=message) as caught:
         layer.apply(*randn((9, 2), (11, 2), (11, 3)))[1].sum().backward()
     assert "in MonoidReduce_Attention.apply(tensor [9, 2], tensor [11, 2], tensor [11, 3])" in str(caught.value)
+
+
+def test_a_copied_tile_is_refused_before_a_wrong_result_is_returned():
+    layer = build_attention(islice=lambda parts: [[part.clone() for part in parts]])
+    with pytest.raises(ArgumentError, match="a tile is a copy"):
+        layer.apply(*randn((9, 2), (11, 2), (11, 3), grad=False))
+
+
+def test_init_may_expand_a_number_or_hand_back_an_input(seed):
+    """A running sum that starts from a tensor of the caller's, which stays as it was."""
+    common = {"avals": 2, "bvals": 1, "islice": islice, "jslice": islice, "D": lambda p, h, g: g}
+    common |= {"proj_fold": lambda a, b: ((a[0] @ b[0].T).sum(1),), "binary_reduce": lambda x, y: (x[0] + y[0],)}
+    x, start, w = randn((9, 2), (9,), (11, 2), grad=False)
+    before = start.clone()
+    (y,) = MonoidReduce("Sum", init=lambda a, b: (a[1],), **common).apply(x, start, w)
+    assert_close((y, start), (start + (x @ w.T).sum(1), before))
+    (y,) = MonoidReduce("Sum", init=lambda a, b: (a[0].new_zeros(()).expand(9),), **common).apply(x, start, w)
+    assert_close(y, (x @ w.T).sum(1))
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])

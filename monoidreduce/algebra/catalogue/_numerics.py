@@ -61,7 +61,8 @@ def best_tile(key: Tensor, index: Tensor, dim: int, *, least: bool = False) -> T
     key = key.detach()
     top = key.amin(dim, keepdim=True) if least else key.amax(dim, keepdim=True)
     hit = (key == top) | (key != key)
-    return torch.where(hit, index, torch.iinfo(index.dtype).max).argmin(dim, keepdim=True)
+    last = math.inf if index.is_floating_point() else torch.iinfo(index.dtype).max
+    return torch.where(hit, index, last).argmin(dim, keepdim=True)
 
 
 def weighted_tile(parts: Tensor, v: Tensor, dim: int) -> Tensor:

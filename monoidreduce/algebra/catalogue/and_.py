@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from monoidreduce.algebra.monoid import Monoid, Scalar
 
 
 class And(Monoid):
     """``T = {false, true}, a ⊙ b = a ∧ b, id = true``; no gradient.
 
-    >>> import torch
     >>> from monoidreduce.algebra import fold
     >>> fold(And, torch.tensor([True, False])).v
     tensor(False)
@@ -18,7 +19,7 @@ class And(Monoid):
     v: Scalar = True
 
     def combine(a: And, b: And) -> And:
-        return And(v=a.v & b.v)
+        return And(v=torch.logical_and(a.v, b.v))
 
     def fold_tile(x: And, dim: int) -> And:
         return And(v=x.v.all(dim))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from monoidreduce.algebra.monoid import Monoid, Scalar
 
 
 class Or(Monoid):
     """``T = {false, true}, a ⊙ b = a ∨ b, id = false``; no gradient.
 
-    >>> import torch
     >>> from monoidreduce.algebra import fold
     >>> fold(Or, torch.tensor([True, False])).v
     tensor(True)
@@ -18,7 +19,7 @@ class Or(Monoid):
     v: Scalar = False
 
     def combine(a: Or, b: Or) -> Or:
-        return Or(v=a.v | b.v)
+        return Or(v=torch.logical_or(a.v, b.v))
 
     def fold_tile(x: Or, dim: int) -> Or:
         return Or(v=x.v.any(dim))

@@ -13,8 +13,7 @@ from monoidreduce.algebra.monoid import Domain, List, Monoid
 from monoidreduce.errors import ArgumentError
 
 
-@lru_cache(maxsize=256)
-def TopK(k: int) -> type[Monoid]:  # noqa: N802
+def TopK(k: int) -> type[Monoid]:
     """The monoid of lists of at most ``k`` numbers in falling order, with their indices; it needs tensors.
 
     ``a ⊙ b`` = the k greatest of both, equal numbers in the order of their indices; ``id`` = the empty list.
@@ -30,7 +29,11 @@ def TopK(k: int) -> type[Monoid]:  # noqa: N802
         raise ArgumentError(
             detail=f"TopK needs a whole number k of at least 1, got {k!r}", fix="Pass for example TopK(5)"
         )
+    return _topk(k)
 
+
+@lru_cache(maxsize=256)
+def _topk(k: int) -> type[Monoid]:
     class _TopK(Monoid):
         tensor_only = True
         integers = ("index",)

@@ -1,0 +1,158 @@
+"""Whether a case breaks a law, and what to tell the user if it does.
+
+A law gives two sides; here they are compared, the smallest counterexample is found, and the message is written.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoidreduce.algebra.approx import approximately
+from monoidreduce.algebra.cases import Case, Family, scale_of
+from monoidreduce.algebra.fields import List, Scalar
+from monoidreduce.algebra.monoid import Monoid
+from monoidreduce.algebra.shrink import shrink
+from monoidreduce.errors import MonoidLawError
+
+
+class Sides(NamedTuple):
+    """The two sides of a law: elements of the monoid, or cotangents in the same fields."""
+
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Law:
+    """A row of the table: how to try a law on a case, how to write it, and what to advise when it is broken."""
+
+    name: str
+    run: Callable[[Any, Case], Sides]
+    takes: int | None  # how many elements; None: any number
+    left: str
+    right: str
+    fix: str
+    unless: Callable[[Any], str] = lambda monoid: ""  # why it does not apply; "" if it does
+    gradient: bool = False
+
+
+def broken(law: Law, case: Case) -> Sides | None:
+    """The two sides if they differ or hold a NaN, which no law allows: no example does."""
+    monoid: Any = type(case.elements[0])
+    left, right = law.run(monoid, case)
+    if law.gradient:
+        right = _where_differentiable(case, left, right)
+        scale = _gradient_scale(case)
+        equal = Monoid.approx(left, right, scale=scale)
+    else:
+        equal = approximately(left, right, {name: scale_of(case, name) for name in monoid.fields()})
+    return None if equal and not _has_nan(left) and not _has_nan(right) else Sides(left, right)
+
+
+def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
+    """``right``, but ``left`` where there is nothing to compare with; there ``left`` need only be a number.
+
+    That is where autograd itself gives NaN, and where many monoids have a kink: where all elements have the identity's
+    value in some field, or two have the same infinity.
+    """
+    kink = torch.tensor(False)
+    for name, field in type(left).fields().items():
+        values = torch.stack([getattr(x, name) for x in case.elements])
+        if values.is_floating_point() and field.marker is not List:
+            alike = (values == field.identity).all(0)
+            for infinity in (math.inf, -math.inf):
+                alike = alike | ((values == infinity).sum(0) > 1) & (infinity != field.identity)
+            kink = kink | alike.flatten(int(case.batched)).any(-1)
+    chosen = {}
+    for name, r in right.asdict().items():
+        here = kink.reshape(kink.shape + (1,) * (r.dim() - kink.dim()))
+        chosen[name] = torch.where((r != r) | here, getattr(left, name).to(r.dtype), r)
+    return type(right)(**chosen)
+
+
+def _possible_kinks(case: Case) -> int:
+    """How many numbers of the elements are 0 or occur twice: where a derivative may well not exist."""
+    total = 0
+    for name, field in type(case.elements[0]).fields().items():
+        values = torch.stack([getattr(x, name) for x in case.elements]) if field.marker is not List else torch.zeros(0)
+        if values.is_floating_point():
+            total += int((values == 0).sum()) + sum(int((values == v).sum()) - v.numel() for v in values)
+    return total
+
+
+def _gradient_scale(case: Case) -> dict[str, Tensor]:
+    """Cotangents of one field are made of all fields, so they are as good as the largest number there is."""
+    fields = type(case.elements[0]).fields()
+    sizes = [scale_of(case, name) for name in fields] + [
+        scale_of(Case((case.g,), (), case.g, case.batched), n) for n in fields
+    ]
+    flat = torch.stack([s.flatten(int(case.batched)).amax(-1) for s in sizes if isinstance(s, Tensor)]).amax(0)
+    return {name: flat.reshape(*flat.shape, *(1,) * field.trailing) for name, field in fields.items()}
+
+
+def smallest(law: Law, case: Case, given: Mapping[str, Any]) -> Case:
+    kinks = sys.maxsize
+
+    def fails(candidate: Case) -> bool:
+        try:
+            if law.gradient and _possible_kinks(candidate) > kinks:
+                return False  # it might fail there for another reason
+            return broken(law, candidate) is not None
+        except Exception:  # a simplification went outside what combine can take: not a counterexample
+            return False
+
+    if case.batched:
+        count = next(iter(case.elements[0].asdict().values())).shape[0]
+        alone = next((one for one in map(case.pick, range(count)) if fails(one)), None)
+        if alone is None:
+            firsts = (case.first(n) for n in range(1, count))
+            return next((few for few in firsts if fails(few)), case)
+        case = alone
+    kinks = _possible_kinks(case) if law.gradient else 0
+    return shrink(case, fails, given, fewer=law.takes is None)
+
+
+def law_error(law: Law, family: Family, case: Case) -> MonoidLawError:
+    sides = broken(law, case) or Sides(None, None)
+    names = "abc" if law.takes else [f"x{i}" for i in range(len(case.elements))]
+    lines = [(name, _shown(x)) for name, x in zip(names, case.elements, strict=False)]
+    if law.gradient:
+        lines.append(("g", _shown(case.g)))
+    parts = [list(part) for part in case.parts]
+    left, right = _shown(sides.left), _shown(sides.right)
+    if left == right:  # they differ in later digits
+        left, right = _shown(sides.left, 17), _shown(sides.right, 17)
+    lines += [(law.left.format(parts=parts), left), (law.right.format(parts=parts), right)]
+    fix = law.fix
+    if case.batched:
+        fix += ". It fails only for several elements at once: combine must treat every leading axis as a batch"
+    example = "\n".join(f"  {name} = {value}" for name, value in lines) + f"\n  found among {family.name}"
+    return MonoidLawError(monoid=type(case.elements[0]).__name__, law=law.name, example=example, fix=fix)
+
+
+def _shown(x: Any, digits: int = 6) -> str:
+    def number(v: Any) -> str:
+        if isinstance(v, list):
+            return "[" + ", ".join(map(number, v)) + "]"
+        return f"{v:.{digits}g}" if isinstance(v, float) else str(v)
+
+    def value(name: str, v: Any) -> str:
+        if not isinstance(v, Tensor):
+            return str(v)
+        return number((v.squeeze(-1) if type(x).fields()[name].marker is Scalar else v).tolist())
+
+    return f"{type(x).__name__}({', '.join(f'{name}={value(name, v)}' for name, v in x.asdict().items())})"
+
+
+def _has_nan(x: Any) -> bool:
+    return any(bool((v != v).any()) for v in x.asdict().values() if isinstance(v, Tensor))
+
+
+__all__ = ["Law", "Sides", "broken", "law_error", "smallest"]
