@@ -122,4 +122,6 @@ class ReferenceLimitError(EngineError):
     fix = 'Use engine="eager", or allow it with mr.use(engine="reference", limit=None)'
 
 
-__all__ = sorted(name for name, value in list(globals().items()) if isinstance(value, type) and not name.startswith("_"))
+__all__ = sorted(
+    name for name, value in list(globals().items()) if isinstance(value, type) and not name.startswith("_")
+)

@@ -1,7 +1,7 @@
 """``@mr.op``: the front door. Binds a call's arguments, checks them, traces the body once, and runs it.
 
-Checks happen here, before any work, and every message names the argument, what was given and what was expected. A new shape
-is the same program; only a new number class, a new fixed choice or a left-out argument traces again.
+Checks happen here, before any work, and every message names the argument, what was given and what was expected. A new
+shape is the same program; only a new number class, a new fixed choice or a left-out argument traces again.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ class Op:
         traced, _, sizes, _ = self._prepare(args, kwargs)
         program, engine = lower(traced.outputs), registry.settings().engine
         batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
-        lines = [f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"]
+        lines = [
+            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
+        ]
         count = len(program.passes)
-        lines.append(f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided"))
+        lines.append(
+            f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided")
+        )
         for k, p in enumerate(program.passes, 1):
             kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
             lines.append(f"  pass {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
@@ -86,7 +90,9 @@ class Op:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentError(detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}") from None
+            raise ArgumentError(
+                detail=f"{self.function.__name__}: {error}", fix=f"It is declared as {self!r}"
+            ) from None
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             self._check_kind(self.parameters[name], value)
@@ -97,10 +103,14 @@ class Op:
             return
         if p.axis in ("rows", "cols", "batch"):
             if not isinstance(value, Tensor):
-                raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a tensor")
+                raise ArgumentError(
+                    detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a tensor"
+                )
             least = (p.axis != "batch") + (p.feature is not None)
             if value.dim() < least:
-                expected = {"rows": "..., M", "cols": "..., N", "batch": "..."}[p.axis] + (f", {p.feature}" if p.feature else "")
+                expected = {"rows": "..., M", "cols": "..., N", "batch": "..."}[p.axis] + (
+                    f", {p.feature}" if p.feature else ""
+                )
                 raise ShapeError(
                     detail=f"{p.name} is declared {p}, so its shape is [{expected}], but was given {tuple(value.shape)}",
                     fix="Add the missing axis, or change the declaration",
@@ -115,7 +125,9 @@ class Op:
                         fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
                     )
             elif not isinstance(value, int | float) and not hasattr(value, "item"):
-                raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a number")
+                raise ArgumentError(
+                    detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a number"
+                )
 
     def _trace(self, values: dict[str, Any]) -> Traced:
         dtypes: dict[str, str] = {}
@@ -128,7 +140,9 @@ class Op:
                 dtypes[name] = _number_class(value.dtype)
             else:
                 plain[name] = value.item() if hasattr(value, "item") else value
-                dtypes[name] = "bool" if isinstance(value, bool) else p.python.__name__ if p.python is not float else "float"  # type: ignore[union-attr]
+                dtypes[name] = (
+                    "bool" if isinstance(value, bool) else p.python.__name__ if p.python is not float else "float"
+                )  # type: ignore[union-attr]
         key = (tuple(sorted(dtypes.items())), tuple((n, v) for n, v in plain.items() if n not in dtypes))
         for traced, fixed in self._traces.get(key, ()):
             if all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items()):
@@ -194,12 +208,19 @@ def _sizes(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Si
             ) from None
         batch_of = batch_of or name
     if len(set(devices.values())) > 1:
-        raise DeviceError(detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+        raise DeviceError(
+            detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
+        )
     if len(set(floats.values())) > 1:
-        raise DTypeError(detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items()))
+        raise DTypeError(
+            detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items())
+        )
     dtype = next(iter(floats.values()), None)
     if dtype is not None and dtype not in _FLOATS:
-        raise DTypeError(detail=f"{next(iter(floats))} is {dtype}, which has no arithmetic here", fix="Use float64, float32, float16 or bfloat16")
+        raise DTypeError(
+            detail=f"{next(iter(floats))} is {dtype}, which has no arithmetic here",
+            fix="Use float64, float32, float16 or bfloat16",
+        )
     compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
     device = next(iter(devices.values()), torch.device("cpu"))
     sizes = {k: s for k, (_, s) in found.items()}
@@ -214,14 +235,18 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
         what = {"rows": "rows", "cols": "columns"}.get(axis, f'features "{axis}"')
         raise ShapeError(
             detail=f"{first} has {size} {what}, but {name} has {length}",
-            fix="They must be equal" if axis in ("rows", "cols") else "Equal letters must be equal sizes; use two letters if they differ",
+            fix="They must be equal"
+            if axis in ("rows", "cols")
+            else "Equal letters must be equal sizes; use two letters if they differ",
         )
 
 
 def _check_topk(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
     for e in topological(outputs):
         if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
-            raise TopKError(k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows"))
+            raise TopKError(
+                k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")
+            )
 
 
 def _shaped(value: Any, e: Expr, sizes: Sizes, out: torch.dtype | None) -> Tensor:

@@ -99,8 +99,8 @@ def _without_gradient(monoid: Any) -> str:
 
 
 _IDENTITY_FIX = (
-    "Mend the identity values of the fields, or guard combine where a field has its identity value: "
-    "-inf - -inf and 0 / 0 are NaN, so replace the -inf or 0 with torch.where before the subtraction or division"
+    "Mend the identity values of the fields, or guard combine there: -inf - -inf and 0 / 0 are NaN (replace the -inf "
+    "or 0 with torch.where before the subtraction or division), and exp overflows (subtract the maximum first)"
 )
 _GRADIENT_FIX = (
     "pullback(c, a, g) must be the transposed derivative of c = combine(a, b) by a, applied to g and written with c "
@@ -242,7 +242,8 @@ def _schedule(monoid: Any, cases: int, given: Mapping[str, Any]) -> Iterator[tup
     laws = [law for law in LAWS if not law.unless(monoid)]
     values = [law for law in laws if not law.gradient]
     order = [(law, families[0]) for law in values]
-    order += [(law, family) for family in families[1:] for law in values]
+    corners = sorted(values, key=lambda law: "identity" not in law.name)  # a NaN at the identity is best named there
+    order += [(law, family) for family in families[1:] for law in corners]
     order += [(law, family) for law in laws if law.gradient for family in families if family.gradient]
     for law, family in order:
         kinds = sum(1 for each, _ in order if each is law)

@@ -7,7 +7,9 @@ traced with symbols instead of tensors; a body that needs shapes says ``tensor_o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -184,8 +186,22 @@ class Monoid(metaclass=MonoidType):
         raise _no_gradient(type(c))
 
     def legal(x: Any) -> Any:
-        """The legal element nearest to ``x``, for monoids whose fields depend on one another; idempotent. Optional."""
-        return x
+        """The legal element nearest to ``x``, for monoids whose fields depend on one another; idempotent. Optional.
+
+        Without it, and without an ``approx`` that knows better, this much is assumed: a number whose identity is
+        infinite is a log-weight or a bound, and where it is at its identity the other numbers are at theirs.
+        """
+        monoid = type(x)
+        kinds = {name: field for name, field in monoid._fields.items() if field.marker in (Scalar, Vector)}
+        bounds = [name for name, field in kinds.items() if abs(field.identity) == math.inf]
+        if not bounds or monoid.approx is not Monoid.approx:
+            return x
+        values = x.asdict()
+        nothing = reduce(torch.logical_or, [values[name] == kinds[name].identity for name in bounds])
+        for name, field in kinds.items():
+            if name not in bounds and values[name].is_floating_point():
+                values[name] = torch.where(nothing, float(field.identity), values[name])
+        return monoid(**values)
 
     def approx(a: Any, b: Any, *, scale: Mapping[str, Any] | None = None) -> bool:
         """Whether two elements are equal but for rounding; ``scale``: size of the numbers behind each field."""

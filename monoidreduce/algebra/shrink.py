@@ -125,8 +125,14 @@ def _simpler_numbers(x: float) -> list[float]:
 
 
 def _digits(x: float) -> float:
-    """How hard a number is to read: nothing is simpler than 0, then 1, then other short ones."""
-    return 0.0 if x == 0 else len(f"{x:.17g}") + (0.0 if x == 1 else 0.1 + 0.01 * min(abs(x), 50.0))
+    """How hard a number is to read: its significant digits count most, then its sign and its size; 0 is simplest."""
+    if x == 0:
+        return 0.0
+    if abs(x) == float("inf"):
+        return 4.0
+    mantissa, exponent = f"{abs(x):.16e}".split("e")
+    significant = len(mantissa.replace(".", "").rstrip("0"))
+    return significant + 0.3 * (x < 0) + 0.1 * abs(int(exponent)) + 0.01 * float(mantissa)
 
 
 def _weight(x: Any) -> float:

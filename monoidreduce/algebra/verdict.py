@@ -57,7 +57,7 @@ def broken(law: Law, case: Case) -> Sides | None:
 
 
 def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
-    """``right``, but ``left`` where there is nothing to compare with; there ``left`` need only be a number.
+    """``right``, but ``left`` where there is nothing to compare with; there ``left`` may be any number, but not NaN.
 
     That is where autograd itself gives NaN, and where many monoids have a kink: where all elements have the identity's
     value in some field, or two have the same infinity.
@@ -73,7 +73,8 @@ def _where_differentiable(case: Case, left: Any, right: Any) -> Any:
     chosen = {}
     for name, r in right.asdict().items():
         here = kink.reshape(kink.shape + (1,) * (r.dim() - kink.dim()))
-        chosen[name] = torch.where((r != r) | here, getattr(left, name).to(r.dtype), r)
+        answer = getattr(left, name).to(r.dtype)
+        chosen[name] = torch.where((r != r) | here, torch.where(answer != answer, 0, answer), r)
     return type(right)(**chosen)
 
 

@@ -1,8 +1,8 @@
 """Running totals: how the eager engine folds each kind of reduction, tile by tile, in either direction.
 
-An accumulator holds its state for a whole axis (numbers and vectors per row, or per column), takes one tile at a time for a
-slice of it, and turns the state into results at the end. The state is the one that computes best (a running maximum, a sum
-and unnormalised values), not the one users see.
+An accumulator holds its state for a whole axis (numbers and vectors per row, or per column), takes one tile at a time
+for a slice of it, and turns the state into results at the end. The state is the one that computes best (a running
+maximum, a sum and unnormalised values), not the one users see.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from .tilecode import Contraction, Reducer, TileRun
 class Accumulator:
     """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
 
-    def __init__(self, reduction: Expr, batch: int, length: int, widths: list[int], compute: torch.dtype, device: torch.device):
+    def __init__(
+        self, reduction: Expr, batch: int, length: int, widths: list[int], compute: torch.dtype, device: torch.device
+    ):
         self.kind, self.over, self.params = reduction.attrs
         self.fields = reduction.args
         self.batch, self.length, self.widths = batch, length, widths
@@ -100,13 +102,8 @@ class Soft(Accumulator):
             part = value[:, at]
             part.mul_(shrink if part.dim() == 2 else shrink.unsqueeze(-1))
             for c in parts:
-                if c.walk:
-                    weighted = weight
-                elif c.weight.op == "const" and c.weight.const == 1:
-                    weighted = weight
-                else:
-                    weighted = weight * tile.full(c.weight)
-                self.contract(part, weighted, c, tile)
+                plain = c.walk or (c.weight.op == "const" and c.weight.const == 1)
+                self.contract(part, weight if plain else weight * tile.full(c.weight), c, tile)
 
     def finish(self) -> list[Tensor]:
         safe = torch.where(self.peak.isinf(), 0.0, self.peak)

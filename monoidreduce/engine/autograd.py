@@ -1,7 +1,7 @@
 """Passes as one differentiable torch function, and programs as a walk over passes.
 
-The backward of a pass is built symbolically (``program/gradient.py``), lowered like any program and run by this same walk, so
-that first, second and third derivatives take one road, on every engine.
+The backward of a pass is built symbolically (``program/gradient.py``), lowered like any program and run by this same
+walk, so that first, second and third derivatives take one road, on every engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Context:
     engine: Callable[..., list[Tensor]]
 
 
-def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, engine: Callable[..., list[Tensor]]) -> list[Any]:
+def execute(
+    program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, engine: Callable[..., list[Tensor]]
+) -> list[Any]:
     """Run a lowered program: feed each pass, fold it, then evaluate the outputs."""
     evaluate = Evaluator(sizes, inputs)
     for p in program.passes:

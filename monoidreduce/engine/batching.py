@@ -1,7 +1,7 @@
 """Leading batch dimensions: broadcast without copies.
 
-Adjacent batch dimensions that every tensor can see as one are merged; the last merged one becomes the batch axis of tiles and
-the others are looped over, so that expanded, transposed and sliced batches are only ever viewed.
+Adjacent batch dimensions that every tensor can see as one are merged; the last merged one becomes the batch axis of
+tiles and the others are looped over, so that expanded, transposed and sliced batches are only ever viewed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reductions over an axis that is there: the dense oracle's, and those of row or column vectors.
 
-Each takes fields in the layout of ``evaluate.py``, says which are vectors, and returns its results with the folded axis kept
-at size 1. Plain torch, differentiable, in the most direct form: this is what the fast engines are compared with.
+Each takes fields in the layout of ``evaluate.py``, says which are vectors, and returns its results with the folded
+axis kept at size 1. Plain torch, differentiable, in the most direct form: this is what the fast engines are compared
+with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The eager engine: tiles in torch, on any device that torch has.
 
-A fold runs tile by tile: rows outside, columns inside. Leaves are only ever sliced; arithmetic happens in place in a few
-tile-sized buffers; both directions are folded in the same pass, so a gradient needs one recomputation of each pair. Tiles on
-which every reduction would see its identity are found by interval analysis and never computed.
+A fold runs tile by tile: rows outside, columns inside. Leaves are only ever sliced; arithmetic happens in place in a
+few tile-sized buffers; both directions are folded in the same pass, so a gradient needs one recomputation of each
+pair. Tiles on which every reduction would see its identity are found by interval analysis and never computed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,10 @@ class _Chunk:
         """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
         row_ranges: list[dict] = [{index("row"): (s.start, s.stop - 1)} for s in rows]
         col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
-        fixed: dict[Expr, tuple[float, float]] = {size("rows"): (self.sizes.rows,) * 2, size("cols"): (self.sizes.cols,) * 2}
+        fixed: dict[Expr, tuple[float, float]] = {
+            size("rows"): (self.sizes.rows,) * 2,
+            size("cols"): (self.sizes.cols,) * 2,
+        }
         for e in self.code.ranged:
             v = self.leaves[e]
             if not isinstance(v, Tensor):

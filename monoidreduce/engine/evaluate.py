@@ -1,8 +1,9 @@
 """Plain torch evaluation of expressions: what runs before and after the passes, and the dense oracle.
 
-Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for an axis
-that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves. Python numbers stay
-Python numbers. Differentiable by autograd. 16-bit inputs are raised to float32 when arithmetic touches them.
+Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for
+an axis that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves.
+Python numbers stay Python numbers. Differentiable by autograd. 16-bit inputs are raised to float32 when arithmetic
+touches them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Picks: sums against ``index == t`` computed on the matching pairs only, by a gather or a scatter.
 
-The side that holds ``t`` (say rows) keeps its order; the other side's leaves are gathered at ``t``. The value is then evaluated
-pair by pair in the layout ``[batch, side, matches]``, in chunks of the side so that no more than a tile is ever held.
+The side that holds ``t`` (say rows) keeps its order; the other side's leaves are gathered at ``t``. The value is then
+evaluated pair by pair in the layout ``[batch, side, matches]``, in chunks of the side so that no more than a tile is
+ever held.
 """
 
 from __future__ import annotations

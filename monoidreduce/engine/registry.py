@@ -1,8 +1,9 @@
 """Which engine runs: the registry, and the user's override.
 
-``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one function:
-run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the exception: the dense
-oracle runs the whole traced program, so that it shares as little as possible with what it checks.
+``mr.use(engine="eager")`` or the variable ``MONOIDREDUCE_ENGINE`` override the choice. An engine's contract is one
+function: run this fold, on these tensors, of these sizes; return the value of each reduction. ``reference`` is the
+exception: the dense oracle runs the whole traced program, so that it shares as little as possible with what it
+checks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def settings() -> Settings:
 
 def _checked(name: str, source: str) -> str:
     if name not in NAMES:
-        raise EngineError(detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(NAMES)}")
+        raise EngineError(
+            detail=f"{source} names the engine {name!r}, which does not exist", fix=f"Use one of {', '.join(NAMES)}"
+        )
     return name
 
 

@@ -1,8 +1,9 @@
 """The arithmetic of one tile, compiled once per fold and variant to a list of in-place torch calls.
 
-A variant is the fold with some conditions known: where interval analysis shows that a condition holds (or fails) on the whole
-tile, the ``where`` disappears, and reductions that then see only the identity drop out. Values live in numbered slots, each a
-tile-sized buffer used again as soon as its value is dead; a reduction is told whether it may overwrite its input.
+A variant is the fold with some conditions known: where interval analysis shows that a condition holds (or fails) on
+the whole tile, the ``where`` disappears, and reductions that then see only the identity drop out. Values live in
+numbered slots, each a tile-sized buffer used again as soon as its value is dead; a reduction is told whether it may
+overwrite its input.
 """
 
 from __future__ import annotations
@@ -262,8 +263,16 @@ class TileRun:
         out = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
         if e.op == "dot" or step.alpha is not None:
             d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
-            k = 1 if step.alpha is None else step.alpha.const if step.alpha.op == "const" else self.buffers.numbers[step.alpha]
-            self.values[e] = hardware.dot_into(out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k)
+            k = (
+                1
+                if step.alpha is None
+                else step.alpha.const
+                if step.alpha.op == "const"
+                else self.buffers.numbers[step.alpha]
+            )
+            self.values[e] = hardware.dot_into(
+                out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k
+            )
         elif e.op == "exp" and out is not None:
             self.values[e] = hardware.exp_into(out, self.get(e.args[0]))
         elif e.op == "sqdist":
@@ -301,7 +310,13 @@ class TileRun:
                 memo[n] = self.get(n)
             elif n in self.values:  # a row or column vector [b, l, f]
                 column = self.values[n][..., f]
-                memo[n] = column.unsqueeze(-1) if n.rows else column.unsqueeze(-2) if n.cols else column.unsqueeze(-1).unsqueeze(-1)
+                memo[n] = (
+                    column.unsqueeze(-1)
+                    if n.rows
+                    else column.unsqueeze(-2)
+                    if n.cols
+                    else column.unsqueeze(-1).unsqueeze(-1)
+                )
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:

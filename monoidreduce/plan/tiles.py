@@ -1,14 +1,15 @@
 """How large a tile of pairs is.
 
-The eager engine's time is matrix products plus a few passes of arithmetic over the tile: the products want a tile of at least
-512 × 512, the passes want it to stay in the cache. Measured with ``benchmarks/cpu.py`` on two cores (1 MB of L2 each).
+The eager engine's time is matrix products plus a few passes of arithmetic over the tile: the products want a tile of
+at least 512 × 512, the passes want it to stay in the cache. Measured with ``benchmarks/cpu.py`` on two cores (1 MB of
+L2 each).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS, COLS = 512, 1024  # the tile when both axes are long
+ROWS, COLS = 1024, 1024  # the tile when both axes are long
 ELEMENTS = ROWS * COLS
 
 

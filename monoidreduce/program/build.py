@@ -1,9 +1,9 @@
 """Smart constructors: every expression is built here, and is simplified as it is built.
 
 Besides the elementwise primitives there are four operations on features: ``fsum`` (the sum over a vector's features),
-``dot`` (a row vector with a column vector), ``sqdist`` and ``component``; and ``spread``, a number repeated over features.
-A vector per pair is written as a sum of ``number × row vector × column vector`` where that is possible (:func:`terms`), so
-that ``⟨g, v_j - P_i⟩`` becomes one product and one number per row.
+``dot`` (a row vector with a column vector), ``sqdist`` and ``component``; and ``spread``, a number repeated over
+features. A vector per pair is written as a sum of ``number × row vector × column vector`` where that is possible
+(:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and one number per row.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
             return apply("neg", other)
         if one.op == "neg":
             return apply("neg", apply("mul", one.args[0], other))
-        if other.op == "where" and not one.is_pair and one.feature is None and _is(other.args[2], 0):  # push factors under a mask
+        if (
+            other.op == "where" and not one.is_pair and one.feature is None and _is(other.args[2], 0)
+        ):  # push factors under a mask
             return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
     return None
 
@@ -257,7 +259,15 @@ def fsum(x: Expr) -> Expr:
 
 
 def _feature_node(op: str, x: Expr, attrs: tuple = ()) -> Expr:
-    return node(op, (x,), attrs, rows=x.rows, cols=x.cols, feature=None, dtype="float" if op == "fsum" and x.dtype == "float" else x.dtype)
+    return node(
+        op,
+        (x,),
+        attrs,
+        rows=x.rows,
+        cols=x.cols,
+        feature=None,
+        dtype="float" if op == "fsum" and x.dtype == "float" else x.dtype,
+    )
 
 
 def dot(a: Expr, b: Expr) -> Expr:
@@ -273,7 +283,13 @@ def dot(a: Expr, b: Expr) -> Expr:
             detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
             fix="Give both the same letter",
         )
-    if not a.is_pair and not b.is_pair and (a.rows, a.cols) in ((True, False), (False, True)) and a.rows == b.cols and a.cols == b.rows:
+    if (
+        not a.is_pair
+        and not b.is_pair
+        and (a.rows, a.cols) in ((True, False), (False, True))
+        and a.rows == b.cols
+        and a.cols == b.rows
+    ):
         x, y = (a, b) if a.rows else (b, a)
         return node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest((x, y)))
     return fsum(apply("mul", a, b))
@@ -334,7 +350,7 @@ def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
     if e.op == "spread":
         return spread(args[0], e.attrs[0])
     if e.op == "reduce":
-        return reduce_node(*e.attrs, args)
+        return reduce_node(e.attrs[0], e.attrs[1], e.attrs[2], args)
     rows, cols, _ = join(args)
     return node(e.op, args, e.attrs, rows=rows, cols=cols, feature=e.feature, dtype=e.dtype)
 

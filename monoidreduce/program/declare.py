@@ -1,8 +1,8 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
-``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one number per
-batch element; ``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are fixed choices, a new one
-is a new trace. ``X | None`` may be left out.
+``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
+number per batch element; ``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are
+fixed choices, a new one is a new trace. ``X | None`` may be left out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ class _Side(type):
     axis: str
 
     def __getitem__(cls, feature: Any) -> Any:
-        if not isinstance(feature, str | int) or isinstance(feature, bool) or (isinstance(feature, int) and feature < 1):
+        if (
+            not isinstance(feature, str | int)
+            or isinstance(feature, bool)
+            or (isinstance(feature, int) and feature < 1)
+        ):
             raise DeclarationError(
-                detail=f"{cls.__name__}[{feature!r}] is not a declaration", fix=f'Name the features, as in {cls.__name__}["f"]'
+                detail=f"{cls.__name__}[{feature!r}] is not a declaration",
+                fix=f'Name the features, as in {cls.__name__}["f"]',
             )
         return types.new_class(f'{cls.__name__}["{feature}"]', (cls,), exec_body=lambda ns: ns.update(feature=feature))
 
@@ -68,7 +73,13 @@ class Parameter:
 
     def expr(self, dtype: str) -> Expr:
         return node(
-            "input", (), (self.name,), rows=self.axis == "rows", cols=self.axis == "cols", feature=self.feature, dtype=dtype
+            "input",
+            (),
+            (self.name,),
+            rows=self.axis == "rows",
+            cols=self.axis == "cols",
+            feature=self.feature,
+            dtype=dtype,
         )
 
     def __str__(self) -> str:
@@ -113,7 +124,11 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
         return Parameter(name, hint.axis, hint.feature, optional, default)
     if hint in (float, int, bool):
         return Parameter(name, "number", None, optional, default, hint)
-    if hint is str or hint is collections.abc.Callable or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal):
+    if (
+        hint is str
+        or hint is collections.abc.Callable
+        or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal)
+    ):
         return Parameter(name, "static", None, optional, default)
     shown = "no annotation" if hint is None else f"the annotation {hint!r}"
     raise DeclarationError(detail=f"{op}: parameter {name} has {shown}")

@@ -1,8 +1,8 @@
 """Expressions: the nodes of a traced pair program, and nothing about how they run.
 
-A node knows which axes it lives on (rows, columns, features) and which class of number it is. Nodes are interned: equal
-expressions are the same object, so sharing needs no separate pass and ``is`` is equality. Operators are *not* overloaded
-here (that is ``symbol.py``'s business), so nodes are safe in sets and as keys.
+A node knows which axes it lives on (rows, columns, features) and which class of number it is. Nodes are interned:
+equal expressions are the same object, so sharing needs no separate pass and ``is`` is equality. Operators are *not*
+overloaded here (that is ``symbol.py``'s business), so nodes are safe in sets and as keys.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -
 
 def result(reduction: Expr, k: int, feature: Feature, dtype: str) -> Expr:
     """The k-th result of a reduction."""
-    return node(
-        "result", (reduction,), (k,), rows=reduction.rows, cols=reduction.cols, feature=feature, dtype=dtype
-    )
+    return node("result", (reduction,), (k,), rows=reduction.rows, cols=reduction.cols, feature=feature, dtype=dtype)
 
 
 def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
@@ -158,7 +156,9 @@ def structure(roots: Iterable[Expr]) -> str:
     for e in topological(tuple(roots)):
         number[e] = len(number)
         attrs = ",".join(_attr_text(a) for a in e.attrs)
-        lines.append(f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)}):{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}")
+        lines.append(
+            f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)}):{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}"
+        )
     return "\n".join(lines)
 
 

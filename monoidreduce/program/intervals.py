@@ -1,8 +1,9 @@
 """Interval rules: what is known of a value on a whole tile before the tile is computed.
 
-An interval is ``(low, high)``. Truth values are ``(0, 0)``, ``(1, 1)`` or ``(0, 1)``. ``(-inf, -inf)`` means *exactly* minus
-infinity; an infinite end of a wider interval means unbounded but finite, so ``-inf`` minus an unknown number is still
-``-inf`` and zero times an unknown number is still zero. NaN is never promised away: :func:`known` widens it to unknown.
+An interval is ``(low, high)``. Truth values are ``(0, 0)``, ``(1, 1)`` or ``(0, 1)``. ``(-inf, -inf)`` means
+*exactly* minus infinity; an infinite end of a wider interval means unbounded but finite, so ``-inf`` minus an unknown
+number is still ``-inf`` and zero times an unknown number is still zero. NaN is never promised away: :func:`known`
+widens it to unknown.
 """
 
 from __future__ import annotations

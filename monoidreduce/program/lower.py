@@ -1,9 +1,9 @@
 """From outputs to passes: which reductions run together, and what is hoisted out of them.
 
-A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields use, so
-there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``, ``⟨g, P⟩``) is
-*fed* to the pass, computed once by plain torch. A :class:`Fold` is what an engine runs: reductions over numbered leaves,
-independent of the layer it came from, and equal folds are the same object.
+A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
+use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
+``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. A :class:`Fold` is what an engine runs: reductions
+over numbered leaves, independent of the layer it came from, and equal folds are the same object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .expr import Expr, node, reduce_node, result, topological
 from .normal import normalize
 from .reductions import KINDS
 
-_BUILTIN = ("const", "nan", "size", "row_index", "col_index", "batch_index")  # engines make these themselves
+_BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr]) -> Pass:
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
-        renamed.append(reduce_node(*r.attrs, fields[at : at + count]))
+        renamed.append(reduce_node(r.attrs[0], r.attrs[1], r.attrs[2], fields[at : at + count]))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:

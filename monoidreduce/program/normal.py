@@ -1,8 +1,8 @@
 """Normal form: sums split so that every engine gets the cheapest equal form.
 
-A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the folded axis
-leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a ``pick``, which is a
-gather and needs no pass over the pairs at all. The same for the values of a softmax mean.
+A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the
+folded axis leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a
+``pick``, which is a gather and needs no pass over the pairs at all. The same for the values of a softmax mean.
 """
 
 from __future__ import annotations

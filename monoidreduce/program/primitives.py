@@ -1,9 +1,9 @@
 """The table of primitives: each scalar operation stands here once, and nowhere else.
 
-A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its derivative, its interval rule
-and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent ``g``, the
-result ``y`` and the arguments as symbols and returns one cotangent per argument (``None``: no gradient). To add an
-operation, add a row; functions that are short combinations of others are one line in ``COMPOSITES``.
+A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its derivative, its interval
+rule and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent
+``g``, the result ``y`` and the arguments as symbols and returns one cotangent per argument (``None``: no gradient).
+To add an operation, add a row; functions that are short combinations of others are one line in ``COMPOSITES``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     in float32 and never 0 or 1.
     """
     mask = 0xFFFFFFFF
-    seed, batch, i, j = torch.broadcast_tensors(*(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j)))
+    seed, batch, i, j = torch.broadcast_tensors(
+        *(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j))
+    )
     k0, k1 = seed & mask, (seed >> 32) & mask
     c0, c1, c2, c3 = j & mask, i & mask, batch & mask, torch.zeros_like(j)
     for _ in range(10):
@@ -111,7 +113,12 @@ _ROWS = [
     _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.bounded(-1.0, 1.0)),
     _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.bounded(-1.0, 1.0)),
     _P("atan", torch.atan, lambda g, y, x: (g / (1 + x * x),), _monotone(math.atan), names=("arctan",)),
-    _P("erf", torch.erf, lambda g, y, x: (g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),), _monotone(math.erf, -1.0, 1.0)),
+    _P(
+        "erf",
+        torch.erf,
+        lambda g, y, x: (g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),),
+        _monotone(math.erf, -1.0, 1.0),
+    ),
     # activations that torch fuses
     _P("tanh", torch.tanh, lambda g, y, x: (g * (1 - y * y),), _monotone(math.tanh, -1.0, 1.0)),
     _P("sigmoid", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), iv.bounded(0.0, 1.0), names=("expit",)),
@@ -137,15 +144,36 @@ _ROWS = [
     ),
     _P("logsigmoid", lambda x, out=None: _into(F.logsigmoid(x), out), lambda g, y, x: (g * torch.sigmoid(-x),)),
     # choice
-    _P("minimum", torch.minimum, lambda g, y, a, b: (g * _share(a, b, a < b), g * _share(a, b, b < a)), iv.minimum, "same", ("fmin",)),
-    _P("maximum", torch.maximum, lambda g, y, a, b: (g * _share(a, b, a > b), g * _share(a, b, b > a)), iv.maximum, "same", ("fmax",)),
+    _P(
+        "minimum",
+        torch.minimum,
+        lambda g, y, a, b: (g * _share(a, b, a < b), g * _share(a, b, b < a)),
+        iv.minimum,
+        "same",
+        ("fmin",),
+    ),
+    _P(
+        "maximum",
+        torch.maximum,
+        lambda g, y, a, b: (g * _share(a, b, a > b), g * _share(a, b, b > a)),
+        iv.maximum,
+        "same",
+        ("fmax",),
+    ),
     _P("where", _where, lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), iv.where, "same"),
     _P("logaddexp", torch.logaddexp, lambda g, y, a, b: (g * _weight(a, y), g * _weight(b, y))),
     # rounding
     _P("floor", torch.floor, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.floor(x)), "same"),
     _P("ceil", torch.ceil, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.ceil(x)), "same"),
     _P("round", torch.round, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else round(x)), "same"),
-    _P("trunc", torch.trunc, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.trunc(x)), "same", ("fix",)),
+    _P(
+        "trunc",
+        torch.trunc,
+        _no_gradient(1),
+        _monotone(lambda x: x if math.isinf(x) else math.trunc(x)),
+        "same",
+        ("fix",),
+    ),
     _P("floor_divide", torch.floor_divide, _no_gradient(2), result="same"),
     _P("remainder", torch.remainder, lambda g, y, a, b: (g, -(g * torch.floor(a / b))), iv.remainder, "same"),
     # truth
@@ -162,7 +190,14 @@ _ROWS = [
     _P("isnan", lambda x, out=None: _into(torch.isnan(x), out), None, lambda x: iv.EITHER, "bool"),
     _P("isinf", lambda x, out=None: _into(torch.isinf(x), out), None, lambda x: iv.EITHER, "bool"),
     # others
-    _P("cast", _cast, lambda g, y, x, to: (g,), lambda x, to: iv.to_bool(x) if to == "bool" else x, "cast", attributes={"to": "float"}),
+    _P(
+        "cast",
+        _cast,
+        lambda g, y, x, to: (g,),
+        lambda x, to: iv.to_bool(x) if to == "bool" else x,
+        "cast",
+        attributes={"to": "float"},
+    ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same"),
     _P("uniform", _philox, _no_gradient(4), lambda *_: (0.0, 1.0)),
 ]

@@ -1,10 +1,10 @@
 """Reductions: what a body calls to fold pairs, and the table of the few kinds they all become.
 
 Every reduction of the language is one of seven kinds plus arithmetic on its results: ``sum``; ``soft`` (logsumexp and
-softmax means of any number of values, one logit); ``best`` (largest or smallest, and where); ``topk``; ``moments``; ``user``
-(any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal.py`` only). A kind knows its
-results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a pair is idle, that
-is, equal to the identity. An engine knows how to fold each kind; nobody else needs to.
+softmax means of any number of values, one logit); ``best`` (largest or smallest, and where); ``topk``; ``moments``;
+``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal.py`` only). A
+kind knows its results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a
+pair is idle, that is, equal to the identity. An engine knows how to fold each kind; nobody else needs to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..errors import ArgumentError, NoGradientError, TraceError, UnreducedError
 from . import build
 from . import intervals as iv
 from .expr import Expr, Feature, const, index, reduce_node, result, size
+from .pull import pull
 from .symbol import Symbol, current_trace, expr_of
 
 Outputs = list[tuple[Feature, str]]
@@ -28,7 +29,7 @@ Outputs = list[tuple[Feature, str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One row: ``outputs(fields, params)``, ``pullback(reduction, fields, results, cotangents)``, ``idle(params, fields)``."""
+    """One row: ``outputs(fields, params)``, ``pullback(over, params, fields, results, cotangents)``, ``idle(params, ...)``."""
 
     outputs: Callable[[tuple[Expr, ...], tuple], Outputs]
     pullback: Callable[..., list[Any]]
@@ -44,14 +45,14 @@ def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: lis
     logit, *values = fields
     z, *means = results
     weight = torch.exp(logit - torch.where(z == -math.inf, 0.0, z))
-    inner = 0.0 if g[0] is None else g[0]
+    inner: Any = 0.0 if g[0] is None else g[0]
     for value, mean, gm in zip(values, means, g[1:], strict=True):
         if gm is not None:
             inner = _contract(gm, value - mean) + inner
     return [weight * inner, *(None if gm is None else weight * gm for gm in g[1:])]
 
 
-def _contract(g: Symbol, x: Symbol) -> Symbol:
+def _contract(g: Any, x: Any) -> Any:
     return g * x if x.expr.feature is None else g @ x
 
 
@@ -68,7 +69,7 @@ def _topk_pullback(over: str, params: tuple, fields: list, results: list, g: lis
 def _moments_pullback(over: str, params: tuple, fields: list, results: list, g: list) -> list:
     total = 0.0
     if g[0] is not None:
-        total = g[0] / Symbol(size(over))
+        total = g[0] / _size(over)
     if g[1] is not None:
         total = total + 2 * g[1] * (fields[0] - results[0])
     return [total]
@@ -106,10 +107,13 @@ def _user_pullback(over: str, params: tuple, fields: list, results: list, g: lis
 
 def _pullback_from_remove(monoid: Any, names: list[str], whole: Any, part: Any, g: Any) -> list:
     """D(c, a) g as the derivative of ``combine(a, rest)`` with ``rest = remove(c, a)`` held fixed."""
-    from .gradient import pull  # gradient.py stands on this table
-
     rest = monoid.remove(whole, part)
-    held = monoid(**{n: torch.detach(getattr(rest, n)) if isinstance(getattr(rest, n), Symbol) else getattr(rest, n) for n in names})
+    held = monoid(
+        **{
+            n: torch.detach(getattr(rest, n)) if isinstance(getattr(rest, n), Symbol) else getattr(rest, n)
+            for n in names
+        }
+    )
     combined = monoid.combine(part, held)
     seeds = [(expr_of(getattr(combined, n)), expr_of(getattr(g, n))) for n in names]
     wrt = [expr_of(getattr(part, n)) for n in names]
@@ -161,12 +165,15 @@ def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[
     return [result(reduction, k, feature, dtype) for k, (feature, dtype) in enumerate(outputs)]
 
 
-def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Symbol]:
+def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
     if over not in ("cols", "rows"):
-        raise ArgumentError(detail=f'{name} was given over={over!r}', fix='Use over="cols" (the default) or over="rows"')
+        raise ArgumentError(
+            detail=f"{name} was given over={over!r}", fix='Use over="cols" (the default) or over="rows"'
+        )
     if current_trace.get() is None:
         raise TraceError(
-            detail=f"mr.{name} was called outside the body of an op", fix="Decorate the function that calls it with @mr.op"
+            detail=f"mr.{name} was called outside the body of an op",
+            fix="Decorate the function that calls it with @mr.op",
         )
     fields = tuple(expr_of(v) for v in values)
     number_fields = fields[:1] if vectors and kind != "sum" else () if vectors else fields
@@ -180,54 +187,58 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
     return [Symbol(e) for e in make(kind, over, params, fields)]
 
 
+def _size(axis: str) -> Any:
+    return Symbol(size(axis))
+
+
 def _number(x: Any) -> Expr:
     return build.apply("cast", expr_of(x), to="float")
 
 
-def sum(x: Any, *, over: str = "cols") -> Symbol:
+def sum(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x: the sum over columns (or rows) of a number or a vector per pair."""
     return _reduce("sum", over, (), x, vectors=True, name="sum")[0]
 
 
-def mean(x: Any, *, over: str = "cols") -> Symbol:
+def mean(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing."""
-    return sum(x, over=over) / Symbol(size(over))
+    return sum(x, over=over) / _size(over)
 
 
-def logsumexp(x: Any, *, over: str = "cols") -> Symbol:
+def logsumexp(x: Any, *, over: str = "cols") -> Any:
     """log Σ_j exp(x); minus infinity where there is nothing to see."""
     return _reduce("soft", over, (), Symbol(_number(x)), name="logsumexp")[0]
 
 
-def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Symbol:
+def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j softmax_j(logit) value, of a vector or of a number; 0 where every logit is minus infinity."""
     values = Symbol(_number(logit)), Symbol(_number(value))
     return _reduce("soft", over, (), *values, vectors=True, name="softmax_mean")[1]
 
 
-def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Symbol:
+def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j weight · value / Σ_j weight; 0 where the weights sum to 0."""
     total = sum(weight, over=over)
     seen = total != 0
     return torch.where(seen, sum(weight * value, over=over) / torch.where(seen, total, 1.0), 0.0)
 
 
-def max(x: Any, *, over: str = "cols") -> Symbol:
+def max(x: Any, *, over: str = "cols") -> Any:
     """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing."""
     return _reduce("best", over, (True,), x, name="max")[0]
 
 
-def min(x: Any, *, over: str = "cols") -> Symbol:
+def min(x: Any, *, over: str = "cols") -> Any:
     """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing."""
     return _reduce("best", over, (False,), x, name="min")[0]
 
 
-def argmax(x: Any, *, over: str = "cols") -> Symbol:
+def argmax(x: Any, *, over: str = "cols") -> Any:
     """The first column of the largest x; -1 where every x is minus infinity or there is none."""
     return _reduce("best", over, (True,), x, name="argmax")[1]
 
 
-def argmin(x: Any, *, over: str = "cols") -> Symbol:
+def argmin(x: Any, *, over: str = "cols") -> Any:
     """The first column of the smallest x; -1 where every x is infinity or there is none."""
     return _reduce("best", over, (False,), x, name="argmin")[1]
 
@@ -247,40 +258,40 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     return TopK(*_reduce("topk", over, (k, largest), x, name="topk"))
 
 
-def any(x: Any, *, over: str = "cols") -> Symbol:
+def any(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for any column."""
     return count(x, over=over) > 0
 
 
-def all(x: Any, *, over: str = "cols") -> Symbol:
+def all(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for every column (true of none)."""
-    return count(x, over=over) == Symbol(size(over))
+    return count(x, over=over) == _size(over)
 
 
-def count(x: Any = True, *, over: str = "cols") -> Symbol:
+def count(x: Any = True, *, over: str = "cols") -> Any:
     """For how many columns x holds."""
     if isinstance(x, bool):
-        return Symbol(size(over)) if x else Symbol(const(0))
+        return _size(over) if x else Symbol(const(0))
     return _reduce("sum", over, (), Symbol(build.apply("cast", expr_of(x), to="bool")), name="count")[0]
 
 
-def var(x: Any, *, correction: float = 1, over: str = "cols") -> Symbol:
+def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     """The variance of x over columns, as torch.var: Σ (x - mean)² / (N - correction), in Welford's form."""
-    moments = _reduce("moments", over, (), Symbol(_number(x)), name="var")
-    return moments[1] / torch.clamp(Symbol(size(over)) - correction, min=0)
+    moments: list[Any] = _reduce("moments", over, (), Symbol(_number(x)), name="var")
+    return moments[1] / torch.clamp(_size(over) - correction, min=0)
 
 
-def uniform(seed: Any) -> Symbol:
+def uniform(seed: Any) -> Any:
     """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j)."""
     return Symbol(build.apply("uniform", expr_of(seed), index("batch"), index("row"), index("col")))
 
 
-def gumbel(seed: Any) -> Symbol:
+def gumbel(seed: Any) -> Any:
     """A standard Gumbel number per pair, the same for every tile, engine and recomputation."""
     return -torch.log(-torch.log(uniform(seed)))
 
 
-def dropout(x: Any, p: Any, seed: Any) -> Symbol:
+def dropout(x: Any, p: Any, seed: Any) -> Any:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone."""
     if isinstance(p, int | float) and not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
@@ -289,7 +300,7 @@ def dropout(x: Any, p: Any, seed: Any) -> Symbol:
     return torch.where(uniform(seed) >= p, x / (1 - p), 0.0)
 
 
-def sample(logit: Any, seed: Any, *, over: str = "cols") -> Symbol:
+def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
     """One column drawn with probability softmax(logit), by the Gumbel-max trick."""
     return argmax(logit + gumbel(seed), over=over)
 
@@ -318,5 +329,7 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
                 fix="Declare it mr.Vector, or reduce it over its features first",
             )
         exprs.append(build.apply("cast", e, to="float"))
-    results = _reduce("user", over, (monoid,), *(Symbol(e) for e in exprs), vectors=True, name="reduce") if exprs else []
+    results = (
+        _reduce("user", over, (monoid,), *(Symbol(e) for e in exprs), vectors=True, name="reduce") if exprs else []
+    )
     return monoid(**dict(zip(declared, results, strict=True)))

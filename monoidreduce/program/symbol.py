@@ -1,9 +1,9 @@
 """Symbols: what the body of an op sees instead of tensors.
 
-A symbol wraps one expression and overloads what torch users write: operators, methods, and every torch function (through
-``__torch_function__``). Names are looked up in the table of primitives; what is not there is refused with the nearest name
-that is. Python questions that have no answer for all pairs at once (``if s > 0``, ``len(x)``, ``s[...] = 0``) raise with the
-way to write it.
+A symbol wraps one expression and overloads what torch users write: operators, methods, and every torch function
+(through ``__torch_function__``). Names are looked up in the table of primitives; what is not there is refused with
+the nearest name that is. Python questions that have no answer for all pairs at once (``if s > 0``, ``len(x)``,
+``s[...] = 0``) raise with the way to write it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ class Symbol:
         return Symbol(build.component(expr_of(self), key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TraceError(detail="the body writes into a value", fix="Nothing is changed in place here: use torch.where(...)")
+        raise TraceError(
+            detail="the body writes into a value", fix="Nothing is changed in place here: use torch.where(...)"
+        )
 
     def __bool__(self) -> bool:
-        return bool(self._value("a Python if, while, and, or, not, min() or max()", "Use torch.where, &, |, ~, torch.minimum"))
+        return bool(
+            self._value("a Python if, while, and, or, not, min() or max()", "Use torch.where, &, |, ~, torch.minimum")
+        )
 
     def __float__(self) -> float:
         return float(self._value("float() or a math function", "Use the torch function of the same name"))
@@ -91,7 +95,10 @@ class Symbol:
     __index__ = __int__
 
     def __iter__(self) -> NoReturn:
-        raise TraceError(detail=f"the body iterates over {self!r}", fix="A symbol stands for one value; pick features with x[0], x[1]")
+        raise TraceError(
+            detail=f"the body iterates over {self!r}",
+            fix="A symbol stands for one value; pick features with x[0], x[1]",
+        )
 
     __len__ = __contains__ = __array__ = __iter__  # type: ignore[assignment]
 
@@ -129,7 +136,9 @@ def expr_of(value: Any) -> Expr:
             detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
             fix="Pass it as an argument, declared Row, Col or mr.Batch",
         )
-    raise TraceError(detail=f"{value!r} ({type(value).__name__}) cannot enter a pair expression", fix="Use numbers and arguments")
+    raise TraceError(
+        detail=f"{value!r} ({type(value).__name__}) cannot enter a pair expression", fix="Use numbers and arguments"
+    )
 
 
 def _operator(name: str, reflected: bool = False) -> Callable:
@@ -147,7 +156,15 @@ for _name, _primitive in {
     setattr(Symbol, f"__r{_name}__", _operator(_primitive, reflected=True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
-for _name, _primitive in {"neg": "neg", "abs": "abs", "invert": "logical_not", "round": "round", "floor": "floor", "ceil": "ceil", "trunc": "trunc"}.items():
+for _name, _primitive in {
+    "neg": "neg",
+    "abs": "abs",
+    "invert": "logical_not",
+    "round": "round",
+    "floor": "floor",
+    "ceil": "ceil",
+    "trunc": "trunc",
+}.items():
     setattr(Symbol, f"__{_name}__", lambda self, _p=_primitive: call(_p, (self,), {}))
 Symbol.__pos__ = lambda self: self  # type: ignore[attr-defined]
 
@@ -184,7 +201,7 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any =
 
 
 def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return x / torch.maximum(_norm(x, p), eps)
+    return x / call("maximum", (_norm(x, p), eps), {})
 
 
 def _feature_extreme(largest: bool) -> Callable:
@@ -219,7 +236,9 @@ def _cast_to(kind: str) -> Callable:
 
 def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
     if not isinstance(target, torch.dtype):
-        raise TraceError(detail=f".to({target!r}) was asked of a symbol", fix="Only number types, as in .to(torch.float32)")
+        raise TraceError(
+            detail=f".to({target!r}) was asked of a symbol", fix="Only number types, as in .to(torch.float32)"
+        )
     return _cast_to("float" if target.is_floating_point else "bool" if target is torch.bool else "int")(x)
 
 
@@ -255,7 +274,8 @@ def functions() -> list[str]:
 def _unknown(name: str) -> NoReturn:
     if name.endswith("_") and is_known(name.rstrip("_")):
         raise TraceError(
-            detail=f"{name} writes in place", fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result"
+            detail=f"{name} writes in place",
+            fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result",
         )
     near = difflib.get_close_matches(name, functions(), n=1, cutoff=0.0)
     raise UnknownFunctionError(name=name, nearest=near[0])
@@ -264,7 +284,15 @@ def _unknown(name: str) -> NoReturn:
 def call(name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function or method by name, on symbols and numbers."""
     plain = name.strip("_")
-    name = name if is_known(name) else plain[1:] if plain[:1] == "r" and is_known(plain[1:]) and name.startswith("__r") else plain if name.startswith("__") else name
+    name = (
+        name
+        if is_known(name)
+        else plain[1:]
+        if plain[:1] == "r" and is_known(plain[1:]) and name.startswith("__r")
+        else plain
+        if name.startswith("__")
+        else name
+    )
     if name != plain and name == plain[1:]:
         args = args[::-1]
     if kwargs.pop("inplace", False):
@@ -282,7 +310,9 @@ def call(name: str, args: tuple, kwargs: dict) -> Any:
     except TypeError as error:
         if isinstance(error, TraceError) or "argument" not in str(error):
             raise
-        raise TraceError(detail=f"{name}: {str(error).replace('<lambda>()', name)}", fix="Call it as torch does, without out or dim") from None
+        raise TraceError(
+            detail=f"{name}: {str(error).replace('<lambda>()', name)}", fix="Call it as torch does, without out or dim"
+        ) from None
 
 
 def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
@@ -296,7 +326,10 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
             tensors.append(attributes.pop(key))
     if set(attributes) - set(names) or len(args) > arity + len(names) or len(tensors) < arity:
         extra = sorted(set(attributes) - set(names)) or f"{len(args)} arguments"
-        raise TraceError(detail=f"{primitive.name} was called with {extra}", fix=f"It takes {arity} values{' and ' + ', '.join(names) if names else ''}")
+        raise TraceError(
+            detail=f"{primitive.name} was called with {extra}",
+            fix=f"It takes {arity} values{' and ' + ', '.join(names) if names else ''}",
+        )
     exprs = [expr_of(t) for t in tensors]
     if alpha != 1:
         exprs[1] = build.apply("mul", exprs[1], alpha)

@@ -1,8 +1,8 @@
 """Tracing: run the body once on symbols, and keep what it returned as a program.
 
-The body is traced twice and the two programs compared, so that a body with a side effect on itself (a counter, a random
-number) is caught. Numbers stay symbols, so a new temperature or seed is the same program; when the body asks for a number's
-Python value (``if causal:``, ``mr.topk(x, k)``), it is traced again with that number fixed.
+The body is traced twice and the two programs compared, so that a body with a side effect on itself (a counter, a
+random number) is caught. Numbers stay symbols, so a new temperature or seed is the same program; when the body asks
+for a number's Python value (``if causal:``, ``mr.topk(x, k)``), it is traced again with that number fixed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Traced:
     fixed: frozenset[str]
 
 
-def trace(function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any]) -> Traced:
+def trace(
+    function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any]
+) -> Traced:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be fixed."""
     fixed: frozenset[str] = frozenset()
     while True:
@@ -52,12 +54,18 @@ def trace(function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[st
             fixed |= need.names
             continue
         if outputs != again:
-            raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(place(function))
+            raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
+                place(function)
+            )
         return Traced(outputs, pack, fixed)
 
 
 def _trace_once(
-    function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any], fixed: frozenset[str]
+    function: Any,
+    parameters: Mapping[str, Parameter],
+    dtypes: Mapping[str, str],
+    values: Mapping[str, Any],
+    fixed: frozenset[str],
 ) -> tuple[tuple[Expr, ...], Callable]:
     token = current_trace.set(object())
     try:
