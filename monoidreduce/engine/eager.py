@@ -171,7 +171,7 @@ class _Chunk:
         which = index("row" if rows else "col")
         if which in self.code.indices:
             at = torch.arange(part.start, part.stop, device=self.sizes.device)
-            values[which] = at.view(1, -1, 1) if rows else at.view(1, 1, -1)
+            values[which] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
         return values
 
     def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
