@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .engine import autograd, reference, registry
 from .engine.eager import walk
-from .engine.evaluate import Sizes
+from .engine.evaluate import Sizes, from_layout
 from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
 from .program import declare
 from .program.declare import Parameter
@@ -257,6 +257,8 @@ def _shaped(value: Any, e: Expr, sizes: Sizes, out: torch.dtype | None) -> Tenso
     if not isinstance(value, Tensor):
         kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
         value = torch.full((), value, dtype=kind, device=sizes.device)
+    else:
+        value = from_layout(value, e)
     tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
     tail += () if e.feature is None else (sizes.of(str(e.feature)),)
     value = value.expand((*sizes.batch, *tail))

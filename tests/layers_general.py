@@ -190,14 +190,14 @@ def minkowski_distance(x: Row["f"], y: Col["f"], p: float):
 
 def _huber_chain(a, b, low, high):
     gap = gaps(a, b)
-    smooth = torch.logaddexp(gap.clamp(low, high), torch.zeros((), dtype=gap.dtype))
+    smooth = torch.logaddexp(gap.clamp(low, high), -gap)
     return torch.where(gap > 1, gap, torch.where(gap < -1, 0.25 * gap, gap**3)).sum(-1) + smooth.sum(-1)
 
 
 @layer(_huber_chain, lambda d: (d.rows(), d.cols(), -1.5, 0.75))
 def clamps_and_choices(a: Row, b: Col, low: float, high: float):
     gap = a - b
-    smooth = torch.logaddexp(gap.clamp(low, high), 0.0)
+    smooth = torch.logaddexp(gap.clamp(low, high), -gap)
     return mr.sum(torch.where(gap > 1, gap, torch.where(gap < -1, 0.25 * gap, gap**3))) + mr.sum(smooth)
 
 

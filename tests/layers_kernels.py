@@ -6,7 +6,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from tests.layers_base import gaps, layer, pairs, places, sqdist
+from tests.layers_base import gaps, layer, pairs, sqdist
 
 
 def _points(d, f=3):
@@ -179,11 +179,9 @@ def kmeans_assign(x: Row["f"], c: Col["f"]):
 # Kernels of the index
 
 
-def _circular(v, period):
-    i, j = places(v)[0].mT, torch.arange(v.shape[-2])
-    phase = torch.remainder(j.unsqueeze(-1) - j, period)
-    del i
-    return torch.cos(2 * math.pi / period * phase).to(v.dtype) @ v
+def _wave(M, N, period):
+    i, j = torch.arange(M).unsqueeze(-1), torch.arange(N)
+    return torch.cos(2 * math.pi / period * torch.remainder(i - j, period).double())
 
 
 @layer(
@@ -195,15 +193,10 @@ def circular_convolution(a: Row, v: Col["d"], period: int):
     return a * mr.sum(torch.cos(2 * math.pi / period * phase) * v)
 
 
-def _wave(M, N, period):
-    i, j = torch.arange(M).unsqueeze(-1), torch.arange(N)
-    return torch.cos(2 * math.pi / period * torch.remainder(i - j, period).double())
-
-
 def _blocks(a, b, size):
     i, j = torch.arange(a.shape[-1]).unsqueeze(-1), torch.arange(b.shape[-1])
     near = torch.div(i, size, rounding_mode="floor") == torch.div(j, size, rounding_mode="floor")
-    steps = torch.round(gaps(a, b).detach() * 0 + (i - j).to(a.dtype) / 4)
+    steps = torch.round((i - j) / 4).to(a.dtype)
     return torch.where(near, gaps(a, b).abs(), torch.exp(-steps.abs()) * b.unsqueeze(-2)).sum(-1)
 
 

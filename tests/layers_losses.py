@@ -270,7 +270,7 @@ def _cox(score, time, event, risk_score, risk_time):
     return event * (z.clamp(min=-100) - score)
 
 
-@layer(_cox, lambda d: (d.rows(), d.uniform(d.M), d.integers(d.M).to(d.dtype), d.cols(), d.uniform(d.N, low=0.2, high=1.2)))
+@layer(_cox, lambda d: (d.rows(), d.integers(d.M, high=20), d.integers(d.M), d.cols(), d.integers(d.N, low=3, high=23)))
 def cox_partial_likelihood(score: Row, time: Row, event: Row, risk_score: Col, risk_time: Col):
     z = mr.logsumexp(torch.where(risk_time >= time, risk_score, -torch.inf))
     return event * (z.clamp(min=-100) - score)

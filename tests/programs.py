@@ -9,10 +9,14 @@ finite. Used by ``tests/unit/test_random_programs.py``; imports torch, hypothesi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,6 +30,7 @@ from monoidreduce.plan import tiles as plan
 NAMESPACE = {"torch": torch, "F": F, "mr": mr, "Row": mr.Row, "Col": mr.Col, "Batch": mr.Batch}
 LENGTHS = (3, 2, 1, 5, 8)  # of rows and columns; also 0, now and then
 WIDTHS = (2, 3, 1, 4, 9)  # of vectors: 9 takes the road of many features
+TOLERANCE = 1e-9
 BATCHES = ((), (2,), (1,), (3,), (2, 1), (2, 2))
 
 
@@ -150,9 +155,27 @@ def check(op: mr.Op, arguments: dict[str, Any], tiles: plan.Tiles, second: bool)
         got = everything(op, arguments, second)
     with mr.use(engine="reference"):
         expected = everything(op, arguments, second)
-    assert got.keys() == expected.keys()
-    wrong = [f"{name}: {problem}" for name in got if (problem := difference(got[name], expected[name]))]
-    assert not wrong, "eager differs from reference\n" + "\n".join(wrong)
+    compare(got, expected, "eager differs from reference")
+    like = list(flat(op(**arguments)))
+    with default_dtype(torch.float64):
+        truth = everything(functools.partial(plain(op, arguments), like), arguments, second=False)
+    compare({name: expected[name] for name in truth}, truth, "reference differs from plain torch")
+
+
+def compare(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    wrong = [f"{name}: {problem}" for name in expected if (problem := difference(got[name], expected[name]))]
+    assert not wrong, f"{what}\n" + "\n".join(wrong)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    """So that a whole number times 0.5 is in ``dtype``, as it is in a body."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -192,7 +215,7 @@ def flat(value: Any) -> Iterable[torch.Tensor]:
             yield from flat(v)
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> str:
+def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> str:
     """What is wrong with ``got``; nothing if it is equal but for rounding, NaN and infinities in the same places."""
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"{got.dtype}{list(got.shape)} instead of {expected.dtype}{list(expected.shape)}"
@@ -203,6 +226,247 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-
         scale = 1 + (finite.abs().max().item() if finite.numel() else 0.0)
         same = torch.allclose(got, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
     return "" if same else f"\n    got      {got.tolist()}\n    expected {expected.tolist()}"
+
+
+# Plain torch -----------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """A dense value that understands the text of a body: ``[*batch, rows, cols]``, and features last for a vector.
+
+    It shares nothing with the package, so that rewriting while tracing is checked too.
+    """
+
+    def __init__(self, t: torch.Tensor, vector: bool = False):
+        self.t, self.vector = t, vector
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.__name__.strip("_")
+        if name in ("normalize", "norm"):
+            return getattr(args[0], name)(**{k: v for k, v in (kwargs or {}).items() if k != "dim"})
+        vector = any(isinstance(a, Plain) and a.vector for a in args)
+        raw = [a.raised(vector) if isinstance(a, Plain) else a for a in args]
+        return Plain(func(*raw, **(kwargs or {})), vector)
+
+    def raised(self, vector: bool) -> torch.Tensor:
+        return self.t.unsqueeze(-1) if vector and not self.vector else self.t
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        method = getattr(torch.Tensor, {"float": "double", "int": "long"}.get(name, name))
+        return lambda *args, **kwargs: Plain.__torch_function__(method, (), (self, *args), kwargs)
+
+    def sum(self) -> Plain:
+        return Plain(self.t.sum(-1))
+
+    def mean(self) -> Plain:
+        return Plain(self.t.mean(-1))
+
+    def amax(self) -> Plain:
+        return Plain(self.t.max(-1).values)
+
+    def amin(self) -> Plain:
+        return Plain(self.t.min(-1).values)
+
+    def norm(self, p: float = 2) -> Plain:
+        return Plain(torch.linalg.vector_norm(self.t, p, dim=-1))
+
+    def normalize(self) -> Plain:
+        return Plain(F.normalize(self.t, dim=-1), True)
+
+    def __matmul__(self, other: Plain) -> Plain:
+        return (self * other).sum()
+
+    def __getitem__(self, k: int) -> Plain:
+        return Plain(self.t[..., k])
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: Plain.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "mod", "and", "or",
+              "xor", "eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs"):  # fmt: skip
+    setattr(Plain, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class PlainReductions:
+    """What ``mr`` offers inside a body, on dense values."""
+
+    monoids = mr.monoids
+
+    def __init__(self, batch: tuple[int, ...], rows: int, cols: int):
+        self.batch, self.lengths = batch, {"rows": rows, "cols": cols}
+        ones = (1,) * len(batch)
+        self.row_index = Plain(torch.arange(rows).view(*ones, rows, 1))
+        self.col_index = Plain(torch.arange(cols).view(*ones, 1, cols))
+        self.num_rows, self.num_cols = (Plain(torch.full((*ones, 1, 1), n)) for n in (rows, cols))
+
+    def _along(self, x: Plain, over: str) -> tuple[torch.Tensor, int]:
+        """The tensor with the folded axis in full, and which axis that is."""
+        dim = (-1 if over == "cols" else -2) - x.vector
+        shape = list(x.t.shape)
+        shape[dim] = self.lengths[over]
+        return x.t.expand(shape), dim
+
+    def sum(self, x: Plain, over: str = "cols") -> Plain:
+        t, dim = self._along(x, over)
+        return Plain(t.sum(dim, keepdim=True), x.vector)
+
+    def mean(self, x: Plain, over: str = "cols") -> Plain:
+        return self.sum(x, over) / self.lengths[over]
+
+    def logsumexp(self, x: Plain, over: str = "cols") -> Plain:
+        return self._soft(x, over)[0]
+
+    def _soft(self, x: Plain, over: str) -> tuple[Plain, Plain]:
+        t, dim = self._along(x, over)
+        if t.shape[dim] == 0:
+            return Plain(t.sum(dim, keepdim=True) - torch.inf), Plain(t)
+        nothing = (t == -torch.inf).all(dim, keepdim=True)
+        safe = torch.where(nothing, 0.0, t)
+        z = torch.where(nothing, -torch.inf, torch.logsumexp(safe, dim, keepdim=True))
+        return Plain(z), Plain(torch.where(nothing, 0.0, torch.softmax(safe, dim)))
+
+    def softmax_mean(self, logit: Plain, value: Plain, over: str = "cols") -> Plain:
+        return self.sum(self._soft(logit, over)[1] * value, over)
+
+    def weighted_mean(self, weight: Plain, value: Plain, over: str = "cols") -> Plain:
+        total = self.sum(weight, over)
+        return torch.where(total == 0, 0.0, self.sum(weight * value, over) / torch.where(total == 0, 1.0, total))
+
+    def _best(self, x: Plain, over: str, largest: bool) -> tuple[Plain, Plain]:
+        t, dim = self._along(x, over)
+        worst = -torch.inf if largest else torch.inf
+        if t.shape[dim] == 0:
+            nothing = t.sum(dim, keepdim=True)
+            return Plain(nothing + worst), Plain(torch.full_like(nothing, -1, dtype=torch.int64))
+        values, at = t.sort(dim=dim, descending=largest, stable=True)  # the first of equals comes first
+        value, at = values.narrow(dim, 0, 1), at.narrow(dim, 0, 1)
+        return Plain(value), Plain(torch.where(value == worst, -1, at))
+
+    def max(self, x: Plain, over: str = "cols") -> Plain:
+        return self._best(x, over, True)[0]
+
+    def min(self, x: Plain, over: str = "cols") -> Plain:
+        return self._best(x, over, False)[0]
+
+    def argmax(self, x: Plain, over: str = "cols") -> Plain:
+        return self._best(x, over, True)[1]
+
+    def argmin(self, x: Plain, over: str = "cols") -> Plain:
+        return self._best(x, over, False)[1]
+
+    def topk(self, x: Plain, k: int, largest: bool = True, over: str = "cols") -> Any:
+        t, dim = self._along(x, over)
+        values, at = t.sort(dim=dim, descending=largest, stable=True)
+        at = torch.where(values == (-torch.inf if largest else torch.inf), -1, at)
+        values, at = (v.narrow(dim, 0, k).movedim(dim, -1).unsqueeze(dim - 1) for v in (values, at))
+        return SimpleNamespace(values=Plain(values, True), indices=Plain(at, True))
+
+    def count(self, x: Plain, over: str = "cols") -> Plain:
+        return self.sum(x.bool(), over)
+
+    def any(self, x: Plain, over: str = "cols") -> Plain:
+        return self.count(x, over) > 0
+
+    def all(self, x: Plain, over: str = "cols") -> Plain:
+        return self.count(x, over) == self.lengths[over]
+
+    def var(self, x: Plain, correction: float = 1, over: str = "cols") -> Plain:
+        t, dim = self._along(x, over)
+        gap = t - t.mean(dim, keepdim=True)
+        return Plain(gap.square().sum(dim, keepdim=True) / (t.shape[dim] - correction))
+
+    def sqdist(self, x: Plain, y: Plain) -> Plain:
+        return (x - y).square().sum()
+
+    def uniform(self, seed: Any) -> Plain:
+        seed = int(seed.t.item()) if isinstance(seed, Plain) else seed
+        shape = (math.prod(self.batch), self.lengths["rows"], self.lengths["cols"])
+        numbers = [uniform(seed, *place) for place in itertools.product(*map(range, shape))]
+        return Plain(torch.tensor(numbers, dtype=torch.float64).view(*self.batch, *shape[1:]))
+
+    def gumbel(self, seed: Any) -> Plain:
+        return -torch.log(-torch.log(self.uniform(seed)))
+
+    def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
+        kept = self.uniform(seed) >= p
+        return torch.where(kept, x / (1 - p), 0.0) if not isinstance(p, float) or p < 1 else x * 0 * kept
+
+    def sample(self, logit: Plain, seed: Any, over: str = "cols") -> Plain:
+        return self.argmax(logit + self.gumbel(seed), over)
+
+    def reduce(self, monoid: type, over: str = "cols", **fields: Plain) -> Any:
+        """Each monoid of these tests has a closed form."""
+        name = monoid.__name__
+        if name in ("Blend", "LogWSum", "LogSumExp"):
+            values = {"z": self.logsumexp(fields["z"], over)}
+            if "v" in fields:
+                values["v"] = self.softmax_mean(fields["z"], fields["v"], over)
+        elif name == "WSum":
+            values = {"w": self.sum(fields["w"] + 0 * fields["v"][0], over), "v": self.weighted_mean(**{"weight": fields["w"], "value": fields["v"]}, over=over)}
+        elif name == "Either":
+            t, dim = self._along(fields["p"], over)
+            values = {"p": Plain(1 - (1 - t).prod(dim, keepdim=True))}
+        else:
+            re, im = torch.broadcast_tensors(fields["re"].t, fields["im"].t)
+            t, dim = self._along(Plain(torch.complex(re, im)), over)
+            whole = t.prod(dim, keepdim=True)
+            values = {"re": Plain(whole.real), "im": Plain(whole.imag)}
+        return SimpleNamespace(**values)
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x32-10 as Salmon et al. (2011) define it, in Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(c0 * 0xD2511F53, 2**32)
+        high1, low1 = divmod(c2 * 0xCD9E8D57, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+@functools.lru_cache(maxsize=2**14)
+def uniform(seed: int, batch: int, row: int, col: int) -> float:
+    """The package's uniform number of a pair: the leading bits of the first word, in the middle of their interval."""
+    word = philox((col, row, batch, 0), (seed % 2**32, (seed >> 32) % 2**32))[0]
+    return ((word >> (32 - UNIFORM_BITS)) + 0.5) * 2.0**-UNIFORM_BITS
+
+
+UNIFORM_BITS = 23
+
+
+def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:
+    """The body of an op as a function of tensors, run by plain torch on whole matrices."""
+    given = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
+    side = {n: op.parameters[n].axis for n in given}
+    tail = {n: (side[n] in ("rows", "cols")) + (op.parameters[n].feature is not None) for n in given}
+    batch = torch.broadcast_shapes(*(v.shape[: v.dim() - tail[n]] for n, v in given.items()))
+    length = {a: next((v.shape[v.dim() - tail[n]] for n, v in given.items() if side[n] == a), 1) for a in ("rows", "cols")}
+    shim = PlainReductions(tuple(batch), length["rows"], length["cols"])
+    body = FunctionType(op.function.__code__, {**op.function.__globals__, "mr": shim})
+
+    def wrap(name: str, v: Any) -> Plain:
+        p = op.parameters[name]
+        v = torch.as_tensor(v, dtype=torch.float64 if isinstance(v, float) else None)
+        at = v.dim() - (p.feature is not None)  # where features begin
+        v = v.unsqueeze(at) if p.axis == "rows" else v.unsqueeze(at - 1) if p.axis == "cols" else v.unsqueeze(at).unsqueeze(at)
+        return Plain(v[(None,) * (len(batch) + 2 + (p.feature is not None) - v.dim())], p.feature is not None)
+
+    def unwrap(x: Plain, like: torch.Tensor) -> torch.Tensor:
+        return x.t.expand(*batch, *x.t.shape[len(batch) :]).reshape(like.shape)
+
+    def run(like: list[torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
+        found = body(**{n: wrap(n, v) for n, v in arguments.items()})
+        found = [found] if isinstance(found, Plain) else found
+        return [unwrap(x, o) for x, o in zip(found, like, strict=True)]
+
+    return run
 
 
 # Values and how to make them -------------------------------------------------------------------------------------------
@@ -282,7 +546,7 @@ UNARY = [
     Unary("{}.frac()", bound=_one, needs_generic=True),
     Unary("torch.remainder({}, 0.7)", bound=_one, needs_generic=True),
     Unary("{} // 0.7", bound=lambda b: 2 * b + 1, **_jump),
-    Unary("torch.heaviside({}, 0.5)", bound=_one, **_jump),
+    Unary("torch.heaviside({}, mr.num_cols * 0.5)", bound=_one, **_jump),
     Unary("{}.detach()"),
     Unary("{}.to(torch.float64)"),
     Unary("{}.clamp(min=-0.3, max=0.4)", bound=_one, generic=False),
@@ -329,7 +593,554 @@ JUMPY = [
     ("torch.floor_divide({a}, {q})", lambda a, b: 10 * a + 1),
     ('torch.div({a}, {q}, rounding_mode="floor")', lambda a, b: 10 * a + 1),
 ]
+WITH_NUMBER = ["{a} + {n}", "{n} * {a}", "{a} - {n}", "{n} - {a}", "{a} / ({n} + 1)"]
 INTEGER = ["{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.minimum({a}, {b})", "torch.maximum({a}, {b})", "{a} // 2", "{a} % 3",
            "-{a}", "{a}.abs()", "({a} - {b}).sign()", "{a}.square()", "torch.where({c}, {a}, {b})"]  # fmt: skip
 LOGICAL = ["{a} & {b}", "{a} | {b}", "{a} ^ {b}", "~{a}", "torch.logical_and({a}, {b})", "torch.logical_or({a}, {b})",
            "torch.logical_xor({a}, {b})", "torch.logical_not({a})"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Input:
+    """A parameter that a program may declare; ``argument`` is its value, with {shape} and its kind to be filled in."""
+
+    annotation: str
+    axis: str
+    feature: str | int | None = None
+    kind: str = "float"
+
+
+INPUTS = {
+    "x": Input('Row["f"]', "rows", "f"),
+    "y": Input('Col["f"]', "cols", "f"),
+    "w": Input('Row["d"]', "rows", "d"),
+    "v": Input('Col["d"]', "cols", "d"),
+    "p": Input("Row[2]", "rows", 2),
+    "q": Input("Col[2]", "cols", 2),
+    "r": Input("Row", "rows"),
+    "c": Input("Col", "cols"),
+    "i": Input("Row", "rows", kind="int"),
+    "j": Input("Col", "cols", kind="int"),
+    "m": Input("Row", "rows", kind="bool"),
+    "n": Input("Col", "cols", kind="bool"),
+    "b": Input("Batch", "batch"),
+    "bf": Input('Batch["f"]', "batch", "f"),
+    "t": Input("float", "number"),
+    "h": Input("float", "tensor"),
+    "seed": Input("int", "number", kind="int"),
+}
+
+
+class Builder:
+    """Draws a program line by line; every method that makes a value returns it and keeps it for later lines."""
+
+    def __init__(self, draw: Callable):
+        self.draw = draw
+        self.lines: list[tuple[str, str]] = []  # name, text
+        self.values: list[Value] = []
+        self.reduced: set[str] = set()  # names that come after a reduction
+        self.inputs: dict[str, str] = {}  # name, argument text
+        self.rows, self.cols = self.length(), self.length()
+        self.widths: dict[Any, int] = {"f": self.choose(WIDTHS), "d": self.choose(WIDTHS), 1: 1, 2: 2, 3: 3}
+        self.batch = self.choose(BATCHES)
+
+    def program(self) -> Program:
+        for _ in range(self.draw(st.integers(0, 8))):
+            getattr(self, self.choose(STEPS))()
+        self.reduction()
+        returned = self.returned()
+        lines = self.pruned(returned)
+        used = {word for line in lines for word in _words(line)}
+        for side, name in (("rows", "r"), ("cols", "c")):  # so that sizes and the type of arithmetic are known
+            if not any(INPUTS[n].axis == side and INPUTS[n].kind == "float" for n in used & self.inputs.keys()):
+                used.add(self.input(name).text)
+        parameters = tuple((n, INPUTS[n].annotation, text) for n, text in self.inputs.items() if n in used)
+        tiles = plan.Tiles(self.choose((1, 2, 3)), self.choose((2, 1, 3, 8)), self.choose((2, 1, 3, 8)))
+        return Program(parameters, tuple(lines), self.draw(st.integers(0, 99)), tiles, second=self.chance(4))
+
+    # Drawing
+
+    def choose(self, options: Any) -> Any:
+        return options[self.draw(st.integers(0, len(options) - 1))] if len(options) > 1 else options[0]
+
+    def chance(self, one_in: int) -> bool:
+        return self.draw(st.integers(1, one_in)) == one_in
+
+    def length(self) -> int:
+        return 0 if self.chance(30) else self.choose(LENGTHS)
+
+    def pick(self, fits: Callable[[Value], bool], *fresh: Callable[[], Value]) -> Value:
+        """One of the latest values that fit (most often), or a new one."""
+        old = [v for v in reversed(self.values) if v.finite and fits(v)][:5]
+        if old and (not fresh or not self.chance(4)):
+            return self.choose(old)
+        return self.choose(fresh)()
+
+    # Writing
+
+    def let(self, text: str, of: Iterable[Value] = (), **known: Any) -> Value:
+        """Write one line; the value lives where its operands live unless said otherwise."""
+        of = tuple(of)
+        name = f"a{len(self.lines)}"
+        self.lines.append((name, text))
+        roots = frozenset({name}).union(*(v.roots for v in of))
+        where = {
+            "rows": any(v.rows for v in of),
+            "cols": any(v.cols for v in of),
+            "feature": next((v.feature for v in of if v.feature is not None), None),
+        }
+        value = Value(name, roots=roots, **{**where, **known})
+        if any(v.roots & self.reduced for v in of):
+            self.reduced.add(name)
+        self.values.append(value)
+        return value
+
+    def input(self, name: str) -> Value:
+        declared = INPUTS[name]
+        if name not in self.inputs:
+            self.inputs[name] = self.argument(declared)
+        return Value(
+            name,
+            declared.axis == "rows",
+            declared.axis == "cols",
+            declared.feature,
+            declared.kind,
+            roots=frozenset({name}),
+            generic=declared.axis in ("rows", "cols"),
+        )
+
+    def argument(self, declared: Input) -> str:
+        if declared.axis == "number":
+            return str(self.choose((3, 12345, 2**40 + 1))) if declared.kind == "int" else str(self.choose((0.5, 1.0, -0.7)))
+        if declared.axis == "tensor":
+            return "torch.rand((), dtype=torch.float64)"
+        own = self.choose((self.batch, (), (1,) * len(self.batch)))
+        lengths = {"rows": (self.rows,), "cols": (self.cols,), "batch": ()}[declared.axis]
+        width = () if declared.feature is None else (self.widths[declared.feature],)
+        shape = ", ".join(map(str, (*own, *lengths, *width)))
+        if declared.kind == "bool":
+            return f"torch.rand({shape or '()'}) < 0.6"
+        if declared.kind == "int":  # labels of the other side, some outside
+            return f"torch.randint(-1, {1 + (self.cols if declared.axis == 'rows' else self.rows)}, ({shape},))"
+        if width and lengths and self.chance(5):
+            turned = ", ".join(map(str, (*own, *width, *lengths)))
+            return f"(torch.rand({turned}, dtype=torch.float64) * 2 - 1).mT"
+        if own != self.batch and self.chance(5):
+            whole = ", ".join(map(str, (*self.batch, *lengths, *width)))
+            return f"(torch.rand({shape or '()'}, dtype=torch.float64) * 2 - 1).expand({whole or '()'})"
+        return f"torch.rand({shape or '()'}, dtype=torch.float64) * 2 - 1"
+
+    def fit(self, v: Value, limit: float) -> str:
+        """The text of a value no larger than ``limit``."""
+        return v.text if v.bound <= limit else f"({v.text} * {limit / v.bound:.2g})"
+
+    def positive(self, v: Value, limit: float = 9.0) -> str:
+        if v.positive and v.bound <= limit:
+            return v.text
+        return self.choose(POSITIVE).format(self.fit(v, 2.0))
+
+    # Numbers and vectors to begin with
+
+    def number(self) -> Value:
+        """Any number: of a pair, a row, a column, a batch element or the call."""
+        fresh = [lambda: self.input(self.choose("rcbth")), self.pair]
+        return self.pick(lambda v: v.feature is None and v.kind == "float", *fresh)
+
+    def pair_number(self) -> Value:
+        return self.pick(lambda v: v.is_pair and v.feature is None and v.kind == "float", self.pair)
+
+    def pair(self) -> Value:
+        return self.choose((self.dot, self.sides, self.sqdist, self.noise, self.contract))()
+
+    def generic(self, pair: bool = True) -> Value:
+        fits = lambda v: v.generic and v.feature is None and v.kind == "float" and (v.is_pair or not pair)
+        return self.pick(fits, self.dot)
+
+    def letter(self) -> str | int:
+        return self.choose(("f", "d", 2))
+
+    def vector(self, side: str, letter: str | int) -> Value:
+        """A vector of one side over the letter."""
+        name = next(n for n, d in INPUTS.items() if d.axis == side and d.feature == letter)
+        fits = lambda v: v.feature == letter and v.kind == "float" and (v.rows, v.cols) == (side == "rows", side == "cols")
+        return self.pick(fits, lambda: self.input(name))
+
+    def any_vector(self, letter: str | int) -> Value:
+        """A vector of a row, a column or a pair; a pair's half of the time."""
+        if self.chance(2):
+            fits = lambda v: v.feature == letter and v.kind == "float" and v.is_pair
+            return self.pick(fits, lambda: self.pair_vector(letter))
+        return self.vector(self.choose(("cols", "rows")), letter)
+
+    # Steps: each writes a value of one kind
+
+    def dot(self) -> Value:
+        letter = self.letter()
+        a, b = self.vector("rows", letter), self.vector("cols", letter)
+        text = self.choose(("{} @ {}", "({} * {}).sum()")).format(*self.choose(((a.text, b.text), (b.text, a.text))))
+        return self.let(text, (a, b), feature=None, bound=a.bound * b.bound * self.widths[letter], generic=a.generic and b.generic)
+
+    def sqdist(self) -> Value:
+        letter = self.letter()
+        a, b = self.vector("rows", letter), self.vector("cols", letter)
+        text = self.choose(("mr.sqdist({}, {})", "(({} - {}) ** 2).sum()", "({} - {}).square().sum()")).format(a.text, b.text)
+        bound = (a.bound + b.bound) ** 2 * self.widths[letter]
+        return self.let(text, (a, b), feature=None, bound=bound, generic=a.generic and b.generic)
+
+    def sides(self) -> Value:
+        a, b = self.input("r"), self.input("c")
+        return self.let(self.choose(("{} * {}", "{} - {}", "torch.exp({}) + {}")).format(a.text, b.text), (a, b), bound=4.0)
+
+    def noise(self) -> Value:
+        seed = self.choose((self.input("seed").text, "7"))
+        kind = self.choose(("uniform", "gumbel"))
+        bound = {"uniform": 1.0, "gumbel": 17.0}[kind]
+        return self.let(f"mr.{kind}({seed})", rows=True, cols=True, bound=bound)
+
+    def dropout(self) -> Value:
+        a = self.pair_number()
+        p = self.choose(("0.3", "0.0", "1.0", f"({self.input('t').text} * 0 + 0.4)"))
+        return self.let(f"mr.dropout({a.text}, {p}, {self.choose(('11', self.input('seed').text))})", (a,), bound=2 * a.bound, generic=False)
+
+    def unary(self) -> Value:
+        f = self.choose(UNARY)
+        a = self.generic() if f.needs_generic else self.number()
+        text = self.positive(a) if f.needs_positive else self.fit(a, f.limit)
+        bound = f.bound(min(a.bound, f.limit) if not f.needs_positive else f.limit)
+        return self.let(f.text.format(text), (a,), bound=bound, positive=f.positive, generic=f.generic and a.generic)
+
+    def binary(self) -> Value:
+        jumpy = self.chance(6)
+        text, bound = self.choose(JUMPY if jumpy else BINARY)
+        a = self.generic() if jumpy else self.number()
+        b = self.number()
+        apart = not (a.roots & b.roots) and (a.generic or b.generic)
+        parts = {"a": self.fit(a, 6), "b": self.fit(b, 2), "p": self.positive(a), "q": self.positive(b)}
+        if self.chance(8) and not jumpy:
+            text, number = self.choose(WITH_NUMBER), self.choose(("0.5", "2", "1", "mr.num_cols", "(mr.num_rows + 1.5)"))
+            return self.let(text.format(a=self.fit(a, 6), n=number), (a,), bound=60.0, generic=False)
+        return self.let(text.format(**parts), (a, b), bound=bound(min(a.bound, 9), 9.0), generic=apart and not jumpy)
+
+    def one_sided_vector(self) -> Value:
+        side, letter = self.choose(("rows", "cols")), self.letter()
+        a = self.vector(side, letter)
+        number = self.choose((self.input("r" if side == "rows" else "c"), self.input("b"), self.input("h")))
+        smooth = {"bound": a.bound + 1, "generic": False}
+        kinds: list[tuple[str, tuple[Value, ...], dict]] = [
+            ("F.normalize({0}, dim=-1)", (a,), {"bound": 1.0, "generic": False}),
+            ("torch.tanh({0})", (a,), {"bound": 1.0, "generic": a.generic}),
+            ("{0} * {1}", (a, number), smooth),
+            ("{0} + {1}", (a, number), smooth),
+            ("{0} / (1.0 + {0}.square().sum())", (a,), smooth),
+            ("{0} / torch.sqrt(0.1 + {0} @ {0})", (a,), smooth),
+            ("torch.where({0} > 0.2371, {0}, 0.3 * {0})", (a,), smooth),
+        ]
+        if letter == "f":
+            kinds.append(("{0} * {1}", (a, self.input("bf")), smooth))
+        text, of, known = self.choose(kinds)
+        return self.let(text.format(*(v.text for v in of)), of, **known)
+
+    def one_sided_number(self) -> Value:
+        side, letter = self.choose(("rows", "cols")), self.letter()
+        a = self.vector(side, letter)
+        options = ["{}.sum()", "{}[0]", "{}.mean()", f"{{}}[{self.widths[letter] - 1}]"]
+        if a.generic:
+            options += ["{}.amax()", "{}.norm()", "{}.amin()", "torch.norm({}, p=1)"]
+        return self.let(self.choose(options).format(a.text), (a,), feature=None, bound=a.bound * self.widths[letter], generic=a.generic)
+
+    def pair_vector(self, letter: str | int | None = None) -> Value:
+        letter = self.letter() if letter is None else letter
+        a, b = self.vector("rows", letter), self.vector("cols", letter)
+        kinds: list[tuple[str, tuple[Value, ...], float]] = [
+            ("{0} - {1}", (a, b), a.bound + b.bound),
+            ("{0} * {1}", (a, b), a.bound * b.bound),
+            ("torch.tanh({0} + {1})", (a, b), 1.0),
+            ("torch.maximum({0}, {1})", (a, b), max(a.bound, b.bound)),
+            ("({0} - {1}).abs()", (a, b), a.bound + b.bound),
+        ]
+        if self.chance(2):
+            s = self.pair_number()
+            kinds = [
+                ("{0} * {1}", (s, self.choose((a, b))), s.bound * max(a.bound, b.bound)),
+                ("{0} + {1} * {2}", (a, s, b), a.bound + s.bound * b.bound),
+                ("torch.sigmoid({0}) * ({1} - {2})", (s, a, b), a.bound + b.bound),
+            ]
+            if self.chance(3):
+                kinds = [("torch.where({0}, {1}, {2})", (self.condition(), a, b), max(a.bound, b.bound))]
+        text, of, bound = self.choose(kinds)
+        return self.let(text.format(*(v.text for v in of)), of, rows=True, cols=True, feature=letter, bound=bound, generic=False)
+
+    def contract(self) -> Value:
+        """A number of a pair from a vector of a pair."""
+        letter = self.letter()
+        a = self.pick(lambda v: v.feature == letter and v.kind == "float" and v.is_pair, lambda: self.pair_vector(letter))
+        b = self.any_vector(letter)
+        width = self.widths[letter]
+        text, of, bound = self.choose(
+            [
+                ("{0}.sum()", (a,), a.bound * width),
+                ("{0}[%d]" % self.choose(range(width)), (a,), a.bound),
+                ("{0} @ {1}", (a, b), a.bound * b.bound * width),
+                ("{0}.mean()", (a,), a.bound),
+                ("({0} * {1}).sum()", (a, b), a.bound * b.bound * width),
+                ("torch.sin({0}).sum()", (a,), 1.0 * width),
+                ("{0}.square().sum()", (a,), a.bound**2 * width),
+            ]
+        )
+        return self.let(text.format(*(v.text for v in of)), of, feature=None, bound=bound, generic=False)
+
+    def integer(self) -> Value:
+        fresh = [
+            lambda: Value("mr.row_index", rows=True, kind="int", bound=8),
+            lambda: Value("mr.col_index", cols=True, kind="int", bound=8),
+            lambda: self.input(self.choose("ij")),
+        ]
+        fits = lambda v: v.kind == "int" and v.feature is None and v.bound < 1e4
+        a, b = self.pick(fits, *fresh), self.choose(fresh)()
+        text = self.choose(INTEGER)
+        of = (a, b) if "{b}" in text else (a,)
+        parts = {"a": a.text, "b": b.text}
+        if "{c}" in text:
+            cond = self.condition()
+            of, parts["c"] = (*of, cond), cond.text
+        return self.let(text.format(**parts), of, kind="int", bound=a.bound * a.bound + a.bound * b.bound + 1, generic=False)
+
+    def condition(self) -> Value:
+        """A truth value: of indices, labels, numbers or other truth values."""
+        old = [v for v in reversed(self.values) if v.kind == "bool"][:3]
+        if old and self.chance(2):
+            text, a, b = self.choose(LOGICAL), self.choose(old), self.choose(old)
+            if self.chance(2):
+                b = self.input(self.choose("mn"))
+            return self.let(text.format(a=a.text, b=b.text), (a, b) if "{b}" in text else (a,), kind="bool", generic=False)
+        both = {"rows": True, "cols": True}
+        sort = self.choose(("index", "label", "number", "side", "integer", "odd"))
+        of: tuple[Value, ...] = ()
+        if sort == "index":
+            text = self.choose(
+                ["mr.col_index <= mr.row_index", "(mr.row_index - mr.col_index).abs() <= 1", "mr.col_index + 1 > mr.row_index",
+                 "mr.row_index != mr.col_index", "mr.col_index < mr.num_cols - 1", "mr.col_index % 2 == mr.row_index % 2",
+                 "mr.col_index == mr.row_index", "mr.num_cols > mr.row_index + mr.col_index"]
+            )  # fmt: skip
+            both["rows"] = "row" in text
+        elif sort == "label":
+            i, j = self.input("i"), self.input("j")
+            text = self.choose([f"mr.col_index == {i.text}", f"{j.text} == mr.row_index", f"{i.text} >= mr.col_index", f"{i.text} == {j.text}"])
+            of = (i, j)
+        elif sort == "number":
+            a, b = self.generic(), self.number()
+            text = self.choose(["{0} > {1} + 0.1371", "{0} - {1} <= -0.2137", "torch.lt({0}, {1} - 0.3173)"]).format(a.text, b.text)
+            of, both = (a, b), {}
+        elif sort == "side":
+            a = self.input(self.choose("mnrc"))
+            text = a.text if a.kind == "bool" else f"{a.text} > 0.1371"
+            of, both = (a,), {}
+        elif sort == "integer":
+            a = self.pick(lambda v: v.kind == "int" and v.feature is None, self.integer)
+            text = self.choose(["{} > 1", "{} != 0", "{} == 2", "{} <= 3", "{}.bool()"]).format(a.text)
+            of, both = (a,), {}
+        else:
+            a = self.number()
+            text = self.choose(["torch.isnan({})", "torch.isfinite({})", "~torch.isinf({})"]).format(a.text)
+            of, both = (a,), {}
+        return self.let(text, of, feature=None, kind="bool", generic=False, **both)
+
+    def where(self) -> Value:
+        c, a = self.condition(), self.number()
+        b = self.choose((Value("0.0", bound=0), self.number(), Value("0.25", bound=0.25)))
+        text = self.choose(("torch.where({c}, {a}, {b})", "torch.where({c}, {b}, {a})", "{a}.masked_fill({c}, 0.5)"))
+        of = (c, a, b) if "{b}" in text else (c, a)
+        return self.let(text.format(c=c.text, a=a.text, b=b.text), of, bound=max(a.bound, b.bound, 0.5), generic=False)
+
+    def cast(self) -> Value:
+        if self.chance(3):
+            a = self.generic()
+            return self.let(f"{a.text}.int()", (a,), kind="int", bound=a.bound + 1, generic=False)
+        a = self.choose((self.condition, self.integer))()
+        text = self.choose(("{}.float()", "{}.to(torch.float64)", "{} * 0.5", "1.0 * {}" if a.kind == "int" else "{} + 0.0"))
+        return self.let(text.format(a.text), (a,), bound=a.bound, generic=False)
+
+    # Reductions
+
+    def reduction(self) -> None:
+        self.over = self.choose(("cols", "rows"))
+        self.tail = "" if self.over == "cols" else ', over="rows"'
+        self.count = self.cols if self.over == "cols" else self.rows
+        getattr(self, self.choose(REDUCTIONS))()
+
+    def fold(self, text: str, of: Iterable[Value], **known: Any) -> Value:
+        of = tuple(of)
+        where = {
+            "rows": self.over != "rows" and any(v.rows for v in of),
+            "cols": self.over != "cols" and any(v.cols for v in of),
+        }
+        value = self.let(text.replace(")", f"{self.tail})") if text.count(")") == 1 else f"{text[:-1]}{self.tail})", of, **{**where, **known})
+        self.reduced.add(value.text)
+        return value
+
+    def field(self) -> Value:
+        """What is folded: most often a pair's number, now and then a row's or column's."""
+        return self.number() if self.chance(8) else self.pair_number()
+
+    def logit(self, fill: str = "-torch.inf") -> tuple[str, tuple[Value, ...], bool]:
+        """A logit, masked half of the time: its text, what it is made of, and whether it is surely finite."""
+        a = self.field()
+        if self.chance(2):
+            c = self.condition()
+            return f"torch.where({c.text}, {self.fit(a, 8)}, {fill})", (a, c), False
+        return self.fit(a, 8), (a,), True
+
+    def sum(self) -> None:
+        kind = self.choose(("number", "vector", "integer", "truth"))
+        if kind == "vector":
+            letter = self.letter()
+            a = self.any_vector(letter)
+            f = self.choose(("sum", "mean"))
+            self.fold(f"mr.{f}({a.text})", (a,), feature=letter, bound=a.bound * 8, generic=False, finite=f == "sum" or self.count > 0)
+        elif kind == "number":
+            a = self.field()
+            f = self.choose(("sum", "mean"))
+            self.fold(f"mr.{f}({a.text})", (a,), bound=a.bound * 8, generic=a.generic, finite=f == "sum" or self.count > 0)
+        else:
+            a = self.pick(lambda v: v.kind == "int" and v.feature is None, self.integer) if kind == "integer" else self.condition()
+            self.fold(f"mr.sum({a.text})", (a,), kind="int", bound=a.bound * 8, generic=False)
+
+    def logsumexp(self) -> None:
+        text, of, finite = self.logit()
+        z = self.fold(f"mr.logsumexp({text})", of, bound=11.0, generic=False, finite=finite and self.count > 0)
+        self.guard(z, "-torch.inf")
+
+    def guard(self, z: Value, infinity: str) -> None:
+        """Sometimes, a result that may be infinite made safe for later lines."""
+        if not z.finite and self.chance(2):
+            self.let(f"torch.where({z.text} == {infinity}, 0.0, {z.text})", (z,), bound=z.bound, generic=False)
+
+    def softmax_mean(self) -> None:
+        text, of, _ = self.logit()
+        letter = self.letter()
+        value = self.any_vector(letter) if self.chance(2) else self.number()
+        self.fold(f"mr.softmax_mean({text}, {value.text})", (*of, value), feature=value.feature, bound=value.bound, generic=False)
+
+    def weighted_mean(self) -> None:
+        weight = self.field()
+        value = self.any_vector(self.letter()) if self.chance(2) else self.number()
+        text = f"mr.weighted_mean({self.positive(weight)}, {value.text})"
+        self.fold(text, (weight, value), feature=value.feature, bound=value.bound, generic=False)
+
+    def ranked(self) -> tuple[str, tuple[Value, ...]]:
+        """A number without near ties."""
+        a = self.field()
+        if a.generic:
+            return a.text, (a,)
+        return f"{self.fit(a, 8)} + mr.uniform(99)", (a, Value("", rows=True, cols=True))
+
+    def best(self) -> None:
+        f = self.choose(("max", "min", "argmax", "argmin"))
+        fill = "-torch.inf" if "max" in f else "torch.inf"
+        if self.chance(4):
+            a = self.pick(lambda v: v.kind == "int" and v.feature is None, self.integer)
+            if f in ("max", "min") and self.count == 0:
+                return self.sum()
+            self.fold(f"mr.{f}({a.text})", (a,), kind="int", bound=a.bound, generic=False)
+            return None
+        text, of = self.ranked()
+        finite = self.count > 0
+        if self.chance(2):
+            c = self.condition()
+            text, of, finite = f"torch.where({c.text}, {text}, {fill})", (*of, c), False
+        if f in ("max", "min"):
+            bound = max(v.bound for v in of) + 1
+            self.guard(self.fold(f"mr.{f}({text})", of, bound=bound, generic=False, finite=finite), fill)
+        else:
+            self.fold(f"mr.{f}({text})", of, kind="int", bound=8, generic=False)
+        return None
+
+    def topk(self) -> None:
+        if self.count == 0:
+            return self.sum()
+        k = self.choose(range(1, 1 + min(3, self.count)))
+        text, of = self.ranked()
+        tail = self.choose(("", ", largest=False"))
+        finite = True
+        if self.chance(4):
+            c = self.condition()
+            text, of, finite = f"torch.where({c.text}, {text}, {'torch.inf' if tail else '-torch.inf'})", (*of, c), False
+        top = self.fold(f"mr.topk({text}, {k}{tail})", of, kind="topk", feature=k)
+        bound = max(v.bound for v in of) + 1
+        self.let(f"{top.text}.indices", (top,), kind="int", bound=8, generic=False)
+        self.let(f"{top.text}.values", (top,), bound=bound, generic=False, finite=finite)
+        if self.chance(3):
+            a = self.pair_number()
+            at = f"{'mr.col_index' if self.over == 'cols' else 'mr.row_index'} == {top.text}.indices"
+            self.let(f"torch.where({at}, {a.text}, 0.0)", (top, a), rows=True, cols=True, feature=k, bound=a.bound, generic=False)
+        return None
+
+    def sample(self) -> None:
+        text, of, _ = self.logit()
+        self.fold(f"mr.sample({text}, {self.choose(('5', self.input('seed').text))})", of, rows=self.over != "rows", cols=self.over != "cols",
+                  kind="int", bound=8, generic=False)  # fmt: skip
+
+    def truth(self) -> None:
+        c, f = self.condition(), self.choose(("any", "all", "count"))
+        self.fold(f"mr.{f}({c.text})", (c,), kind="int" if f == "count" else "bool", bound=8, generic=False)
+
+    def var(self) -> None:
+        a = self.field()
+        correction = self.choose((0, 1, 0.5)) if self.count > 1 else 0
+        self.fold(f"mr.var({self.fit(a, 6)}, correction={correction})", (a,), bound=72.0, generic=False, finite=self.count > 0)
+
+    def user(self) -> None:
+        a, letter = self.field(), self.letter()
+        kind = self.choose(("Turn", "Either", "Blend", "mr.monoids.LogWSum", "mr.monoids.WSum", "mr.monoids.LogSumExp"))
+        if kind == "Turn":
+            b = self.number()
+            fields = {"re": f"1.0 + 0.3 * torch.tanh({self.fit(a, 4)})", "im": f"0.3 * torch.sin({self.fit(b, 6)})"}
+            of: tuple[Value, ...] = (a, b)
+        elif kind == "Either":
+            fields, of = {"p": f"0.1 + 0.5 * torch.sigmoid({self.fit(a, 6)})"}, (a,)
+        elif kind == "mr.monoids.LogSumExp":
+            text, of, _ = self.logit()
+            fields = {"z": text}
+        else:
+            v = self.any_vector(letter)
+            text, of, _ = self.logit() if kind != "mr.monoids.WSum" else (self.positive(a), (a,), True)
+            fields, of = {"w" if "WSum" == kind[-4:] and "Log" not in kind else "z": text, "v": v.text}, (*of, v)
+        whole = self.fold(f"mr.reduce({kind}, {', '.join(f'{n}={t}' for n, t in fields.items())})", of, kind="monoid", feature=None)
+        for name in fields:
+            finite = name not in ("z",) or False
+            self.let(f"{whole.text}.{name}", (whole,), feature=letter if name == "v" else None, bound=20.0, generic=False, finite=finite)
+
+    # Leaving
+
+    def returned(self) -> list[str]:
+        """The latest results that no later line uses."""
+        used = {word for _, text in self.lines for word in _words(text)}
+        ends = [v.text for v in self.values if v.text in self.reduced and not v.is_pair and v.kind not in ("topk", "monoid")]
+        free = [name for name in ends if name not in used]
+        return (free or ends)[-4:]
+
+    def pruned(self, returned: list[str]) -> list[str]:
+        """The lines that what is returned needs."""
+        needed, kept = set(returned), []
+        for name, text in reversed(self.lines):
+            if name in needed:
+                kept.append(f"{name} = {text}")
+                needed |= _words(text)
+        end = f"return {returned[0]}" if len(returned) == 1 else self.choose(("return {}", "return [{}]")).format(", ".join(returned))
+        return [*reversed(kept), end]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])[a-z]\w*", text))
+
+
+STEPS = ["unary"] * 5 + ["binary"] * 5 + ["reduction"] * 6 + ["where"] * 2 + [
+    "pair", "dot", "one_sided_vector", "one_sided_number", "pair_vector", "contract", "integer", "cast", "dropout"]  # fmt: skip
+REDUCTIONS = ["sum"] * 5 + ["softmax_mean"] * 4 + ["logsumexp"] * 2 + ["best"] * 3 + ["user"] * 3 + [
+    "topk", "topk", "weighted_mean", "sample", "truth", "var"]  # fmt: skip
+
+
+@st.composite
+def programs(draw: Callable) -> Program:
+    """A random well-typed pair program, ready to run."""
+    return Builder(draw).program()

@@ -13,7 +13,7 @@ from torch import Tensor
 from monoidreduce.algebra.fields import List, describe
 from monoidreduce.algebra.monoid import Monoid
 from monoidreduce.algebra.shaping import as_fields, lift, lower, normal_dim
-from monoidreduce.algebra.tree import combined, fold_axis
+from monoidreduce.algebra.tree import combined, fold_axis, with_identity
 from monoidreduce.errors import ArgumentError
 
 
@@ -134,7 +134,7 @@ def _fold_stream(monoid: type[Monoid], xs: Iterable[Any], dim: int | None, like:
         start += 1 if dim is None else _length(element, _axis(element, dim))
     total = partials.result()
     if total is not None and given is not None:
-        return lower(total, given)
+        return lower(with_identity(total) if start == 1 else total, given)
     return _empty_stream(monoid, dim, like)
 
 

@@ -35,6 +35,8 @@ def fold_axis(x: Any, dim: int) -> Any:
         return monoid.fold_tile(x, dim)
     before = (slice(None),) * dim
     size = next(iter(x.asdict().values())).shape[dim]
+    if size == 1:
+        return with_identity(_take(x, (*before, 0)))
     waiting = None
     while size > 1:
         if size % 2:
@@ -48,8 +50,13 @@ def fold_axis(x: Any, dim: int) -> Any:
     return _take(x, (*before, 0))
 
 
+def with_identity(x: Any) -> Any:
+    """``x ⊙ identity``: the fold of one element, brought to the form that every other fold has (0 for no weight)."""
+    return combined(x, type(x).identity(x))
+
+
 def _take(x: Any, index: tuple[Any, ...]) -> Any:
     return type(x)(**{name: value[index] for name, value in x.asdict().items()})
 
 
-__all__ = ["combined", "fold_axis"]
+__all__ = ["combined", "fold_axis", "with_identity"]

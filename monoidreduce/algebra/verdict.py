@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,11 +90,11 @@ def _possible_kinks(case: Case) -> int:
 
 def _gradient_scale(case: Case) -> dict[str, Tensor]:
     """Cotangents of one field are made of all fields, so they are as good as the largest number there is."""
-    fields = type(case.elements[0]).fields()
-    sizes = [scale_of(case, name) for name in fields] + [
-        scale_of(Case((case.g,), (), case.g, case.batched), n) for n in fields
-    ]
-    flat = torch.stack([s.flatten(int(case.batched)).amax(-1) for s in sizes if isinstance(s, Tensor)]).amax(0)
+    fields = type(case.g).fields()
+    floats = [name for name in fields if getattr(case.g, name).is_floating_point()]
+    cotangent = replace(case, elements=(case.g,))
+    sizes = [scale_of(each, name) for each in (case, cotangent) for name in floats]
+    flat = torch.stack([torch.as_tensor(size).flatten(int(case.batched)).amax(-1) for size in sizes]).amax(0)
     return {name: flat.reshape(*flat.shape, *(1,) * field.trailing) for name, field in fields.items()}
 
 

@@ -249,7 +249,7 @@ LAYERS: tuple[Layer, ...] = (
         "two-layer MLP",
         "Σⱼ relu(x·pⱼ) qⱼ",
         "torch.relu(x @ p.T) @ q",
-        _mlp, _naive_mlp, _matrices(1, 2), Size(4096, 8192, 64), _SMALL,
+        _mlp, _naive_mlp, _matrices(1, 2), _SQUARE, _SMALL,
     ),
     Layer(
         "gated MLP",
@@ -261,7 +261,7 @@ LAYERS: tuple[Layer, ...] = (
         "sampling, with its probability",
         "j ~ softmaxⱼ(x·wⱼ), and x·wⱼ − log Σ exp(x·w)",
         "l = (x @ w.T).log_softmax(-1); j = l.exp().multinomial(1); l.gather(1, j)",
-        _sample, _naive_sample, _sample_inputs, _VOCABULARY, _SMALL, backward=False, judge=_judge_sample,
+        _sample, _naive_sample, _sample_inputs, Size(256, 16384, 128), _SMALL, backward=False, judge=_judge_sample,
     ),
     Layer(
         "max-pooling over a product",

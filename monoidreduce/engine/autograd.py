@@ -32,7 +32,7 @@ class Context:
 def execute(
     program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, engine: Callable[..., list[Tensor]]
 ) -> list[Any]:
-    """Run a lowered program: feed each pass, fold it, then evaluate the outputs."""
+    """Run a lowered program: feed each pass, fold it, then evaluate the outputs (in the evaluator's layout)."""
     evaluate = Evaluator(sizes, inputs)
     for p in program.passes:
         feeds = [from_layout(evaluate(e), e) for e in p.feeds]
@@ -40,7 +40,7 @@ def execute(
         for value, nodes in zip(results, p.results, strict=True):
             for n in nodes:
                 evaluate.memo[n] = to_layout(value, n)
-    return [from_layout(evaluate(e), e) for e in program.outputs]
+    return [evaluate(e) for e in program.outputs]
 
 
 class _FoldFunction(torch.autograd.Function):
@@ -71,10 +71,10 @@ class _FoldFunction(torch.autograd.Function):
         inputs = dict(zip(names.leaves, leaves, strict=True))
         inputs |= dict(zip(names.results, results, strict=True))
         inputs |= {n: g for n, g in zip(names.cotangents, cotangents, strict=True) if g is not None}
-        values = iter(execute(program, inputs, context.sizes, context.engine))
+        values = iter(zip(execute(program, inputs, context.sizes, context.engine), program.outputs, strict=True))
         grads: list[Tensor | None] = []
         for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
-            grads.append(_as_gradient(next(values) if present else None, leaf, expr) if wanted else None)
+            grads.append(_as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
         return None, *grads
 
 
@@ -98,10 +98,14 @@ def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ..
     return lower(tuple(e for e in outputs if e is not None)), names
 
 
-def _as_gradient(value: Any, leaf: Tensor, expr: Expr) -> Tensor:
+def _as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
     """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
+    value, e = result
     if value is None:
         return torch.zeros_like(leaf)
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
+    if expr.feature is not None and e.feature is None:
+        value = value.unsqueeze(-1)
+    value = from_layout(value, expr)  # an axis that the gradient does not vary along has size 1
     return value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape).to(leaf.dtype)

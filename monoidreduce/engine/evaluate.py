@@ -37,7 +37,7 @@ class Sizes:
     def of(self, axis: str) -> int:
         if axis == "rows":
             return self.rows
-        return self.cols if axis == "cols" else int(axis) if axis.isdigit() else self.letters[axis]
+        return self.cols if axis == "cols" else int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
 
 
 def to_layout(t: Value, e: Expr) -> Value:

@@ -13,11 +13,11 @@ import torch
 
 from ..errors import ReferenceLimitError
 from ..program.expr import Expr, topological
-from .evaluate import Evaluator, Sizes, from_layout
+from .evaluate import Evaluator, Sizes
 
 
 def run(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, limit: int | None) -> list[Any]:
-    """Evaluate the outputs of a traced program densely."""
+    """Evaluate the outputs of a traced program densely (in the evaluator's layout)."""
     pairs = torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols
     widths = [sizes.of(str(e.feature)) for e in topological(outputs) if e.is_pair and e.feature is not None]
     widths += [sizes.of(str(e.args[0].feature)) for e in topological(outputs) if e.op == "sqdist"]
@@ -25,4 +25,4 @@ def run(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, limi
     if limit is not None and elements > limit:
         raise ReferenceLimitError(elements=elements, limit=limit)
     evaluate = Evaluator(sizes, inputs)
-    return [from_layout(evaluate(e), e) for e in outputs]
+    return [evaluate(e) for e in outputs]

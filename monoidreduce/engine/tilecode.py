@@ -137,27 +137,47 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
 
 
 def _schedule(reducers: list[Reducer], scalars: frozenset[Expr]) -> Code:
-    plan: list[tuple[Expr | None, Reducer | None, tuple[Expr, ...]]] = []  # (node, reducer, what it reads)
+    plan: list[tuple[Expr | None, Reducer | None, tuple[Expr, ...]]] = []  # (node, reducer, the numbers it reads)
     ready: set[Expr] = set()
     fused = _fusable(reducers, scalars)
+
+    def compute(e: Expr) -> None:
+        if e in ready or not e.args:
+            return
+        ready.add(e)
+        reads = () if e in fused else _numbers_under(e)
+        for a in reads:
+            compute(a)
+        plan.append((e, None, reads))
+
     for r in reducers:
-        reads = tuple(dict.fromkeys([*r.roots, *(n for v in r.values for c in v for n in _numbers_of(c))]))
-        for e in topological(reads, stop=lambda e: not e.args or e.feature is not None and e.op != "fsum"):
-            if e in ready or not e.args or e.feature is not None:
-                continue
-            if e in fused:
-                plan.append((e, None, e.args[0].args))
-            elif e not in fused.values():
-                walked = _numbers_of(Contraction(e.args[0], None, walk=True)) if e.op == "fsum" else []
-                plan.append((e, None, (*e.args, *walked)))
-            ready.add(e)
+        reads = _read_by(r)
+        for e in reads:
+            compute(e)
         plan.append((None, r, reads))
-    return _assign(plan, fused, scalars)
+    return _assign(plan, fused)
+
+
+def _read_by(r: Reducer) -> tuple[Expr, ...]:
+    """The numbers per pair that a reducer reads: its roots and those of its contractions."""
+    roots = [n for root in r.roots for n in _numbers_of(Contraction(root, None, walk=root.feature is not None))]
+    return tuple(dict.fromkeys([*roots, *_contracted(r)]))
+
+
+def _contracted(r: Reducer) -> list[Expr]:
+    return [n for v in r.values for c in v for n in _numbers_of(c)]
+
+
+def _numbers_under(e: Expr) -> tuple[Expr, ...]:
+    """The numbers that a node is computed from (none for products of vectors; those inside the walk for a feature sum)."""
+    if e.op == "fsum":
+        return tuple(_numbers_of(Contraction(e.args[0], None, walk=True)))
+    return () if e.op in ("dot", "sqdist") else e.args
 
 
 def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Expr]:
     """``mul(dot, number)`` and ``div(dot, number)`` whose dot has no other use: the number rides in the product."""
-    roots = [n for r in reducers for n in [*r.roots, *(n for v in r.values for c in v for n in _numbers_of(c))]]
+    roots = [n for r in reducers for n in _read_by(r)]
     order = topological(roots)
     uses: dict[Expr, int] = {}
     for e in order:
@@ -175,7 +195,7 @@ def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Ex
     return found
 
 
-def _assign(plan: list, fused: dict[Expr, Expr], scalars: frozenset[Expr]) -> Code:
+def _assign(plan: list, fused: dict[Expr, Expr]) -> Code:
     last: dict[Expr, int] = {}
     for at, (_, _, reads) in enumerate(plan):
         for e in reads:
@@ -188,7 +208,8 @@ def _assign(plan: list, fused: dict[Expr, Expr], scalars: frozenset[Expr]) -> Co
         dying = [a for a in dict.fromkeys(reads) if a in home and last[a] == at]
         if e is None:
             assert reducer is not None
-            owned = tuple(a in dying for a in reducer.roots)
+            again = _contracted(reducer)  # a value may be its own logit
+            owned = tuple(a in dying and a not in again for a in reducer.roots)
             steps.append(Step(None, -1, reducer, owned))
             free += [home.pop(a) for a in dying]
             continue
@@ -310,13 +331,7 @@ class TileRun:
                 memo[n] = self.get(n)
             elif n in self.values:  # a row or column vector [b, l, f]
                 column = self.values[n][..., f]
-                memo[n] = (
-                    column.unsqueeze(-1)
-                    if n.rows
-                    else column.unsqueeze(-2)
-                    if n.cols
-                    else column.unsqueeze(-1).unsqueeze(-1)
-                )
+                memo[n] = column.unsqueeze(-2) if n.cols else column.unsqueeze(-1)
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:

@@ -101,6 +101,7 @@ def maximum(x: Interval, y: Interval) -> Interval:
 
 
 def where(c: Interval, x: Interval, y: Interval) -> Interval:
+    c = to_bool(c)
     if c == TRUE:
         return x
     return y if c == FALSE else (min(x[0], y[0]), max(x[1], y[1]))
@@ -131,7 +132,8 @@ def equal(x: Interval, y: Interval) -> Interval:
 
 
 def logical_not(x: Interval) -> Interval:
-    return 1 - x[1], 1 - x[0]
+    low, high = to_bool(x)
+    return 1 - high, 1 - low
 
 
 def not_equal(x: Interval, y: Interval) -> Interval:
@@ -139,15 +141,16 @@ def not_equal(x: Interval, y: Interval) -> Interval:
 
 
 def logical_and(x: Interval, y: Interval) -> Interval:
-    return min(x[0], y[0]), min(x[1], y[1])
+    return minimum(to_bool(x), to_bool(y))
 
 
 def logical_or(x: Interval, y: Interval) -> Interval:
-    return max(x[0], y[0]), max(x[1], y[1])
+    return maximum(to_bool(x), to_bool(y))
 
 
 def logical_xor(x: Interval, y: Interval) -> Interval:
-    return UNKNOWN if EITHER in (x, y) else _truth(x != y, x == y)
+    x, y = to_bool(x), to_bool(y)
+    return EITHER if EITHER in (x, y) else _truth(x != y, x == y)
 
 
 def remainder(x: Interval, y: Interval) -> Interval:

@@ -54,7 +54,7 @@ def _sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0]
     sums: dict[tuple[Expr, Expr | None, Expr | None], Expr] = {}
     for k, u, v in parts:
-        outer, inner = (u, v) if over == "cols" else (v, u)
+        outer, inner = _outer_inner(u, v, over)
         r, c, mid = _factors(k, over)
         if inner is not None:
             inner = apply("mul", inner, c)
@@ -71,6 +71,14 @@ def _sum(e: Expr, over: str) -> Expr:
             value = build.spread(value, e.feature)
         total = apply("add", total, value) if total is not ZERO else value
     return total
+
+
+def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
+    """The vector that leaves the sum and the one that stays; a vector of neither side leaves it."""
+    outer, inner = (u, v) if over == "cols" else (v, u)
+    if inner is not None and not _has(inner, over):
+        outer, inner = (inner if outer is None else apply("mul", outer, inner)), None
+    return outer, inner
 
 
 def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
@@ -187,7 +195,7 @@ def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
         return make("soft", over, (), (logit, value))[1]
     total = ZERO
     for k, u, v in parts:
-        outer, inner = (u, v) if over == "cols" else (v, u)
+        outer, inner = _outer_inner(u, v, over)
         r, c, mid = _factors(k, over)
         weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
         mean = make("soft", over, (), (logit, weighted))[1]

@@ -70,8 +70,8 @@ def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
 def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     """Uniform numbers in (0, 1) from Philox4x32-10 with counter (j, i, batch, 0) and key ``seed`` (64 bits).
 
-    Integer arithmetic in int64, each word kept below 2**32; the first word's top 24 bits make the number, so it is exact
-    in float32 and never 0 or 1.
+    Integer arithmetic in int64, each word kept below 2**32; the number is (first word + 1/2) / 2**32 in float32 whatever the
+    type of the arithmetic, never 0 or 1, and fine near 0: the tail of a Gumbel or exponential number is there.
     """
     mask = 0xFFFFFFFF
     seed, batch, i, j = torch.broadcast_tensors(
@@ -83,7 +83,7 @@ def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    uniform = (c0 >> 8).to(torch.float32 if out is None else out.dtype).add_(0.5).mul_(2.0**-24)
+    uniform = c0.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform if out is None else out.copy_(uniform)
 
 
@@ -142,7 +142,7 @@ _ROWS = [
         lambda g, y, x, beta, threshold: (g * torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta)),),
         attributes={"beta": 1.0, "threshold": 20.0},
     ),
-    _P("logsigmoid", lambda x, out=None: _into(F.logsigmoid(x), out), lambda g, y, x: (g * torch.sigmoid(-x),)),
+    _P("logsigmoid", lambda x, out=None: _into(F.logsigmoid(x), out), lambda g, y, x: (g * torch.sigmoid(-x),), names=("log_sigmoid",)),
     # choice
     _P(
         "minimum",
@@ -224,11 +224,11 @@ PRIMITIVES: dict[str, Primitive] = {p.name: p for p in _ROWS}
 COMPOSITES: dict[str, Callable[..., Any]] = {
     "clamp": lambda x, min=None, max=None: _clamp(x, min, max),
     "clip": lambda x, min=None, max=None: _clamp(x, min, max),
-    "clamp_min": lambda x, min: torch.maximum(x, min),
-    "clamp_max": lambda x, max: torch.minimum(x, max),
+    "clamp_min": lambda x, min: _clamp(x, min, None),
+    "clamp_max": lambda x, max: _clamp(x, None, max),
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
-    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, 0.0))),
+    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(_clamp(x, None, 0.0))),
     "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _clamp(x / 6 + 0.5, 0.0, 1.0),

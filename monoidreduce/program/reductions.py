@@ -141,7 +141,7 @@ KINDS: dict[str, Kind] = {
         lambda params, f: f[0] == (iv.MINUS_INF if params[0] else (iv.INF, iv.INF)),
     ),
     "topk": Kind(
-        lambda f, params: [(params[0], f[0].dtype), (params[0], "int")],
+        lambda f, params: [(f"#{params[0]}", f[0].dtype), (f"#{params[0]}", "int")],  # a letter nobody can declare
         _topk_pullback,
         lambda params, f: f[0] == (iv.MINUS_INF if params[1] else (iv.INF, iv.INF)),
     ),
@@ -288,7 +288,7 @@ def uniform(seed: Any) -> Any:
 
 def gumbel(seed: Any) -> Any:
     """A standard Gumbel number per pair, the same for every tile, engine and recomputation."""
-    return -torch.log(-torch.log(uniform(seed)))
+    return -torch.log(-torch.log1p(-uniform(seed)))
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Any:

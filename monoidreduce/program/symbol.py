@@ -222,7 +222,7 @@ def _centred(e: Expr) -> Expr:
         return e
     x, y = e.args
     total = result(reduce_node("sum", "cols", (), (y,)), 0, y.feature, "float")
-    centre = build.apply("detach", build.apply("div", total, size("cols")))
+    centre = build.apply("detach", build.apply("div", total, build.apply("maximum", size("cols"), 1)))
     return build.sqdist(build.apply("sub", x, centre), build.apply("sub", y, centre))
 
 
@@ -242,6 +242,13 @@ def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
     return _cast_to("float" if target.is_floating_point else "bool" if target is torch.bool else "int")(x)
 
 
+def _floor_divide(x: Any, y: Any) -> Symbol:
+    a, b = expr_of(x), expr_of(y)
+    if "float" in (a.dtype, b.dtype):
+        return Symbol(build.apply("floor", build.apply("div", a, b)))
+    return Symbol(build.apply("floor_divide", a, b))
+
+
 def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     quotient = Symbol(build.apply("div", expr_of(x), expr_of(y)))
     return quotient if rounding_mode is None else call(rounding_mode, (quotient,), {})
@@ -251,7 +258,7 @@ SPECIAL: dict[str, Callable] = {
     "sum": _feature_sum, "mean": _feature_mean, "norm": _norm, "vector_norm": _norm, "normalize": _normalize,
     "amax": _feature_extreme(True), "amin": _feature_extreme(False),
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
-    "div": _divide, "divide": _divide, "true_divide": _divide,
+    "floor_divide": _floor_divide, "div": _divide, "divide": _divide, "true_divide": _divide,
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
     "int": _cast_to("int"), "long": _cast_to("int"), "bool": _cast_to("bool"), "to": _to, "type": _to,
 }  # fmt: skip
@@ -283,6 +290,7 @@ def _unknown(name: str) -> NoReturn:
 
 def call(name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function or method by name, on symbols and numbers."""
+    name = name.removeprefix("special_").removeprefix("linalg_")
     plain = name.strip("_")
     name = (
         name

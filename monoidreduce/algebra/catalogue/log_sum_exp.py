@@ -24,10 +24,10 @@ class LogSumExp(Monoid):
     z: Scalar = -math.inf
 
     def combine(a: LogSumExp, b: LogSumExp) -> LogSumExp:
-        return LogSumExp(z=log_add(a.z, b.z))
+        return LogSumExp(z=log_add(a.z, b.z)[0])
 
     def pullback(c: LogSumExp, a: LogSumExp, g: LogSumExp) -> LogSumExp:
         return LogSumExp(z=g.z * share(a.z, c.z))
 
     def fold_tile(x: LogSumExp, dim: int) -> LogSumExp:
-        return LogSumExp(z=log_sum_tile(x.z, dim))
+        return LogSumExp(z=log_sum_tile(x.z, dim)[0])

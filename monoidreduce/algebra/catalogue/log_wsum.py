@@ -28,16 +28,16 @@ class LogWSum(Monoid):
     v: Vector = 0.0
 
     def combine(a: LogWSum, b: LogWSum) -> LogWSum:
-        z = log_add(a.z, b.z)
-        return LogWSum(z=z, v=a.v * share(a.z, z) + b.v * share(b.z, z))
+        z, a_part, b_part = log_add(a.z, b.z)
+        return LogWSum(z=z, v=a.v * a_part + b.v * b_part)
 
     def pullback(c: LogWSum, a: LogWSum, g: LogWSum) -> LogWSum:
         part = share(a.z, c.z)
         return LogWSum(z=part * (g.z + dot(g.v, a.v - c.v)), v=part * g.v)
 
     def fold_tile(x: LogWSum, dim: int) -> LogWSum:
-        z = log_sum_tile(x.z, dim)
-        return LogWSum(z=z, v=weighted_tile(share(x.z, z.unsqueeze(dim)), x.v, dim))
+        z, parts = log_sum_tile(x.z, dim)
+        return LogWSum(z=z, v=weighted_tile(parts, x.v, dim))
 
     def approx(a: LogWSum, b: LogWSum, *, scale: Mapping[str, Any] | None = None) -> bool:
         """The mean does not matter where the weight is exp(-inf) = 0."""

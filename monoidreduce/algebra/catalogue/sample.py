@@ -37,7 +37,7 @@ class Sample(Monoid):
     def combine(a: Sample, b: Sample) -> Sample:
         take_b = better(a.key, a.index, b.key, b.index)
         return Sample(
-            z=log_add(a.z, b.z),
+            z=log_add(a.z, b.z)[0],
             key=torch.where(take_b, b.key, a.key),
             index=torch.where(take_b, b.index, a.index),
         )
@@ -46,7 +46,7 @@ class Sample(Monoid):
         key, index = torch.broadcast_tensors(x.key, x.index)
         winner = best_tile(key, index, dim)
         return Sample(
-            z=log_sum_tile(x.z, dim),
+            z=log_sum_tile(x.z, dim)[0],
             key=key.gather(dim, winner).squeeze(dim),
             index=index.gather(dim, winner).squeeze(dim),
         )

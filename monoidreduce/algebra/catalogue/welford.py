@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from monoidreduce.algebra.approx import all_close
-from monoidreduce.algebra.catalogue._numerics import over
+from monoidreduce.algebra.catalogue._numerics import divisor
 from monoidreduce.algebra.monoid import Domain, Monoid, Scalar
 
 
@@ -33,18 +33,19 @@ class Welford(Monoid):
     def combine(a: Welford, b: Welford) -> Welford:
         n = a.n + b.n
         delta = b.mean - a.mean
-        part = b.n * over(n)
-        return Welford(n=n, mean=a.mean + delta * part, m2=a.m2 + b.m2 + delta * delta * a.n * part)
+        part = b.n / divisor(n)
+        between = delta * (delta * (a.n * part))  # in this order 0 elements far away add 0, not 0 times infinity
+        return Welford(n=n, mean=a.mean + delta * part, m2=a.m2 + b.m2 + between)
 
     def pullback(c: Welford, a: Welford, g: Welford) -> Welford:
         off = a.mean - c.mean
-        mean = g.mean * over(c.n)
+        mean = g.mean / divisor(c.n)
         return Welford(n=g.n + (mean + g.m2 * off) * off, mean=a.n * (mean + 2.0 * g.m2 * off), m2=g.m2)
 
     def fold_tile(x: Welford, dim: int) -> Welford:
         n = x.n.sum(dim, keepdim=True)
         start = x.mean.detach().narrow(dim, 0, 1)  # measured from here, equal numbers have a mean without rounding
-        mean = start + (x.n * (x.mean - start)).sum(dim, keepdim=True) * over(n)
+        mean = start + (x.n * (x.mean - start)).sum(dim, keepdim=True) / divisor(n)
         m2 = (x.m2 + x.n * (x.mean - mean) ** 2).sum(dim)
         return Welford(n=n.squeeze(dim), mean=mean.squeeze(dim), m2=m2)
 

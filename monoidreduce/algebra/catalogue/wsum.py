@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from monoidreduce.algebra.approx import all_close
-from monoidreduce.algebra.catalogue._numerics import over, weighted_tile
+from monoidreduce.algebra.catalogue._numerics import divisor, weighted_tile
 from monoidreduce.algebra.monoid import Domain, Monoid, Scalar, Vector, dot
 
 
@@ -29,16 +29,16 @@ class WSum(Monoid):
 
     def combine(a: WSum, b: WSum) -> WSum:
         w = a.w + b.w
-        mean = a.v * (a.w * over(w)) + b.v * (b.w * over(w))
+        mean = a.v * (a.w / divisor(w)) + b.v * (b.w / divisor(w))
         return WSum(w=w, v=torch.where(w == 0, 0.0, mean))
 
     def pullback(c: WSum, a: WSum, g: WSum) -> WSum:
-        part = torch.where(c.w == 0, 0.0, over(c.w))
-        return WSum(w=g.w + part * dot(g.v, a.v - c.v), v=g.v * (a.w * part))
+        moved = torch.where(c.w == 0, 0.0, dot(g.v, a.v - c.v) / divisor(c.w))
+        return WSum(w=g.w + moved, v=g.v * (a.w / divisor(c.w)))
 
     def fold_tile(x: WSum, dim: int) -> WSum:
         w = x.w.sum(dim)
-        mean = weighted_tile(x.w * over(w).unsqueeze(dim), x.v, dim)
+        mean = weighted_tile(x.w / divisor(w).unsqueeze(dim), x.v, dim)
         return WSum(w=w, v=torch.where(w == 0, 0.0, mean))
 
     def approx(a: WSum, b: WSum, *, scale: Mapping[str, Any] | None = None) -> bool:

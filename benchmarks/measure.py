@@ -1,0 +1,47 @@
+"""Time and memory of a call, measured from outside.
+
+Time: contenders take turns in one process and the best of several rounds counts, so that a noisy neighbour hurts all alike.
+Memory: the growth of the process's peak resident set over the call, in a process of its own (Linux), so that what any library
+allocates in any way is seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def best_times(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Milliseconds of each call: the best of ``rounds``, taken in turns, after one warm-up."""
+    best = dict.fromkeys(calls, float("inf"))
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            gc.collect()
+            start = time.perf_counter()
+            call()
+            took = (time.perf_counter() - start) * 1e3
+            if round_ or rounds == 0:
+                best[name] = min(best[name], took)
+    return best
+
+
+def _resident(field: str) -> float:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"{_STATUS} has no {field}")
+
+
+def peak_growth(call: Callable[[], object]) -> float:
+    """Megabytes by which the resident set grew, at its peak, over what it was before the call."""
+    gc.collect()
+    _CLEAR.write_text("5")  # start the high-water mark anew
+    before = _resident("VmRSS")
+    kept = call()
+    peak = _resident("VmHWM")
+    del kept
+    return max(0.0, peak - before)

@@ -1,0 +1,42 @@
+"""Where the numbers come from: this machine and these versions."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .._version import __version__
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a reader must know to compare the numbers with theirs."""
+
+    version: str
+    python: str
+    torch: str
+    cpu: str
+    threads: int
+    date: str
+
+
+def surroundings() -> Environment:
+    """The environment of this process."""
+    date = f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+    return Environment(
+        __version__, platform.python_version(), torch.__version__, _cpu(), torch.get_num_threads(), date
+    )
+
+
+def _cpu() -> str:
+    """The processor's name where Linux tells it, else its architecture, and the instructions that torch uses."""
+    name = ""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -1,0 +1,142 @@
+"""Cross-entropy against distributions, given or parameterised, and the entropy of a linear head."""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import torch
+from torch import Tensor
+
+from . import checks
+from . import language as mr
+
+_CHUNK = 2**19  # elements of a 16-bit matrix that are raised to float32 at a time
+
+
+@mr.op
+@no_type_check
+def _log_normaliser(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
+    return mr.logsumexp(x @ weight if bias is None else x @ weight + bias)
+
+
+def cross_entropy_given(
+    x: Tensor,
+    weight: Tensor,
+    probs: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: checks.Reduction = "mean",
+) -> Tensor:
+    """Cross-entropy of the logits ``x @ weight.T + bias`` against a distribution that the caller holds as a matrix.
+
+    The same as ``F.cross_entropy(F.linear(x, weight, bias), probs, ...)``, without ever allocating the M × V logits,
+    their softmax or their gradient: Σ_j p_j s_j = ⟨x, Σ_j p_j w_j⟩ + Σ_j p_j b_j is one product of size M × D, and the
+    rest is a fold. The rows of ``probs`` need not add up to 1. If ``probs`` requires a gradient, that gradient is M ×
+    V, as ``probs`` itself. For 16-bit inputs the loss is float32.
+
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V], ``probs`` [..., V] give one number, or [...] with
+    ``reduction="none"``; the mean is over all rows.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch, torch.nn.functional as F
+    >>> from monoidreduce.ops import cross_entropy_given
+    >>> x, weight, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(6, 9)
+    >>> torch.allclose(cross_entropy_given(x, weight, probs), F.cross_entropy(x @ weight.T, probs), rtol=1e-4)
+    True
+    """
+    checks.reduction(reduction)
+    checks.head(x, weight, bias)
+    checks.probabilities(x, weight, probs)
+    rows, given = checks.flat(x), checks.flat(probs)
+    z = _log_normaliser(rows, weight, bias)
+    expected = ((given @ weight).to(z.dtype) * rows).sum(-1)
+    if bias is not None:
+        expected = expected + (given @ bias).to(z.dtype)
+    loss = z * _row_sums(given, z.dtype) - expected
+    return checks.reduced(checks.unflat(loss, x, rows), reduction)
+
+
+def _row_sums(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_j p_ij in ``dtype``; torch would raise all of a 16-bit matrix at once, this raises a few rows at a time."""
+    if p.dtype == dtype or not p.numel():
+        return p.sum(-1, dtype=dtype)
+    return torch.cat([part.sum(-1, dtype=dtype) for part in p.split(max(1, _CHUNK // p.shape[-1]))])
+
+
+@mr.op
+@no_type_check
+def _cross_entropy_distributions(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"], t: mr.Col["e"]):
+    student, teacher = p @ c, q @ t
+    return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
+
+
+def cross_entropy_distributions(
+    p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
+) -> Tensor:
+    """Cross-entropy of the logits ``p @ c.T`` against the distribution ``softmax(q @ t.T)``, as in distillation.
+
+    The same as ``F.cross_entropy(p @ c.T, torch.softmax(q @ t.T, -1), ...)``, without ever allocating either M × N
+    matrix of logits, a softmax or a gradient of one. All four arguments have gradients. For 16-bit inputs the loss is
+    float32.
+
+    Shapes: ``p`` [..., M, d], ``c`` [..., N, d], ``q`` [..., M, e], ``t`` [..., N, e] give one number, or [..., M] with
+    ``reduction="none"``; leading dimensions broadcast; the mean is over all rows.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch, torch.nn.functional as F
+    >>> from monoidreduce.ops import cross_entropy_distributions
+    >>> p, c, q, t = torch.randn(6, 4), torch.randn(9, 4), torch.randn(6, 3), torch.randn(9, 3)
+    >>> expected = F.cross_entropy(p @ c.T, torch.softmax(q @ t.T, -1))
+    >>> torch.allclose(cross_entropy_distributions(p, c, q, t), expected, rtol=1e-4)
+    True
+    """
+    checks.reduction(reduction)
+    return checks.reduced(_cross_entropy_distributions(p, c, q, t), reduction)
+
+
+@mr.op
+@no_type_check
+def _entropy(x: mr.Row["d"], weight: mr.Col["d"], shift: mr.Row, bias: mr.Col | None = None):
+    s = x @ weight - shift
+    logit = s if bias is None else s + bias
+    value = logit if bias is None else torch.where(logit == -math.inf, 0.0, logit)  # 0 · log 0 = 0
+    z = mr.logsumexp(logit)
+    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(logit, value))
+
+
+def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """The entropy, in nats, of ``softmax(x @ weight.T + bias)`` for each row.
+
+    The same as ``torch.distributions.Categorical(logits=F.linear(x, weight, bias)).entropy()``, without ever allocating
+    the M × V logits, their softmax or their gradient. A class whose bias is minus infinity does not take part; with no
+    classes the entropy is 0. For 16-bit inputs the entropy is float32.
+
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give [...].
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import entropy
+    >>> x, weight = torch.randn(6, 4), torch.randn(9, 4)
+    >>> expected = torch.distributions.Categorical(logits=x @ weight.T).entropy()
+    >>> torch.allclose(entropy(x, weight), expected, atol=1e-5)
+    True
+    """
+    checks.head(x, weight, bias)
+    rows = checks.flat(x)
+    return checks.unflat(_entropy(rows, weight, _centre(rows, weight, bias), bias), x, rows)
+
+
+@torch.no_grad()
+def _centre(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each row's mean logit, roughly. Entropy does not depend on it, but the rounding error of its two terms does."""
+    shift = rows @ weight.mean(0)
+    if bias is not None:
+        shift = shift + torch.where(bias.isfinite(), bias, 0.0).mean()
+    return shift.nan_to_num()

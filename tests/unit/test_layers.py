@@ -1,0 +1,125 @@
+"""Every layer of the zoo against the plain PyTorch form: values, first and second derivatives, precision, determinism.
+
+Tiles are made small, so that ragged sizes walk many ragged tiles.
+"""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from tests.layers import BY_NAME, DIFFERENTIABLE, ZOO
+from tests.layers_compare import Result, assert_equal, assert_error_rule, cast, is_float, flatten, run, use_small_tiles
+
+SIZES = [(1, 1), (59, 111), (1, 257), (257, 1), (128, 129), (33, 2)]
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+def names(layers):
+    return [pytest.param(layer, id=layer.name) for layer in layers]
+
+
+def draw(layer, M, N, seed, dtype=torch.float64):
+    return layer.make(M, max(N, layer.least_cols), torch.Generator().manual_seed(seed), dtype)
+
+
+def test_the_zoo_is_large():
+    assert len(ZOO) >= 45 and len(BY_NAME) == len(ZOO)
+
+
+def test_small_tiles_are_used(seed):
+    with mr.tally() as t:
+        run(BY_NAME["sigmoid_attention"].op, draw(BY_NAME["sigmoid_attention"], 59, 111, seed))
+    assert t.computed >= 2 * 4 * 4 and t.skipped == 0
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("layer", names(ZOO))
+def test_float64_equals_the_plain_form(layer, size, seed):
+    args = draw(layer, *size, seed)
+    assert_equal(run(layer.op, args), run(layer.dense, args))
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("layer", names(ZOO))
+def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed):
+    args = draw(layer, 59, 111, seed, dtype)
+    truth = run(layer.dense, cast(args, torch.float64))
+    assert_error_rule(run(layer.op, args), run(layer.dense, args), truth)
+
+
+@pytest.mark.parametrize("layer", names(ZOO))
+def test_results_have_the_documented_types(layer, seed):
+    """Vectors and gradients come in the inputs' type; numbers in the type they were accumulated in."""
+    args = draw(layer, 5, 7, seed, torch.bfloat16)
+    result = run(layer.op, args)
+    assert all(g.dtype == torch.bfloat16 for g in result.grads.values())
+    for got, exact in zip(result.values.values(), flatten(layer.dense(*cast(args, torch.float64))), strict=True):
+        assert got.is_floating_point() == exact.is_floating_point()
+        assert got.dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("layer", names(ZOO))
+def test_two_runs_are_bitwise_equal(layer, seed):
+    args = draw(layer, 59, 111, seed, torch.float32)
+    first, second = run(layer.op, args).all(), run(layer.op, args).all()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("layer", names(ZOO))
+def test_the_reference_engine_agrees(layer, seed):
+    args = draw(layer, 35, 37, seed)
+    with mr.use(engine="reference"):
+        dense = run(layer.op, args)
+    assert_equal(dense, run(layer.dense, args))
+    assert_equal(run(layer.op, args), dense)
+
+
+def of_floats(layer, args):
+    """The layer as a function of its floating arguments alone, returning what has a gradient."""
+    at = [k for k, a in enumerate(args) if is_float(a)]
+
+    def function(*floats):
+        given = list(args)
+        for k, a in zip(at, floats, strict=True):
+            given[k] = a
+        return tuple(v for v in flatten(layer.op(*given)) if v.requires_grad)
+
+    return function, tuple(args[k].requires_grad_() for k in at)
+
+
+@pytest.mark.parametrize("layer", names(DIFFERENTIABLE))
+def test_first_derivatives(layer, seed, monkeypatch):
+    use_small_tiles(monkeypatch, 3, 4)
+    function, floats = of_floats(layer, draw(layer, 5, 6, seed))
+    assert torch.autograd.gradcheck(function, floats, fast_mode=True)
+
+
+@pytest.mark.parametrize("layer", names(DIFFERENTIABLE))
+def test_second_derivatives(layer, seed, monkeypatch):
+    use_small_tiles(monkeypatch, 3, 4)
+    function, floats = of_floats(layer, draw(layer, 5, 6, seed))
+    assert torch.autograd.gradgradcheck(function, floats, fast_mode=True)
+
+
+def third(function, args):
+    """Directional derivatives thrice, by the same random directions."""
+    gen = torch.Generator().manual_seed(5)
+    floats = [a.detach().requires_grad_() for a in args]
+    value = flatten(function(*floats))[0]
+    total = (value * torch.randn(value.shape, generator=gen, dtype=torch.float64)).sum()
+    for _ in range(2):
+        grads = torch.autograd.grad(total, floats, create_graph=True)
+        total = sum((g * torch.randn(g.shape, generator=gen, dtype=torch.float64)).sum() for g in grads)
+    grads = torch.autograd.grad(total, floats, allow_unused=True)
+    return Result({}, {f"third derivative {k}": torch.zeros_like(a) if g is None else g for k, (a, g) in enumerate(zip(floats, grads, strict=True))})
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "gaussian_kernel_of_many_features", "jensen_shannon", "gelu_mlp"])
+def test_third_derivatives(name, seed):
+    args = draw(BY_NAME[name], 19, 37, seed)
+    assert_equal(third(BY_NAME[name].op, args), third(BY_NAME[name].dense, args), rtol=1e-8)
