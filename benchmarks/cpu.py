@@ -1,8 +1,7 @@
 """The CPU benchmark: ours against the dense form, the papers' 256 × 256 tiles, and torch's own fused layers.
 
-``python -m benchmarks.cpu`` runs every case (``--case NAME`` one, ``--quick`` small sizes), prints a table and writes it to
-``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand.
-"""
+``python -m benchmarks.cpu`` runs every case (``--case NAME`` one, ``--quick`` small sizes), prints a table and writes
+it to ``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand. """
 
 from __future__ import annotations
 
@@ -61,7 +60,9 @@ class Case:
     rounds: int = 3
 
 
-def _attention_case(s: int, d: int, heads: int, dtype: torch.dtype, targets: dict[str, str], rounds: int, dense: bool) -> Case:
+def _attention_case(
+    s: int, d: int, heads: int, dtype: torch.dtype, targets: dict[str, str], rounds: int, dense: bool
+) -> Case:
     scale = 1 / math.sqrt(d)
     contenders: dict[str, Callable[..., Tensor]] = {
         OURS: lambda q, k, v: attention(q, k, v, scale),
@@ -73,7 +74,9 @@ def _attention_case(s: int, d: int, heads: int, dtype: torch.dtype, targets: dic
         contenders["papers' 256 × 256"] = lambda q, k, v: papers.attention(q[0, 0] * scale, k[0, 0], v[0, 0])
     kind = str(dtype).removeprefix("torch.")
     name = f"attention {kind} {heads} × {s} × {s}, D {d}"
-    return Case(name, lambda: tuple(torch.randn(1, heads, s, d).to(dtype) for _ in range(3)), contenders, targets, rounds)
+    return Case(
+        name, lambda: tuple(torch.randn(1, heads, s, d).to(dtype) for _ in range(3)), contenders, targets, rounds
+    )
 
 
 def _mlp_case(b: int, k: int, d: int, dtype: torch.dtype, rounds: int) -> Case:
@@ -97,11 +100,14 @@ def _ce_case(m: int, d: int, v: int, dtype: torch.dtype, rounds: int) -> Case:
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512)
         contenders["torch chunked (512)"] = lambda x, w, t: F.linear_cross_entropy(x, w, t, options=options)
     kind = str(dtype).removeprefix("torch.")
-    return Case(f"linear cross-entropy {kind} {m} × {d} × {v}", make, contenders, {"dense": "≤ 0.85 (memory ≤ 7 %)"}, rounds)
+    return Case(
+        f"linear cross-entropy {kind} {m} × {d} × {v}", make, contenders, {"dense": "≤ 0.85 (memory ≤ 7 %)"}, rounds
+    )
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every case. Where the CPU has no bf16 products, torch's own bf16 layers take hours at full size: smaller there."""
+    """Every case. Where the CPU has no bf16 products, torch's own bf16 layers take hours at full size: smaller
+    there."""
     small = 16 if quick else 1
     slow_bf16 = raise_16bit(torch.device("cpu"), torch.bfloat16)
     f32, bf16 = torch.float32, torch.bfloat16
@@ -117,7 +123,9 @@ def cases(quick: bool) -> list[Case]:
         _mlp_case(s16, s16, 128, f32, 1),
         _mlp_case((1024 if slow_bf16 else 16384) // small, (1024 if slow_bf16 else 16384) // small, 128, bf16, 1),
         _ce_case(s4, 512, 131072 // small, f32, 1),
-        _ce_case((512 if slow_bf16 else 4096) // small, 512 // small, (4096 if slow_bf16 else 131072) // small, bf16, 1),
+        _ce_case(
+            (512 if slow_bf16 else 4096) // small, 512 // small, (4096 if slow_bf16 else 131072) // small, bf16, 1
+        ),
     ]
 
 
@@ -158,7 +166,9 @@ def measure_time(case: Case) -> dict[str, dict[str, float]]:
 def measure_memory(case: Case, name: str) -> dict[str, float]:
     """Peak growth of forward + backward beyond inputs, their gradients included in the growth and taken off here."""
     inputs = _inputs(case, True)
-    warm = tuple(t[..., :64, :].detach().requires_grad_(t.requires_grad) if t.dim() > 1 else t[:64] % 64 for t in inputs)
+    warm = tuple(
+        t[..., :64, :].detach().requires_grad_(t.requires_grad) if t.dim() > 1 else t[:64] % 64 for t in inputs
+    )
     _call(case, name, True, warm)()  # libraries loaded, code compiled
     growth = peak_growth(_call(case, name, True, inputs))
     gradients = sum(t.numel() * t.element_size() for t in inputs if t.requires_grad) / 2**20
@@ -188,8 +198,12 @@ def run(quick: bool, only: str | None) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
-    changed = subprocess.run(["git", "status", "--porcelain", "monoidreduce"], capture_output=True, text=True, cwd=root, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root, check=False
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "monoidreduce"], capture_output=True, text=True, cwd=root, check=False
+    )
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {_cpu_name()}",

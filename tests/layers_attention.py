@@ -136,24 +136,24 @@ def _sink(q, k, v, sink):
 
 @layer(_sink, lambda d: (d.normal(2, d.M, 5), d.normal(2, d.N, 5), d.normal(2, d.N, 4), d.normal(2)))
 def sink_attention(q: Row["f"], k: Col["f"], v: Col["d"], sink: mr.Batch):
-    s = q @ k
-    return mr.softmax_mean(s, v) * torch.sigmoid(mr.logsumexp(s) - sink)
+    z = mr.logsumexp(q @ k)
+    return mr.softmax_mean(q @ k, v) * torch.exp(z - torch.logaddexp(z, sink))
 
 
 @mr.op
-def _uniforms(like: Row, unit: Col["n"], seed: int):
-    return mr.sum(mr.uniform(seed) * unit) + 0 * like
+def _noise(like: Row, unit: Col["n"], seed: int):
+    return mr.sum(mr.uniform(seed) * unit) + 0 * like, mr.sum(mr.gumbel(seed) * unit) + 0 * like
 
 
-def uniforms(M, N, seed):
-    """The op's own random numbers, all M × N of them, by the dense engine."""
+def noise(M, N, seed):
+    """An op's own uniform and Gumbel numbers, all M × N of them, by the dense engine."""
     with mr.use(engine="reference"):
-        return _uniforms(torch.zeros(M, dtype=torch.float64), torch.eye(N, dtype=torch.float64), seed)
+        return _noise(torch.zeros(M, dtype=torch.float64), torch.eye(N, dtype=torch.float64), seed)
 
 
 def _dropout(q, k, v, p, seed):
     s = q @ k.mT
-    keep = uniforms(*s.shape, seed) >= p
+    keep = noise(*s.shape, seed)[0] >= p
     return (torch.softmax(s, -1) * keep / (1 - p)) @ v
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from tests.layers_attention import uniforms
+from tests.layers_attention import noise
 from tests.layers_base import gaps, layer, pairs
 
 # Perceptrons: every column is a hidden unit
@@ -103,7 +103,7 @@ def mean_of_the_best(x: Row["d"], w: Col["d"]):
 
 def _gumbel_sample(q, k, seed):
     s = q @ k.mT
-    return (s - torch.log(-torch.log(uniforms(*s.shape, seed)))).argmax(-1)
+    return (s + noise(*s.shape, seed)[1]).argmax(-1)
 
 
 @layer(_gumbel_sample, lambda d: (d.rows(5), d.cols(5), 99), differentiable=False)
@@ -131,8 +131,13 @@ class LogWSum(mr.Monoid):
 
 
 def _log_wsum(q, k, v):
-    s = q @ k.mT
-    return torch.logsumexp(s, -1), torch.softmax(s, -1) @ v
+    """Column after column, as the monoid says: its rounding is the monoid's own, not softmax's."""
+    z, mean = q @ k[0], v[0].expand(len(q), -1)
+    for key, value in zip(k[1:], v[1:], strict=True):
+        old, s = z, q @ key
+        z = torch.logaddexp(old, s)
+        mean = mean * torch.exp(old - z).unsqueeze(-1) + value * torch.exp(s - z).unsqueeze(-1)
+    return z, mean
 
 
 @layer(_log_wsum, lambda d: d.qkv())

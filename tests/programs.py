@@ -10,13 +10,11 @@ finite. Used by ``tests/unit/test_random_programs.py``; imports torch, hypothesi
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.plan import tiles as plan
+from tests.plain import plain
 
 NAMESPACE = {"torch": torch, "F": F, "mr": mr, "Row": mr.Row, "Col": mr.Col, "Batch": mr.Batch}
 LENGTHS = (3, 2, 1, 5, 8)  # of rows and columns; also 0, now and then
@@ -228,247 +227,6 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOL
     return "" if same else f"\n    got      {got.tolist()}\n    expected {expected.tolist()}"
 
 
-# Plain torch -----------------------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """A dense value that understands the text of a body: ``[*batch, rows, cols]``, and features last for a vector.
-
-    It shares nothing with the package, so that rewriting while tracing is checked too.
-    """
-
-    def __init__(self, t: torch.Tensor, vector: bool = False):
-        self.t, self.vector = t, vector
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.__name__.strip("_")
-        if name in ("normalize", "norm"):
-            return getattr(args[0], name)(**{k: v for k, v in (kwargs or {}).items() if k != "dim"})
-        vector = any(isinstance(a, Plain) and a.vector for a in args)
-        raw = [a.raised(vector) if isinstance(a, Plain) else a for a in args]
-        return Plain(func(*raw, **(kwargs or {})), vector)
-
-    def raised(self, vector: bool) -> torch.Tensor:
-        return self.t.unsqueeze(-1) if vector and not self.vector else self.t
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        method = getattr(torch.Tensor, {"float": "double", "int": "long"}.get(name, name))
-        return lambda *args, **kwargs: Plain.__torch_function__(method, (), (self, *args), kwargs)
-
-    def sum(self) -> Plain:
-        return Plain(self.t.sum(-1))
-
-    def mean(self) -> Plain:
-        return Plain(self.t.mean(-1))
-
-    def amax(self) -> Plain:
-        return Plain(self.t.max(-1).values)
-
-    def amin(self) -> Plain:
-        return Plain(self.t.min(-1).values)
-
-    def norm(self, p: float = 2) -> Plain:
-        return Plain(torch.linalg.vector_norm(self.t, p, dim=-1))
-
-    def normalize(self) -> Plain:
-        return Plain(F.normalize(self.t, dim=-1), True)
-
-    def __matmul__(self, other: Plain) -> Plain:
-        return (self * other).sum()
-
-    def __getitem__(self, k: int) -> Plain:
-        return Plain(self.t[..., k])
-
-
-def _operator(name: str) -> Callable:
-    return lambda self, *args: Plain.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "mod", "and", "or",
-              "xor", "eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs"):  # fmt: skip
-    setattr(Plain, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-class PlainReductions:
-    """What ``mr`` offers inside a body, on dense values."""
-
-    monoids = mr.monoids
-
-    def __init__(self, batch: tuple[int, ...], rows: int, cols: int):
-        self.batch, self.lengths = batch, {"rows": rows, "cols": cols}
-        ones = (1,) * len(batch)
-        self.row_index = Plain(torch.arange(rows).view(*ones, rows, 1))
-        self.col_index = Plain(torch.arange(cols).view(*ones, 1, cols))
-        self.num_rows, self.num_cols = (Plain(torch.full((*ones, 1, 1), n)) for n in (rows, cols))
-
-    def _along(self, x: Plain, over: str) -> tuple[torch.Tensor, int]:
-        """The tensor with the folded axis in full, and which axis that is."""
-        dim = (-1 if over == "cols" else -2) - x.vector
-        shape = list(x.t.shape)
-        shape[dim] = self.lengths[over]
-        return x.t.expand(shape), dim
-
-    def sum(self, x: Plain, over: str = "cols") -> Plain:
-        t, dim = self._along(x, over)
-        return Plain(t.sum(dim, keepdim=True), x.vector)
-
-    def mean(self, x: Plain, over: str = "cols") -> Plain:
-        return self.sum(x, over) / self.lengths[over]
-
-    def logsumexp(self, x: Plain, over: str = "cols") -> Plain:
-        return self._soft(x, over)[0]
-
-    def _soft(self, x: Plain, over: str) -> tuple[Plain, Plain]:
-        t, dim = self._along(x, over)
-        if t.shape[dim] == 0:
-            return Plain(t.sum(dim, keepdim=True) - torch.inf), Plain(t)
-        nothing = (t == -torch.inf).all(dim, keepdim=True)
-        safe = torch.where(nothing, 0.0, t)
-        z = torch.where(nothing, -torch.inf, torch.logsumexp(safe, dim, keepdim=True))
-        return Plain(z), Plain(torch.where(nothing, 0.0, torch.softmax(safe, dim)))
-
-    def softmax_mean(self, logit: Plain, value: Plain, over: str = "cols") -> Plain:
-        return self.sum(self._soft(logit, over)[1] * value, over)
-
-    def weighted_mean(self, weight: Plain, value: Plain, over: str = "cols") -> Plain:
-        total = self.sum(weight, over)
-        return torch.where(total == 0, 0.0, self.sum(weight * value, over) / torch.where(total == 0, 1.0, total))
-
-    def _best(self, x: Plain, over: str, largest: bool) -> tuple[Plain, Plain]:
-        t, dim = self._along(x, over)
-        worst = -torch.inf if largest else torch.inf
-        if t.shape[dim] == 0:
-            nothing = t.sum(dim, keepdim=True)
-            return Plain(nothing + worst), Plain(torch.full_like(nothing, -1, dtype=torch.int64))
-        values, at = t.sort(dim=dim, descending=largest, stable=True)  # the first of equals comes first
-        value, at = values.narrow(dim, 0, 1), at.narrow(dim, 0, 1)
-        return Plain(value), Plain(torch.where(value == worst, -1, at))
-
-    def max(self, x: Plain, over: str = "cols") -> Plain:
-        return self._best(x, over, True)[0]
-
-    def min(self, x: Plain, over: str = "cols") -> Plain:
-        return self._best(x, over, False)[0]
-
-    def argmax(self, x: Plain, over: str = "cols") -> Plain:
-        return self._best(x, over, True)[1]
-
-    def argmin(self, x: Plain, over: str = "cols") -> Plain:
-        return self._best(x, over, False)[1]
-
-    def topk(self, x: Plain, k: int, largest: bool = True, over: str = "cols") -> Any:
-        t, dim = self._along(x, over)
-        values, at = t.sort(dim=dim, descending=largest, stable=True)
-        at = torch.where(values == (-torch.inf if largest else torch.inf), -1, at)
-        values, at = (v.narrow(dim, 0, k).movedim(dim, -1).unsqueeze(dim - 1) for v in (values, at))
-        return SimpleNamespace(values=Plain(values, True), indices=Plain(at, True))
-
-    def count(self, x: Plain, over: str = "cols") -> Plain:
-        return self.sum(x.bool(), over)
-
-    def any(self, x: Plain, over: str = "cols") -> Plain:
-        return self.count(x, over) > 0
-
-    def all(self, x: Plain, over: str = "cols") -> Plain:
-        return self.count(x, over) == self.lengths[over]
-
-    def var(self, x: Plain, correction: float = 1, over: str = "cols") -> Plain:
-        t, dim = self._along(x, over)
-        gap = t - t.mean(dim, keepdim=True)
-        return Plain(gap.square().sum(dim, keepdim=True) / (t.shape[dim] - correction))
-
-    def sqdist(self, x: Plain, y: Plain) -> Plain:
-        return (x - y).square().sum()
-
-    def uniform(self, seed: Any) -> Plain:
-        seed = int(seed.t.item()) if isinstance(seed, Plain) else seed
-        shape = (math.prod(self.batch), self.lengths["rows"], self.lengths["cols"])
-        numbers = [uniform(seed, *place) for place in itertools.product(*map(range, shape))]
-        return Plain(torch.tensor(numbers, dtype=torch.float64).view(*self.batch, *shape[1:]))
-
-    def gumbel(self, seed: Any) -> Plain:
-        return -torch.log(-torch.log(self.uniform(seed)))
-
-    def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
-        kept = self.uniform(seed) >= p
-        return torch.where(kept, x / (1 - p), 0.0) if not isinstance(p, float) or p < 1 else x * 0 * kept
-
-    def sample(self, logit: Plain, seed: Any, over: str = "cols") -> Plain:
-        return self.argmax(logit + self.gumbel(seed), over)
-
-    def reduce(self, monoid: type, over: str = "cols", **fields: Plain) -> Any:
-        """Each monoid of these tests has a closed form."""
-        name = monoid.__name__
-        if name in ("Blend", "LogWSum", "LogSumExp"):
-            values = {"z": self.logsumexp(fields["z"], over)}
-            if "v" in fields:
-                values["v"] = self.softmax_mean(fields["z"], fields["v"], over)
-        elif name == "WSum":
-            values = {"w": self.sum(fields["w"] + 0 * fields["v"][0], over), "v": self.weighted_mean(**{"weight": fields["w"], "value": fields["v"]}, over=over)}
-        elif name == "Either":
-            t, dim = self._along(fields["p"], over)
-            values = {"p": Plain(1 - (1 - t).prod(dim, keepdim=True))}
-        else:
-            re, im = torch.broadcast_tensors(fields["re"].t, fields["im"].t)
-            t, dim = self._along(Plain(torch.complex(re, im)), over)
-            whole = t.prod(dim, keepdim=True)
-            values = {"re": Plain(whole.real), "im": Plain(whole.imag)}
-        return SimpleNamespace(**values)
-
-
-def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 as Salmon et al. (2011) define it, in Python integers."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = divmod(c0 * 0xD2511F53, 2**32)
-        high1, low1 = divmod(c2 * 0xCD9E8D57, 2**32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return c0, c1, c2, c3
-
-
-@functools.lru_cache(maxsize=2**14)
-def uniform(seed: int, batch: int, row: int, col: int) -> float:
-    """The package's uniform number of a pair: the leading bits of the first word, in the middle of their interval."""
-    word = philox((col, row, batch, 0), (seed % 2**32, (seed >> 32) % 2**32))[0]
-    return ((word >> (32 - UNIFORM_BITS)) + 0.5) * 2.0**-UNIFORM_BITS
-
-
-UNIFORM_BITS = 23
-
-
-def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:
-    """The body of an op as a function of tensors, run by plain torch on whole matrices."""
-    given = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
-    side = {n: op.parameters[n].axis for n in given}
-    tail = {n: (side[n] in ("rows", "cols")) + (op.parameters[n].feature is not None) for n in given}
-    batch = torch.broadcast_shapes(*(v.shape[: v.dim() - tail[n]] for n, v in given.items()))
-    length = {a: next((v.shape[v.dim() - tail[n]] for n, v in given.items() if side[n] == a), 1) for a in ("rows", "cols")}
-    shim = PlainReductions(tuple(batch), length["rows"], length["cols"])
-    body = FunctionType(op.function.__code__, {**op.function.__globals__, "mr": shim})
-
-    def wrap(name: str, v: Any) -> Plain:
-        p = op.parameters[name]
-        v = torch.as_tensor(v, dtype=torch.float64 if isinstance(v, float) else None)
-        at = v.dim() - (p.feature is not None)  # where features begin
-        v = v.unsqueeze(at) if p.axis == "rows" else v.unsqueeze(at - 1) if p.axis == "cols" else v.unsqueeze(at).unsqueeze(at)
-        return Plain(v[(None,) * (len(batch) + 2 + (p.feature is not None) - v.dim())], p.feature is not None)
-
-    def unwrap(x: Plain, like: torch.Tensor) -> torch.Tensor:
-        return x.t.expand(*batch, *x.t.shape[len(batch) :]).reshape(like.shape)
-
-    def run(like: list[torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
-        found = body(**{n: wrap(n, v) for n, v in arguments.items()})
-        found = [found] if isinstance(found, Plain) else found
-        return [unwrap(x, o) for x, o in zip(found, like, strict=True)]
-
-    return run
-
-
 # Values and how to make them -------------------------------------------------------------------------------------------
 
 
@@ -552,6 +310,9 @@ UNARY = [
     Unary("{}.clamp(min=-0.3, max=0.4)", bound=_one, generic=False),
     Unary("torch.clamp({}, max=0.4)", generic=False),
     Unary("{}.clamp_min(0.1)", positive=True, generic=False),
+    Unary("{}.clamp_max(0.3)", generic=False),
+    Unary("torch.clip({}, -0.4, 0.5)", bound=_one, generic=False),
+    Unary("torch.deg2rad({})"),
     Unary("F.hardtanh({})", bound=_one, generic=False),
     Unary("F.relu6({})", generic=False),
     Unary("F.elu({}, 0.7)"),
@@ -634,10 +395,11 @@ INPUTS = {
 class Builder:
     """Draws a program line by line; every method that makes a value returns it and keeps it for later lines."""
 
-    def __init__(self, draw: Callable):
-        self.draw = draw
+    def __init__(self, tape: bytes):
+        self.tape = iter(tape)
         self.lines: list[tuple[str, str]] = []  # name, text
         self.values: list[Value] = []
+        self.used: set[str] = set()  # names that a later line reads
         self.reduced: set[str] = set()  # names that come after a reduction
         self.inputs: dict[str, str] = {}  # name, argument text
         self.rows, self.cols = self.length(), self.length()
@@ -645,7 +407,7 @@ class Builder:
         self.batch = self.choose(BATCHES)
 
     def program(self) -> Program:
-        for _ in range(self.draw(st.integers(0, 8))):
+        for _ in range(1 + self.below(STEPS_AT_MOST)):
             getattr(self, self.choose(STEPS))()
         self.reduction()
         returned = self.returned()
@@ -656,22 +418,26 @@ class Builder:
                 used.add(self.input(name).text)
         parameters = tuple((n, INPUTS[n].annotation, text) for n, text in self.inputs.items() if n in used)
         tiles = plan.Tiles(self.choose((1, 2, 3)), self.choose((2, 1, 3, 8)), self.choose((2, 1, 3, 8)))
-        return Program(parameters, tuple(lines), self.draw(st.integers(0, 99)), tiles, second=self.chance(4))
+        return Program(parameters, tuple(lines), self.below(100), tiles, second=self.chance(4))
 
     # Drawing
 
+    def below(self, n: int) -> int:
+        return next(self.tape, 0) % n
+
     def choose(self, options: Any) -> Any:
-        return options[self.draw(st.integers(0, len(options) - 1))] if len(options) > 1 else options[0]
+        return options[self.below(len(options))]
 
     def chance(self, one_in: int) -> bool:
-        return self.draw(st.integers(1, one_in)) == one_in
+        return self.below(one_in) == one_in - 1
 
     def length(self) -> int:
         return 0 if self.chance(30) else self.choose(LENGTHS)
 
     def pick(self, fits: Callable[[Value], bool], *fresh: Callable[[], Value]) -> Value:
         """One of the latest values that fit (most often), or a new one."""
-        old = [v for v in reversed(self.values) if v.finite and fits(v)][:5]
+        old = [v for v in reversed(self.values) if v.finite and fits(v)]
+        old = sorted(old, key=lambda v: v.text in self.used)[:4]  # what nobody uses yet comes first
         if old and (not fresh or not self.chance(4)):
             return self.choose(old)
         return self.choose(fresh)()
@@ -681,6 +447,7 @@ class Builder:
     def let(self, text: str, of: Iterable[Value] = (), **known: Any) -> Value:
         """Write one line; the value lives where its operands live unless said otherwise."""
         of = tuple(of)
+        self.used.update(v.text for v in of)
         name = f"a{len(self.lines)}"
         self.lines.append((name, text))
         roots = frozenset({name}).union(*(v.roots for v in of))
@@ -1134,13 +901,17 @@ def _words(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w.])[a-z]\w*", text))
 
 
+STEPS_AT_MOST = 10
 STEPS = ["unary"] * 5 + ["binary"] * 5 + ["reduction"] * 6 + ["where"] * 2 + [
     "pair", "dot", "one_sided_vector", "one_sided_number", "pair_vector", "contract", "integer", "cast", "dropout"]  # fmt: skip
 REDUCTIONS = ["sum"] * 5 + ["softmax_mean"] * 4 + ["logsumexp"] * 2 + ["best"] * 3 + ["user"] * 3 + [
     "topk", "topk", "weighted_mean", "sample", "truth", "var"]  # fmt: skip
 
 
-@st.composite
-def programs(draw: Callable) -> Program:
-    """A random well-typed pair program, ready to run."""
-    return Builder(draw).program()
+def programs() -> st.SearchStrategy[Program]:
+    """Random well-typed pair programs, ready to run.
+
+    The choices are read from a tape of bytes, past its end all 0, which is always the simplest choice; so programs are as
+    different as random bytes are, and shrinking the tape shrinks the program.
+    """
+    return st.binary(min_size=200, max_size=200).map(lambda tape: Builder(tape).program())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,15 @@ class Environment:
     python: str
     torch: str
     cpu: str
-    threads: int
+    threads: str
     date: str
 
 
 def surroundings() -> Environment:
     """The environment of this process."""
     date = f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    return Environment(
-        __version__, platform.python_version(), torch.__version__, _cpu(), torch.get_num_threads(), date
-    )
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    return Environment(__version__, platform.python_version(), torch.__version__, _cpu(), threads, date)
 
 
 def _cpu() -> str:
@@ -39,4 +39,5 @@ def _cpu() -> str:
     if info.is_file():
         lines = info.read_text(errors="replace").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (name or platform.machine()) + (f" ({capability})" if capability != "DEFAULT" else "")

@@ -1,4 +1,4 @@
-"""Memory profiles drawn as stacked areas: inline SVG, coloured by the page's style sheet so that light and dark both work.
+"""Memory profiles drawn as stacked areas: inline SVG, coloured by the page's style sheet, light or dark.
 
 Units in a drawing are those of its view box; text is 12 of them high, and the drawing is as wide as its column.
 """
@@ -56,7 +56,14 @@ def timeline(profile: Profile, top: float, label: str) -> str:
 
 def _inset(profile: Profile, box: Box) -> Iterator[str]:
     """The same profile on a scale of its own, where the outer one has nothing to show."""
-    own = Box(box.left + 62, box.top + 46, box.right - 20, box.y(profile.peak.total) - 60, profile.end, profile.peak.total * 1.15)
+    own = Box(
+        box.left + 62,
+        box.top + 46,
+        box.right - 20,
+        box.y(profile.peak.total) - 60,
+        profile.end,
+        profile.peak.total * 1.15,
+    )
     frame = (own.left - 46, own.top - 24, own.right - own.left + 58, own.bottom - own.top + 36)
     yield '<rect class="frame" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="4"/>'.format(*frame)
     yield _text(own.left - 38, own.top - 9, "the same, enlarged", "start", "strong")

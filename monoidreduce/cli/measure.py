@@ -15,14 +15,12 @@ from .layers import SEED, Layer, Size
 from .memory import Profile, Tensors
 
 STAGES = ("float64 truth", "time", "memory")  # what ``measure`` tells of, in this order
-ROUNDS = 5  # at most so many timed runs of each,
-SECONDS = 2.5  # and no new one after this long,
-LEAST = 2  # but at least so many
+LEAST, MOST = 2, 5  # timed runs of each
 
 
 @dataclass(frozen=True)
 class Side:
-    """What was measured of one implementation. Times are the best of the rounds; the error is the worst of all values."""
+    """What was measured of one implementation. Times are the best of the rounds; the error is the worst of all."""
 
     forward_ms: float
     total_ms: float
@@ -91,22 +89,27 @@ class _Trial:
         tensors = [t for t in (*self.inputs, *self.cotangents) if isinstance(t, Tensor)]
         return memory.record(self.forward, self.gradients if self.backward else None, tensors)
 
+    def side(self, error: float) -> Side:
+        return Side(self.forward_s * 1e3, self.total_s * 1e3, self.profiled(), error)
 
-def measure(layer: Layer, size: Size, tell: Callable[[str], None] = lambda stage: None) -> Result:
-    """Measure a layer at a size. ``tell`` is called as each of the STAGES begins."""
+
+def measure(layer: Layer, size: Size, seconds: float = 2.5, tell: Callable[[str], None] = lambda stage: None) -> Result:
+    """Measure a layer at a size. ``tell`` is called as each of the STAGES begins.
+
+    No timed run begins after so many ``seconds`` of them, but each side gets at least LEAST; only one, if there are none.
+    """
     inputs = layer.inputs(size)
     ours, naive = (_Trial(f, inputs, layer.backward) for f in (layer.ours, layer.naive))
     tell(STAGES[0])
     errors = _errors(layer, ours, naive)  # also the first call of both, which may trace or allocate for good
     tell(STAGES[1])
-    rounds, start = 0, time.perf_counter()
-    while rounds < LEAST or (rounds < ROUNDS and time.perf_counter() - start < SECONDS):
+    rounds, least, start = 0, LEAST if seconds > 0 else 1, time.perf_counter()
+    while rounds < least or (rounds < MOST and time.perf_counter() - start < seconds):
         ours.timed()  # in turns: a busy moment of the machine meets both
         naive.timed()
         rounds += 1
     tell(STAGES[2])
-    sides = [Side(t.forward_s * 1e3, t.total_s * 1e3, t.profiled(), e) for t, e in zip((ours, naive), errors, strict=True)]
-    return Result(layer, size, *sides, rounds=rounds)
+    return Result(layer, size, ours.side(errors[0]), naive.side(errors[1]), rounds)
 
 
 def _errors(layer: Layer, *trials: _Trial) -> list[float]:
@@ -119,7 +122,9 @@ def _errors(layer: Layer, *trials: _Trial) -> list[float]:
     found = []
     for trial in trials:
         outputs, gradients = trial.once()
-        pairs = list(zip(outputs + gradients, truth, strict=True)) if layer.judge is None else layer.judge(exact, outputs)
+        pairs = (
+            list(zip(outputs + gradients, truth, strict=True)) if layer.judge is None else layer.judge(exact, outputs)
+        )
         found.append(max(_relative(value, true) for value, true in pairs))
     return found
 

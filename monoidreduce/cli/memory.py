@@ -1,8 +1,8 @@
 """Memory over time, measured: every allocation and release that torch's CPU allocator makes during a layer's run.
 
-The instrument is ``torch.profiler`` with ``profile_memory=True``, as in the papers' memory profiles. Its trace holds the
-address and size of every allocation, also of those inside torch's own kernels. An allocation's category follows from when
-it lived:
+The instrument is ``torch.profiler`` with ``profile_memory=True``, as in the papers' memory profiles. Its trace holds
+the address and size of every allocation, also of those inside torch's own kernels. An allocation's category follows
+from when it lived:
 
 - ``gradients``: it holds a gradient that the backward returns; the inputs, there all along, are counted with them;
 - ``kept``: alive when the forward had returned, so an output, or saved for the backward;
@@ -93,7 +93,9 @@ def record(
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return _profile(events, held, sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}.values()))
+    return _profile(
+        events, held, sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}.values())
+    )
 
 
 @dataclass

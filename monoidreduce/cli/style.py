@@ -23,7 +23,9 @@ p, li { max-width: 46rem; }
 .lead { font-size: 1.08rem; }
 small, .quiet, .key, figcaption, dt { color: var(--quiet); }
 code, pre { font: .88em/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
-pre { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem; padding: .9rem 1rem; overflow-x: auto; }
+pre code { font-size: 1em; }
+pre { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem; padding: .9rem 1rem;
+  overflow-x: auto; overflow-wrap: normal; }
 sup { line-height: 0; font-size: .75em; }
 em { font-style: normal; color: var(--quiet); }
 li em { font-style: italic; color: inherit; }
@@ -34,22 +36,25 @@ li em { font-style: italic; color: inherit; }
 .tiles b { display: block; font-size: 1.9rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .tiles small { display: block; }
 
-.swatch { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .15em 0 .6em; vertical-align: -.05em; }
+.swatch { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .15em 0 .6em;
+  vertical-align: -.05em; }
 .swatch:first-child { margin-left: 0; }
 .ours { background: var(--ours); } .naive { background: var(--naive); }
 .swatch.gradients { background: var(--gradients); } .swatch.kept { background: var(--kept); }
 .swatch.temporary { background: var(--temporary); }
 
-table { width: 100%; border-collapse: collapse; font-size: .92rem; }
-thead th { text-align: left; font-weight: 600; color: var(--quiet); padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--rule); }
-tbody th, td { text-align: left; vertical-align: top; padding: .8rem .9rem .8rem 0; border-bottom: 1px solid var(--rule); }
-tbody th { font-weight: 400; width: 38%; }
+table { width: 100%; table-layout: fixed; border-collapse: collapse; font-size: .92rem; }
+th, td { text-align: left; vertical-align: top; padding: .8rem 1.2rem .8rem 0; border-bottom: 1px solid var(--rule); }
+thead th { font-weight: 600; color: var(--quiet); padding: .4rem 1.2rem .4rem 0; }
+thead th:first-child { width: 37%; } thead th:last-child { width: 10%; }
+tbody th { font-weight: 400; }
 td:last-child, thead th:last-child { padding-right: 0; }
 .name { font-weight: 600; }
 .formula { display: block; color: var(--quiet); }
 summary { cursor: pointer; color: var(--quiet); font-size: .92em; }
 details code { color: var(--ink); }
-.line { display: grid; grid-template-columns: 1fr 3.4em; align-items: center; gap: .6em; font-variant-numeric: tabular-nums; }
+.line { display: grid; grid-template-columns: 1fr 3.2em; align-items: center; gap: .5em;
+  font-variant-numeric: tabular-nums; }
 .line > :last-child { text-align: right; }
 .track { background: var(--track); border-radius: .2rem; height: .7rem; }
 .bar { display: block; height: 100%; min-width: 2px; border-radius: .2rem; }
@@ -59,7 +64,7 @@ details code { color: var(--ink); }
 .errors span { display: block; }
 
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: .6rem; padding: .9rem .9rem 1rem; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: .6rem; padding: .9rem; }
 figcaption { font-size: .92rem; margin-top: .4rem; } figcaption b { color: var(--ink); }
 svg { display: block; width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--quiet); font-variant-numeric: tabular-nums; }
@@ -69,7 +74,8 @@ line.grid { stroke: var(--rule); } line.axis { stroke: var(--quiet); }
 line.phase { stroke: var(--quiet); stroke-dasharray: 2 3; } line.peak { stroke: var(--ink); stroke-dasharray: 5 4; }
 .dot { fill: var(--ink); } .frame { fill: var(--card); stroke: var(--rule); }
 
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 15rem), 1fr)); gap: .6rem 1.5rem; margin: 0 0 1.25rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 14rem), 1fr)); gap: .6rem 1.5rem;
+  margin: 0 0 1.25rem; }
 dt { font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
 
 @media (max-width: 46rem) {

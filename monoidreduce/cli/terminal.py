@@ -1,7 +1,7 @@
 """What the terminal shows. The only place that imports rich, an optional dependency.
 
-rich looks at the terminal for us: no colour with NO_COLOR or into a pipe, no moving bar into a pipe, tables as narrow as
-the window. Progress goes to stderr, so that stdout holds results alone.
+rich looks at the terminal for us: no colour with NO_COLOR or into a pipe, no moving bar into a pipe, tables as narrow
+as the window. Progress goes to stderr, so that stdout holds results alone.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def show(results: Sequence[Result], footnotes: Sequence[str]) -> None:
         screen.print(note, style="dim")
 
 
-_WIDE_HEADINGS = ("ms, ours", "naive", "faster", "MB, ours", "naive", "smaller", "error, ours", "naive")
-_NARROW_HEADINGS = ("ms, ours\nnaive", "faster", "MB, ours\nnaive", "smaller", "error, ours\nnaive")
+_WIDE_HEADINGS = ("ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, ours", "naive")
+_NARROW_HEADINGS = ("ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive")
 
 
 def _wide_cells(r: Result) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..algebra import fold as fold_monoid
 from ..program.expr import Expr
 from . import hardware
-from .tilecode import Contraction, Reducer, TileRun
+from .tilecode import FEW_FEATURES, Contraction, Reducer, TileRun
 
 
 class Accumulator:
@@ -59,10 +59,27 @@ class Accumulator:
             for f in range(tile.width(c.weight)):
                 part = tile.component(c.weight, f)
                 total[..., f] += (part if weight is None else weight * part).expand(tile.tile).sum(self.dim)
+        elif c.minus is not None:
+            self._contract_gap(total, weight, c, tile)
         elif c.vector is None:
             total += weight.sum(self.dim)
         else:
             hardware.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
+
+
+    def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
+        """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""
+        assert c.vector is not None and c.minus is not None
+        x, y = (tile.get(v).to(total.dtype) for v in (c.vector, c.minus))
+        if x.shape[-1] <= FEW_FEATURES:
+            for f in range(x.shape[-1]):
+                gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
+                total[..., f] += gap.mul_(weight).sum(self.dim)
+            return
+        centre = y.mean(1, keepdim=True)
+        kept, folded = (x - centre, centre - y) if self.over == "cols" else (centre - y, x - centre)
+        total += weight.sum(self.dim).unsqueeze(-1) * kept
+        hardware.accumulate(total, weight if self.over == "cols" else weight.mT, folded)
 
 
 class Sum(Accumulator):
@@ -109,7 +126,8 @@ class Soft(Accumulator):
         safe = torch.where(self.peak.isinf(), 0.0, self.peak)
         seen = torch.where(self.total == 0, 1.0, self.total)  # a row that sees nothing has mean 0
         means = [v.div_(seen if v.dim() == 2 else seen.unsqueeze(-1)) for v in self.values]
-        return [self.total.log().add_(safe), *means]
+        log_total = self.total.log()
+        return [log_total + safe, *means, log_total, safe]
 
 
 class Best(Accumulator):

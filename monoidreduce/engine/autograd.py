@@ -17,6 +17,7 @@ from torch import Tensor
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered, lower
+from ..program.reductions import KINDS
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 
 
@@ -55,7 +56,7 @@ class _FoldFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.context, *leaves = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o in output if not o.dtype.is_floating_point))
+        ctx.mark_non_differentiable(*(o for o, (r, k) in zip(output, ctx.context.fold.outputs, strict=True) if _fixed(o, r, k)))
         ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
         ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
 
@@ -66,6 +67,8 @@ class _FoldFunction(torch.autograd.Function):
         leaves = [c if c is not None else next(saved) for c in ctx.constants]
         results = list(saved)
         asked = tuple(ctx.needs_input_grad[1:])
+        if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
+            return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
         given = tuple(g is not None for g in cotangents)
         program, names = _gradient_program(context.fold, asked, given)
         inputs = dict(zip(names.leaves, leaves, strict=True))
@@ -76,6 +79,13 @@ class _FoldFunction(torch.autograd.Function):
         for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
             grads.append(_as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
         return None, *grads
+
+
+def _fixed(value: Tensor, reduction: Expr, k: int) -> bool:
+    """Whether a result is a constant to gradients."""
+    kind, _, params = reduction.attrs
+    count = len(KINDS[kind].outputs(reduction.args, params))
+    return not value.dtype.is_floating_point or not KINDS[kind].moves(k, count)
 
 
 @dataclass(frozen=True)
@@ -98,11 +108,18 @@ def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ..
     return lower(tuple(e for e in outputs if e is not None)), names
 
 
+def _zero(leaf: Tensor) -> Tensor:
+    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
+    if not torch.is_grad_enabled():
+        return torch.zeros_like(leaf)
+    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
+
+
 def _as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
     """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
     value, e = result
     if value is None:
-        return torch.zeros_like(leaf)
+        return _zero(leaf)
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
     if expr.feature is not None and e.feature is None:

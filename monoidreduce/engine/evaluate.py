@@ -25,7 +25,8 @@ _KINDS = {"bool": torch.bool, "int": torch.int64}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in."""
+    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done
+    in."""
 
     rows: int
     cols: int
@@ -37,7 +38,9 @@ class Sizes:
     def of(self, axis: str) -> int:
         if axis == "rows":
             return self.rows
-        return self.cols if axis == "cols" else int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
+        return (
+            self.cols if axis == "cols" else int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
+        )
 
 
 def to_layout(t: Value, e: Expr) -> Value:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..program import intervals as iv
-from ..program.build import substitute, terms
+from ..program.build import gap_form, substitute, terms
 from ..program.expr import Expr, const, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
@@ -29,11 +29,15 @@ Tile = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Contraction:
-    """Σ over one axis of ``weight`` × ``vector``: a plain sum (no vector), a product, or a walk over features."""
+    """Σ over one axis of ``weight`` × ``vector``: a plain sum (no vector), a product, or a walk over features.
+
+    With ``minus`` the vector is the gap ``vector - minus`` between a row's and a column's, kept together for accuracy.
+    """
 
     weight: Expr
     vector: Expr | None
     walk: bool = False
+    minus: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     """How Σ value is computed: as products where the value is number × vector, else by walking its features."""
     if value.feature is None:
         return (Contraction(value, None),)
+    gap = gap_form(value)
+    if gap is not None and gap[1].op == gap[2].op == "leaf":
+        return (Contraction(gap[0], gap[1], minus=gap[2]),)
     parts = terms(value)
     side = 2 if over == "cols" else 1
     if parts is not None and all(p[3 - side] is None and p[side] is not None for p in parts):
@@ -119,7 +126,8 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
 
 
 def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Expr]) -> Code | None:
-    """The code of a variant, or None if no reduction has anything to do. ``scalars``: leaves that are Python numbers."""
+    """The code of a variant, or None if no reduction has anything to do. ``scalars``: leaves that are Python
+    numbers."""
     replace = {c: const(truth) for c, truth in decided.items()}
     reducers = []
     for place, r in enumerate(fold.reductions):
@@ -169,7 +177,8 @@ def _contracted(r: Reducer) -> list[Expr]:
 
 
 def _numbers_under(e: Expr) -> tuple[Expr, ...]:
-    """The numbers that a node is computed from (none for products of vectors; those inside the walk for a feature sum)."""
+    """The numbers that a node is computed from (none for products of vectors; those inside the walk for a feature
+    sum)."""
     if e.op == "fsum":
         return tuple(_numbers_of(Contraction(e.args[0], None, walk=True)))
     return () if e.op in ("dot", "sqdist") else e.args
@@ -351,12 +360,14 @@ def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -
 def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """|x_i - y_j|²: directly for few features; else by a product, and directly again for pairs too close for that."""
     x, y = x.to(out.dtype), y.to(out.dtype)
-    if x.shape[-1] <= 8:
+    if x.shape[-1] <= FEW_FEATURES:
         out.zero_()
         for f in range(x.shape[-1]):
             gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
             out.addcmul_(gap, gap)
         return out
+    centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
+    x, y = x - centre, y - centre
     hardware.dot_into(out, x, y, -2.0)
     norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
     out += norms
@@ -370,3 +381,4 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 _CLOSE_CHUNK = 4096
+FEW_FEATURES = 8  # up to here differences are taken directly

@@ -139,7 +139,7 @@ def flat(x: Any, *columns: Any) -> Any:
 
 def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """A result [M] or [M, N] of ``rows = flat(x)`` with the leading dimensions of x again."""
-    return y if rows is x else y.reshape(*x.shape[:-1], *y.shape[1:])
+    return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
 def reduced(loss: Tensor, how: Reduction) -> Tensor:

@@ -101,19 +101,20 @@ def cross_entropy_distributions(
 
 @mr.op
 @no_type_check
-def _entropy(x: mr.Row["d"], weight: mr.Col["d"], shift: mr.Row, bias: mr.Col | None = None):
-    s = x @ weight - shift
-    logit = s if bias is None else s + bias
-    value = logit if bias is None else torch.where(logit == -math.inf, 0.0, logit)  # 0 · log 0 = 0
-    z = mr.logsumexp(logit)
-    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(logit, value))
+def _entropy(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
+    s = x @ weight if bias is None else x @ weight + bias
+    shift = torch.detach(mr.logsumexp(s))
+    seen = shift > -math.inf
+    s = s - torch.where(seen, shift, 0.0)  # no matter to the entropy, but its two terms are large numbers otherwise
+    value = s if bias is None else torch.where(s == -math.inf, 0.0, s)  # 0 · log 0 = 0
+    return torch.where(seen, mr.logsumexp(s) - mr.softmax_mean(s, value), 0.0)
 
 
 def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The entropy, in nats, of ``softmax(x @ weight.T + bias)`` for each row.
 
     The same as ``torch.distributions.Categorical(logits=F.linear(x, weight, bias)).entropy()``, without ever allocating
-    the M × V logits, their softmax or their gradient. A class whose bias is minus infinity does not take part; with no
+    the M × V logits, their softmax or their gradient (two passes forward, one backward). A class whose bias is minus infinity does not take part; with no
     classes the entropy is 0. For 16-bit inputs the entropy is float32.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give [...].
@@ -130,13 +131,4 @@ def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """
     checks.head(x, weight, bias)
     rows = checks.flat(x)
-    return checks.unflat(_entropy(rows, weight, _centre(rows, weight, bias), bias), x, rows)
-
-
-@torch.no_grad()
-def _centre(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Each row's mean logit, roughly. Entropy does not depend on it, but the rounding error of its two terms does."""
-    shift = rows @ weight.mean(0)
-    if bias is not None:
-        shift = shift + torch.where(bias.isfinite(), bias, 0.0).mean()
-    return shift.nan_to_num()
+    return checks.unflat(_entropy(rows, weight, bias), x, rows)

@@ -213,6 +213,25 @@ def terms(x: Expr) -> list[Term] | None:
     return None
 
 
+def gap_form(e: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """A vector per pair as number × (row vector - column vector), if it is that: (number, row vector, column vector)."""
+    if e.op == "neg":
+        inner = gap_form(e.args[0])
+        return inner and (apply("neg", inner[0]), inner[1], inner[2])
+    if e.op == "mul":
+        for number, vector in (e.args, e.args[::-1]):
+            inner = gap_form(vector) if number.feature is None else None
+            if inner is not None:
+                return apply("mul", inner[0], number), inner[1], inner[2]
+    if e.op == "sub" and all(a.feature is not None and not a.is_pair for a in e.args):
+        a, b = e.args
+        if a.rows and b.cols:
+            return ONE, a, b
+        if a.cols and b.rows:
+            return const(-1.0), b, a
+    return None
+
+
 def _scaled(some: list[Term], factor: Expr) -> list[Term]:
     return [(apply("mul", k, factor), u, v) for k, u, v in some]
 

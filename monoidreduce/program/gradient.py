@@ -22,10 +22,9 @@ def gradient(
 ) -> tuple[list[Expr], list[Expr], list[Expr | None]]:
     """The gradient program of a fold.
 
-    ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k's cotangent is not known to be zero.
-    Returns the inputs that stand for the results, those for the cotangents (in the order of the results), and one
-    output expression per leaf (None where not asked, or where it is zero).
-    """
+    ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k's cotangent is not known to be
+    zero. Returns the inputs that stand for the results, those for the cotangents (in the order of the results), and one
+    output expression per leaf (None where not asked, or where it is zero). """
     results: list[Expr] = []
     cotangents: list[Expr] = []
     seeds: list[tuple[Expr, Expr]] = []
@@ -39,7 +38,8 @@ def gradient(
             node("leaf", (), (f"g{len(results) + k}",), rows=r.rows, cols=r.cols, feature=o.feature, dtype="float")
             for k, o in enumerate(outs)
         ]
-        live = [Symbol(g) if given[len(results) + k] and outs[k].dtype == "float" else None for k, g in enumerate(gs)]
+        moves = [o.dtype == "float" and KINDS[kind].moves(k, len(outs)) for k, o in enumerate(outs)]
+        live = [Symbol(g) if given[len(results) + k] and moves[k] else None for k, g in enumerate(gs)]
         if any(g is not None for g in live):
             pulled = KINDS[kind].pullback(over, params, list(map(Symbol, r.args)), list(map(Symbol, outs)), live)
             for field, p in zip(r.args, pulled, strict=True):

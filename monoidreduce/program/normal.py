@@ -49,6 +49,11 @@ def _sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
     if e.feature is not None and not e.is_pair:
         return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+    gap = build.gap_form(e)
+    if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
+        free, alone, mid = _factors(gap[0], over)
+        value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
+        return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
     if parts is None:  # a vector per pair that is no product: engines walk its features
         return make("sum", over, (), (e,))[0]

@@ -70,9 +70,9 @@ def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
 def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     """Uniform numbers in (0, 1) from Philox4x32-10 with counter (j, i, batch, 0) and key ``seed`` (64 bits).
 
-    Integer arithmetic in int64, each word kept below 2**32; the number is (first word + 1/2) / 2**32 in float32 whatever the
-    type of the arithmetic, never 0 or 1, and fine near 0: the tail of a Gumbel or exponential number is there.
-    """
+    Integer arithmetic in int64, each word kept below 2**32; the number is (first word + 1/2) / 2**32 in float32
+    whatever the type of the arithmetic, never 0 or 1, and fine near 0: the tail of a Gumbel or exponential number is
+    there. """
     mask = 0xFFFFFFFF
     seed, batch, i, j = torch.broadcast_tensors(
         *(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j))
@@ -142,7 +142,12 @@ _ROWS = [
         lambda g, y, x, beta, threshold: (g * torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta)),),
         attributes={"beta": 1.0, "threshold": 20.0},
     ),
-    _P("logsigmoid", lambda x, out=None: _into(F.logsigmoid(x), out), lambda g, y, x: (g * torch.sigmoid(-x),), names=("log_sigmoid",)),
+    _P(
+        "logsigmoid",
+        lambda x, out=None: _into(F.logsigmoid(x), out),
+        lambda g, y, x: (g * torch.sigmoid(-x),),
+        names=("log_sigmoid",),
+    ),
     # choice
     _P(
         "minimum",

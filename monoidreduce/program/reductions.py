@@ -20,7 +20,7 @@ from ..algebra import Monoid, Scalar
 from ..errors import ArgumentError, NoGradientError, TraceError, UnreducedError
 from . import build
 from . import intervals as iv
-from .expr import Expr, Feature, const, index, reduce_node, result, size
+from .expr import Expr, Feature, const, index, node, reduce_node, result, size
 from .pull import pull
 from .symbol import Symbol, current_trace, expr_of
 
@@ -29,27 +29,43 @@ Outputs = list[tuple[Feature, str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One row: ``outputs(fields, params)``, ``pullback(over, params, fields, results, cotangents)``, ``idle(params, ...)``."""
+    """One row: ``outputs(fields, params)``, ``pullback(over, params, fields, results, cotangents)``,
+    ``idle(params, ...)``."""
 
     outputs: Callable[[tuple[Expr, ...], tuple], Outputs]
     pullback: Callable[..., list[Any]]
     idle: Callable[[tuple, list[iv.Interval]], bool]
+    fixed: tuple[int, ...] = ()  # results that are constants to a gradient
+
+    def moves(self, k: int, count: int) -> bool:
+        """Whether result ``k`` of ``count`` has a cotangent."""
+        return k not in self.fixed and k - count not in self.fixed
 
 
 def _sum_outputs(fields: tuple[Expr, ...], params: tuple) -> Outputs:
     return [(fields[0].feature, "int" if fields[0].dtype == "bool" else fields[0].dtype)]
 
 
+def _soft_outputs(fields: tuple[Expr, ...], params: tuple) -> Outputs:
+    """z = logsumexp, a mean per value; then, for gradients, log Σ exp(s - peak) and the (finite) peak itself."""
+    return [(None, "float"), *((v.feature, "float") for v in fields[1:]), (None, "float"), (None, "float")]
+
+
 def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: list) -> list:
-    """LogWSum: z and the values' means c; one pair (s, v) has weight w = exp(s - z)."""
+    """LogWSum: one pair (s, v) has weight w = exp(s - z), and D(c, a) g = (w (g_z + ⟨g_v, v - mean⟩), w g_v).
+
+    The weight is exp(s - peak) / Σ exp(s - peak): z itself, rounded, would cost a digit for every digit of a large logit.
+    """
     logit, *values = fields
-    z, *means = results
-    weight = torch.exp(logit - torch.where(z == -math.inf, 0.0, z))
-    inner: Any = 0.0 if g[0] is None else g[0]
-    for value, mean, gm in zip(values, means, g[1:], strict=True):
+    _, *means, log_total, peak = results
+    weight = torch.exp(logit - peak) * torch.where(log_total == -math.inf, 0.0, torch.exp(-log_total))
+    inner: Any = 0.0
+    for g_log in (g[0], g[-2]):  # z and log_total differ by the peak, a constant: they move alike
+        inner = inner if g_log is None else g_log + inner
+    for value, mean, gm in zip(values, means, g[1:-2], strict=True):
         if gm is not None:
             inner = _contract(gm, value - mean) + inner
-    return [weight * inner, *(None if gm is None else weight * gm for gm in g[1:])]
+    return [weight * inner, *(None if gm is None else weight * gm for gm in g[1:-2])]
 
 
 def _contract(g: Any, x: Any) -> Any:
@@ -106,18 +122,17 @@ def _user_pullback(over: str, params: tuple, fields: list, results: list, g: lis
 
 
 def _pullback_from_remove(monoid: Any, names: list[str], whole: Any, part: Any, g: Any) -> list:
-    """D(c, a) g as the derivative of ``combine(a, rest)`` with ``rest = remove(c, a)`` held fixed."""
-    rest = monoid.remove(whole, part)
-    held = monoid(
-        **{
-            n: torch.detach(getattr(rest, n)) if isinstance(getattr(rest, n), Symbol) else getattr(rest, n)
-            for n in names
-        }
-    )
-    combined = monoid.combine(part, held)
+    """D(c, a) g as the derivative of ``combine(a, rest)`` by a, then with ``rest = remove(c, a)`` put in its place."""
+    rest = {n: expr_of(getattr(monoid.remove(whole, part), n)) for n in names}
+    held = {
+        n: node("leaf", (), (f"rest/{n}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
+        for n, e in rest.items()
+    }
+    combined = monoid.combine(part, monoid(**{n: Symbol(e) for n, e in held.items()}))
     seeds = [(expr_of(getattr(combined, n)), expr_of(getattr(g, n))) for n in names]
-    wrt = [expr_of(getattr(part, n)) for n in names]
-    return [Symbol(e) if e is not None else None for e in pull(seeds, wrt)]
+    pulled = pull(seeds, [expr_of(getattr(part, n)) for n in names])
+    back = {held[n]: e for n, e in rest.items()}
+    return [None if e is None else Symbol(build.substitute((e,), back)[0]) for e in pulled]
 
 
 def _user_outputs(fields: tuple[Expr, ...], params: tuple) -> Outputs:
@@ -131,9 +146,10 @@ def _never(params: tuple, fields: list[iv.Interval]) -> bool:
 KINDS: dict[str, Kind] = {
     "sum": Kind(_sum_outputs, lambda over, params, f, r, g: [g[0]], lambda params, f: f[0] == iv.FALSE),
     "soft": Kind(
-        lambda f, params: [(None, "float"), *((v.feature, "float") for v in f[1:])],
+        _soft_outputs,
         _soft_pullback,
         lambda params, f: f[0] == iv.MINUS_INF,
+        fixed=(-1,),  # the peak
     ),
     "best": Kind(
         lambda f, params: [(None, f[0].dtype), (None, "int")],

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ImpureError, TraceError, UnknownFunctionError
 from . import build
-from .expr import Expr, const, reduce_node, result, size, topological
+from .expr import Expr, const, size, topological
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
@@ -181,7 +181,7 @@ _REFUSED_ATTRIBUTES = dict.fromkeys(
 
 
 def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
-    return Symbol(_centred(build.fsum(expr_of(x))))
+    return Symbol(build.fsum(expr_of(x)))
 
 
 def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
@@ -212,22 +212,12 @@ def _feature_extreme(largest: bool) -> Callable:
 
 
 def sqdist(x: Any, y: Any) -> Symbol:
-    """|x - y|² of a row's and a column's vector, careful for close points (both are centred first)."""
-    return Symbol(_centred(build.sqdist(expr_of(x), expr_of(y))))
-
-
-def _centred(e: Expr) -> Expr:
-    """Move both point clouds to the columns' mean: distances stay, and products of small numbers cancel less."""
-    if e.op != "sqdist":
-        return e
-    x, y = e.args
-    total = result(reduce_node("sum", "cols", (), (y,)), 0, y.feature, "float")
-    centre = build.apply("detach", build.apply("div", total, build.apply("maximum", size("cols"), 1)))
-    return build.sqdist(build.apply("sub", x, centre), build.apply("sub", y, centre))
+    """|x - y|² of a row's and a column's vector, careful for close points."""
+    return Symbol(build.sqdist(expr_of(x), expr_of(y)))
 
 
 def _dot(x: Any, y: Any) -> Symbol:
-    return Symbol(_centred(build.dot(expr_of(x), expr_of(y))))
+    return Symbol(build.dot(expr_of(x), expr_of(y)))
 
 
 def _cast_to(kind: str) -> Callable:

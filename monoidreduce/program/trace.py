@@ -28,7 +28,8 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 @dataclass(frozen=True)
 class Traced:
-    """A program: its output expressions, how to give them back in the body's own shape, and which numbers were fixed."""
+    """A program: its output expressions, how to give them back in the body's own shape, and which numbers were
+    fixed."""
 
     outputs: tuple[Expr, ...]
     pack: Callable[[list[Any]], Any]
@@ -38,7 +39,8 @@ class Traced:
 def trace(
     function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any]
 ) -> Traced:
-    """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be fixed."""
+    """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
+    fixed."""
     fixed: frozenset[str] = frozenset()
     while True:
         try:

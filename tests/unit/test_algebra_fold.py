@@ -167,6 +167,14 @@ def test_nothing_seen_means_no_gradient():
             assert (grad == 0).all()
 
 
+@pytest.mark.parametrize("monoid", [monoids.LogWSum, Plain], ids=lambda m: m.__name__)
+def test_one_element_without_weight_is_nothing(monoid):
+    x = {"z": torch.tensor([-math.inf]), "v": torch.ones(1, 3)}
+    alone = {name: t[0] for name, t in x.items()}
+    for got in (fold(monoid, x), fold(monoid, [alone]), fold(monoid, [x], 0)):
+        assert got.v.tolist() == [0.0, 0.0, 0.0] and got.z.item() == -math.inf
+
+
 # --- streams ---
 
 

@@ -286,7 +286,7 @@ class CrossEntropy(Monoid):
 
 @pytest.mark.parametrize("monoid", [GuardedMean, Affine, SquareOfSum, CrossEntropy, GuardedMean * Affine])
 def test_right_ones_pass_out_of_the_box(monoid):
-    for seed in range(3):
+    for seed in range(2):
         assert laws.check(monoid, seed=seed).counts["associativity"] >= 200
 
 

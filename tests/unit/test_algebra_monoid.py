@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monoidreduce import errors
-from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, monoids, product
+from monoidreduce.algebra import Domain, Field, List, Matrix, Monoid, Scalar, Vector, dot, fold, monoids, product
 
 
 class LogMean(Monoid):
@@ -145,8 +145,6 @@ def test_combine_must_return_an_element():
 
         def combine(a, b):
             return (a.v + b.v,)
-
-    from monoidreduce.algebra import fold
 
     with pytest.raises(errors.DeclarationError, match=r"combine returned tuple.*return Tuple\(v=\.\.\.\)"):
         fold(Tuple, torch.ones(3))

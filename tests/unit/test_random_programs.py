@@ -1,0 +1,71 @@
+"""A thousand random programs: the eager engine against the reference engine, and that against plain torch.
+
+Values, gradients and (one program in four) gradients of gradients, in float64, by small random tiles. The programs are the
+same on every run; one that fails is shrunk and printed as a script that reproduces it.
+"""
+
+import collections
+import re
+
+import hypothesis
+import pytest
+import torch
+
+from monoidreduce.program.primitives import COMPOSITES, NAMES, PRIMITIVES
+from tests.programs import INPUTS, Program, programs
+
+SHARDS, EXAMPLES = 10, 100
+FIXED = hypothesis.settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False
+)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_engines_agree_on_random_programs(shard: int):
+    @hypothesis.seed(shard)
+    @hypothesis.settings(FIXED, max_examples=EXAMPLES)
+    @hypothesis.given(programs())
+    def agree(program: Program):
+        program.check()
+
+    agree()
+
+
+def test_random_programs_use_the_whole_language():
+    """Every primitive, every composite and every reduction occurs in the programs, and so does every sort of program."""
+    seen: collections.Counter = collections.Counter()
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(FIXED, max_examples=1000)
+    @hypothesis.given(programs())
+    def look(program: Program):
+        seen.update(set(words(program)))
+
+    look()
+    wanted = set(PRIMITIVES) | set(COMPOSITES) | {"normalize", "sqdist", "topk", "sample", "reduce", "dropout", "gumbel"}
+    wanted -= {"cast", "contiguous"}  # .float(), .int() and .bool() are the casts
+    assert not sorted(wanted - seen.keys())
+    assert seen["second"] > 100 and seen["two passes"] > 100 and seen["empty"] > 20 and seen["batched"] > 200
+
+
+def words(program: Program):
+    """The names of the language that the text of a program holds."""
+    text = "\n".join(program.lines)
+    operators = {
+        " @ ": "matmul", " + ": "add", " - ": "sub", " * ": "mul", " / ": "div", " ** ": "pow", " // ": "floor_divide",
+        " % ": "remainder", " == ": "eq", " != ": "ne", " < ": "lt", " <= ": "le", " > ": "gt", " >= ": "ge",
+        " & ": "logical_and", " | ": "logical_or", " ^ ": "logical_xor", "= ~": "logical_not", "= -": "neg",
+    }  # fmt: skip
+    yield from (name for sign, name in operators.items() if sign in text)
+    for word in re.findall(r"(\w+)\(", text):
+        yield NAMES.get(word, word)
+    if program.second:
+        yield "second"
+    tensors = [(INPUTS[n], v) for n, v in program.arguments().items() if isinstance(v, torch.Tensor)]
+    if any(0 in v.shape for _, v in tensors):
+        yield "empty"
+    if any(i.axis in ("rows", "cols") and v.dim() > 1 + (i.feature is not None) for i, v in tensors):
+        yield "batched"
+    results = set(re.findall(r"^(a\d+) = mr\.(?:sum|mean|logsumexp|max|min|softmax_mean)", text, re.M))
+    if any(re.search(rf"= .*\b{r}\b", text) for r in results):
+        yield "two passes"
