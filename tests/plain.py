@@ -31,7 +31,7 @@ class Plain:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.__name__.strip("_")
         if name in ("normalize", "norm"):
-            return getattr(args[0], name)(**{k: v for k, v in (kwargs or {}).items() if k != "dim"})
+            return getattr(args[0], name)((kwargs or {}).get("p", 2))
         vector = any(isinstance(a, Plain) and a.vector for a in args)
         if name in ("floor_divide", "floordiv", "heaviside"):  # torch has no derivative for these, not even 0
             args = tuple(a.detach() if isinstance(a, Plain) else a for a in args)
@@ -62,8 +62,8 @@ class Plain:
     def norm(self, p: float = 2) -> Plain:
         return Plain(torch.linalg.vector_norm(self.t, p, dim=-1))
 
-    def normalize(self) -> Plain:
-        return Plain(F.normalize(self.t, dim=-1), True)
+    def normalize(self, p: float = 2) -> Plain:
+        return Plain(F.normalize(self.t, p, dim=-1), True)
 
     def __matmul__(self, other: Plain) -> Plain:
         return (self * other).sum()
@@ -191,18 +191,19 @@ class PlainReductions:
     def reduce(self, monoid: type, over: str = "cols", **fields: Plain) -> Any:
         """Each monoid of these tests has a closed form."""
         name = monoid.__name__
+        shape = torch.broadcast_shapes(*(x.t.shape[:-1] if x.vector else x.t.shape for x in fields.values()))
+        fields = {n: Plain(x.t.expand(*shape, *x.t.shape[len(shape) :]), x.vector) for n, x in fields.items()}
         if name in ("Blend", "LogWSum", "LogSumExp"):
             values = {"z": self.logsumexp(fields["z"], over)}
             if "v" in fields:
                 values["v"] = self.softmax_mean(fields["z"], fields["v"], over)
         elif name == "WSum":
-            values = {"w": self.sum(fields["w"] + 0 * fields["v"][0], over), "v": self.weighted_mean(fields["w"], fields["v"], over)}
+            values = {"w": self.sum(fields["w"], over), "v": self.weighted_mean(fields["w"], fields["v"], over)}
         elif name == "Either":
             t, dim = self._along(fields["p"], over)
             values = {"p": Plain(1 - (1 - t).prod(dim, keepdim=True))}
         else:
-            re, im = torch.broadcast_tensors(fields["re"].t, fields["im"].t)
-            t, dim = self._along(Plain(torch.complex(re, im)), over)
+            t, dim = self._along(Plain(torch.complex(fields["re"].t, fields["im"].t)), over)
             whole = t.prod(dim, keepdim=True)
             values = {"re": Plain(whole.real), "im": Plain(whole.imag)}
         return SimpleNamespace(**values)

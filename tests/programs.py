@@ -403,7 +403,7 @@ class Builder:
         self.reduced: set[str] = set()  # names that come after a reduction
         self.inputs: dict[str, str] = {}  # name, argument text
         self.rows, self.cols = self.length(), self.length()
-        self.widths: dict[Any, int] = {"f": self.choose(WIDTHS), "d": self.choose(WIDTHS), 1: 1, 2: 2, 3: 3}
+        self.widths: dict[Any, int] = {"f": self.choose(WIDTHS), "d": self.choose(WIDTHS), 2: 2}
         self.batch = self.choose(BATCHES)
 
     def program(self) -> Program:
@@ -832,14 +832,14 @@ class Builder:
         if self.chance(4):
             c = self.condition()
             text, of, finite = f"torch.where({c.text}, {text}, {'torch.inf' if tail else '-torch.inf'})", (*of, c), False
-        top = self.fold(f"mr.topk({text}, {k}{tail})", of, kind="topk", feature=k)
+        top = self.fold(f"mr.topk({text}, {k}{tail})", of, kind="topk", feature=f"#{k}")
         bound = max(v.bound for v in of) + 1
         self.let(f"{top.text}.indices", (top,), kind="int", bound=8, generic=False)
         self.let(f"{top.text}.values", (top,), bound=bound, generic=False, finite=finite)
         if self.chance(3):
             a = self.pair_number()
             at = f"{'mr.col_index' if self.over == 'cols' else 'mr.row_index'} == {top.text}.indices"
-            self.let(f"torch.where({at}, {a.text}, 0.0)", (top, a), rows=True, cols=True, feature=k, bound=a.bound, generic=False)
+            self.let(f"torch.where({at}, {a.text}, 0.0)", (top, a), rows=True, cols=True, feature=f"#{k}", bound=a.bound, generic=False)
         return None
 
     def sample(self) -> None:
@@ -870,12 +870,18 @@ class Builder:
             fields = {"z": text}
         else:
             v = self.any_vector(letter)
-            text, of, _ = self.logit() if kind != "mr.monoids.WSum" else (self.positive(a), (a,), True)
-            fields, of = {"w" if "WSum" == kind[-4:] and "Log" not in kind else "z": text, "v": v.text}, (*of, v)
-        whole = self.fold(f"mr.reduce({kind}, {', '.join(f'{n}={t}' for n, t in fields.items())})", of, kind="monoid", feature=None)
+            if kind == "mr.monoids.WSum":
+                fields, of = {"w": self.positive(a), "v": v.text}, (a, v)
+            elif kind == "Blend":  # torch.logaddexp has no second derivative at -inf
+                fields, of = {"z": self.fit(a, 8), "v": v.text}, (a, v)
+            else:
+                text, of, _ = self.logit()
+                fields, of = {"z": text, "v": v.text}, (*of, v)
+        given = ", ".join(f"{name}={text}" for name, text in fields.items())
+        whole = self.fold(f"mr.reduce({kind}, {given})", of, kind="monoid", feature=None)
         for name in fields:
-            finite = name not in ("z",) or False
-            self.let(f"{whole.text}.{name}", (whole,), feature=letter if name == "v" else None, bound=20.0, generic=False, finite=finite)
+            feature = letter if name == "v" else None
+            self.let(f"{whole.text}.{name}", (whole,), feature=feature, bound=20.0, generic=False, finite=name != "z")
 
     # Leaving
 

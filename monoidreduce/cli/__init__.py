@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import MonoidReduceError
-from . import demo
 from .command import Command, CommandError
+from .demo import COMMAND as DEMO
 
 __all__ = ["main"]
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND,)
+COMMANDS: tuple[Command, ...] = (DEMO,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,10 +48,7 @@ def timeline(profile: Profile, top: float, label: str) -> str:
     else:
         parts += _peak(profile, box)
     body = "\n".join(parts)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" xmlns="http://www.w3.org/2000/svg">'
-        f"\n{body}\n</svg>"
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>'
 
 
 def _inset(profile: Profile, box: Box) -> Iterator[str]:

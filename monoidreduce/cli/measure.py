@@ -96,7 +96,7 @@ class _Trial:
 def measure(layer: Layer, size: Size, seconds: float = 2.5, tell: Callable[[str], None] = lambda stage: None) -> Result:
     """Measure a layer at a size. ``tell`` is called as each of the STAGES begins.
 
-    No timed run begins after so many ``seconds`` of them, but each side gets at least LEAST; only one, if there are none.
+    No timed run begins after so many ``seconds`` of them, but each side gets at least LEAST; one, if there are none.
     """
     inputs = layer.inputs(size)
     ours, naive = (_Trial(f, inputs, layer.backward) for f in (layer.ours, layer.naive))

@@ -26,7 +26,7 @@ y = attention(q, k, v)                                  # differentiable; nothin
 
 def render(results: Sequence[Result], environment: Environment, seconds: float, command: str) -> str:
     """The whole page. The figures show the first result, attention."""
-    parts = [_header(results), _layers(results), _figures(results[0]), _method(results, environment, seconds, command)]
+    parts = [_header(results, environment, seconds), _layers(results), _figures(results[0]), _method(results, command)]
     return _PAGE.format(css=CSS, body="\n".join(parts))
 
 
@@ -50,7 +50,17 @@ _PAGE = """\
 """
 
 
-def _header(results: Sequence[Result]) -> str:
+def _header(results: Sequence[Result], environment: Environment, seconds: float) -> str:
+    facts = {
+        "monoidreduce": environment.version,
+        "Python": environment.python,
+        "torch": environment.torch,
+        "processor": environment.cpu,
+        "threads": environment.threads,
+        "date": environment.date,
+        "measured in": f"{seconds:.0f} s",
+    }
+    listed = "\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
     error = max(r.ours.error / max(r.naive.error, 1e-30) for r in results)
     tiles = (
         (factor(geometric([r.smaller for r in results])), "less extra memory", "geometric mean of the layers below"),
@@ -72,6 +82,9 @@ beside the same layers in plain torch, measured on this machine.</p>
 <ul class="tiles">
 {cells}
 </ul>
+<dl>
+{listed}
+</dl>
 </header>"""
 
 
@@ -156,24 +169,11 @@ def _figure(side: Side, top: float, title: str, words: str) -> str:
 </figure>"""
 
 
-def _method(results: Sequence[Result], environment: Environment, seconds: float, command: str) -> str:
-    facts = {
-        "monoidreduce": environment.version,
-        "Python": environment.python,
-        "torch": environment.torch,
-        "processor": environment.cpu,
-        "threads": environment.threads,
-        "date": environment.date,
-        "duration": f"{seconds:.0f} s",
-    }
-    listed = "\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+def _method(results: Sequence[Result], command: str) -> str:
     rounds = sorted({r.rounds for r in results})
     runs = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     return f"""<section>
 <h2>How it was measured</h2>
-<dl>
-{listed}
-</dl>
 <ul>
 <li><b>Time</b>: forward and backward in float32, the best of {runs} runs, ours and dense in turns.</li>
 <li><b>Memory</b>: every allocation and release of torch’s allocator, by <code>torch.profiler</code>, in a run of its

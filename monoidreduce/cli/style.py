@@ -74,9 +74,8 @@ line.grid { stroke: var(--rule); } line.axis { stroke: var(--quiet); }
 line.phase { stroke: var(--quiet); stroke-dasharray: 2 3; } line.peak { stroke: var(--ink); stroke-dasharray: 5 4; }
 .dot { fill: var(--ink); } .frame { fill: var(--card); stroke: var(--rule); }
 
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 14rem), 1fr)); gap: .6rem 1.5rem;
-  margin: 0 0 1.25rem; }
-dt { font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
+dl { display: flex; flex-wrap: wrap; gap: .2rem 1.5rem; margin: 1.25rem 0 0; font-size: .92rem; }
+dl div { display: flex; gap: .4rem; } dd { margin: 0; overflow-wrap: anywhere; }
 
 @media (max-width: 46rem) {
   main { padding-top: 1.5rem; }

@@ -14,8 +14,6 @@ from .command import CommandError
 from .measure import Result
 from .numbers import factor, short
 
-_WIDE = 112  # columns from which every number gets a column of its own
-
 
 def require() -> None:
     """Say what to install, before any work is done."""
@@ -52,27 +50,41 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def show(results: Sequence[Result], footnotes: Sequence[str]) -> None:
-    """The table of results, in one of two shapes by the width of the window, and notes under it."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+    """The results in the roomiest shape that fits the window, and notes under them."""
     screen = console()
-    wide = screen.width >= _WIDE
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("layer", ratio=None, overflow="fold")
-    for heading in _WIDE_HEADINGS if wide else _NARROW_HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=wide, overflow="fold")
-    for result in results:
-        name = result.layer.name + ("" if result.layer.backward else " (forward)")
-        table.add_row(name, *(_wide_cells(result) if wide else _narrow_cells(result)))
     screen.print()
-    screen.print(table)
+    if screen.width >= _LEAST_WIDE:
+        screen.print(_table(results, _WIDE, _wide_cells))
+    elif screen.width >= _LEAST_NARROW:
+        screen.print(_table(results, _NARROW, _narrow_cells))
+    else:
+        for result in results:
+            screen.print(_title(result), style="bold")
+            screen.print("\n".join(_lines(result)))
     for note in footnotes:
         screen.print(note, style="dim")
 
 
-_WIDE_HEADINGS = ("ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, ours", "naive")
-_NARROW_HEADINGS = ("ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive")
+_LEAST_WIDE, _LEAST_NARROW = 112, 72  # columns from which a table of this shape is not squeezed
+_WIDE = ("ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, ours", "naive")
+_NARROW = ("ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive")
+
+
+def _table(results: Sequence[Result], headings: Sequence[str], cells: Callable[[Result], list[str]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("layer", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(_title(result), *cells(result))
+    return table
+
+
+def _title(r: Result) -> str:
+    return r.layer.name + ("" if r.layer.backward else " (forward)")
 
 
 def _wide_cells(r: Result) -> list[str]:
@@ -85,7 +97,17 @@ def _narrow_cells(r: Result) -> list[str]:
     return ["\n".join(times), _gain(r.faster), "\n".join(sizes), _gain(r.smaller), "\n".join(errors)]
 
 
+def _lines(r: Result) -> list[str]:
+    times, sizes, errors = _numbers(r)
+    return [
+        f"  ms {times[0]}, naive {times[1]}, {_gain(r.faster)}",
+        f"  MB {sizes[0]}, naive {sizes[1]}, {_gain(r.smaller)}",
+        f"  error {errors[0]}, naive {errors[1]}",
+    ]
+
+
 def _numbers(r: Result) -> tuple[list[str], list[str], list[str]]:
+    """Times, memory and errors, each as ours and naive."""
     sides = (r.ours, r.naive)
     times, sizes = [short(s.total_ms) for s in sides], [short(s.extra_mb) for s in sides]
     return times, sizes, [f"{s.error:.1e}" for s in sides]

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..algebra import fold as fold_monoid
 from ..program.expr import Expr
 from . import hardware
-from .tilecode import FEW_FEATURES, Contraction, Reducer, TileRun
+from .tilecode import Contraction, Reducer
+from .tilerun import FEW_FEATURES, TileRun
 
 
 class Accumulator:
@@ -65,7 +66,6 @@ class Accumulator:
             total += weight.sum(self.dim)
         else:
             hardware.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
-
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""
@@ -128,6 +128,24 @@ class Soft(Accumulator):
         means = [v.div_(seen if v.dim() == 2 else seen.unsqueeze(-1)) for v in self.values]
         log_total = self.total.log()
         return [log_total + safe, *means, log_total, safe]
+
+
+class Pick(Accumulator):
+    """The number at one index of the folded axis, read from the tile that holds it."""
+
+    def start(self) -> None:
+        self.total = self.totals(-1)
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        x = tile.full(reducer.roots[0])
+        size = x.shape[self.dim]
+        place = tile.get(self.fields[0]).expand(*self.across(self.total[:, at]).shape) - offset
+        inside = (place >= 0) & (place < size)
+        found = x.gather(self.dim, place.clamp(0, size - 1))
+        self.total[:, at] += torch.where(inside, found, 0.0).squeeze(self.dim)
+
+    def finish(self) -> list[Tensor]:
+        return [self.total]
 
 
 class Best(Accumulator):
@@ -240,4 +258,12 @@ class User(Accumulator):
         return [s if w >= 0 else s.squeeze(-1) for s, w in zip(self.state, self.widths, strict=True)]
 
 
-ACCUMULATORS: dict[str, Any] = {"sum": Sum, "soft": Soft, "best": Best, "topk": TopK, "moments": Moments, "user": User}
+ACCUMULATORS: dict[str, Any] = {
+    "sum": Sum,
+    "soft": Soft,
+    "best": Best,
+    "topk": TopK,
+    "moments": Moments,
+    "user": User,
+    "pick": Pick,
+}

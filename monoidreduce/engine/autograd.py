@@ -56,7 +56,9 @@ class _FoldFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.context, *leaves = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o, (r, k) in zip(output, ctx.context.fold.outputs, strict=True) if _fixed(o, r, k)))
+        ctx.mark_non_differentiable(
+            *(o for o, (r, k) in zip(output, ctx.context.fold.outputs, strict=True) if _fixed(o, r, k))
+        )
         ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
         ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
 

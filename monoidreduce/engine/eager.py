@@ -23,7 +23,8 @@ from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes
 from .pick import run_pick
-from .tilecode import Buffers, Code, Reducer, TileRun, compile_variant, conditions, interval, ranged
+from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
+from .tilerun import Buffers, TileRun
 
 
 @dataclass
@@ -104,7 +105,7 @@ class _Chunk:
         for place, r in enumerate(code.fold.reductions):
             kind, over, _ = r.attrs
             length = sizes.rows if over == "cols" else sizes.cols
-            if kind == "pick":
+            if kind == "pick" and not in_tiles(code.fold, r):
                 self.accumulators.append(None)
                 self.picked[place] = self._pick(r, length)
             else:
@@ -140,7 +141,8 @@ class _Chunk:
 
     def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
         values = {**row_values, **self._side(col, False)}
-        tile = TileRun(values, (self.batch, row.stop - row.start, col.stop - col.start), self.buffers)
+        shape = (self.batch, row.stop - row.start, col.stop - col.start)
+        tile = TileRun(values, shape, self.buffers, (row.start, col.start))
 
         def hand_over(reducer: Reducer, owned: tuple[bool, ...], tile: TileRun) -> None:
             accumulator = self.accumulators[reducer.place]

@@ -8,23 +8,14 @@ overwrite its input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from ..program import intervals as iv
-from ..program.build import gap_form, substitute, terms
+from ..program.build import ONE, gap_form, substitute, terms
 from ..program.expr import Expr, const, topological
 from ..program.lower import Fold
+from ..program.normal import hot_condition
 from ..program.primitives import PRIMITIVES
 from ..program.reductions import KINDS
-from . import hardware
-from .evaluate import cast
-
-Tile = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -125,6 +116,13 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
     return memo[e]
 
 
+def in_tiles(fold: Fold, r: Expr) -> bool:
+    """Whether a pick reads its number from the tiles that are computed anyway: then it sees the same rounding as they do."""
+    _, over, (axis,) = r.attrs
+    gathers = over.startswith(axis) and r.args[0].feature is None and r.args[2] is ONE and r.args[1].is_pair
+    return gathers and any(other.attrs[0] != "pick" for other in fold.reductions)
+
+
 def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Expr]) -> Code | None:
     """The code of a variant, or None if no reduction has anything to do. ``scalars``: leaves that are Python
     numbers."""
@@ -133,6 +131,10 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
     for place, r in enumerate(fold.reductions):
         kind, over, params = r.attrs
         fields = substitute(r.args, replace)
+        if kind == "pick":
+            if in_tiles(fold, r):
+                reducers.append(Reducer(place, fields[1:2], ()))
+            continue
         if KINDS[kind].idle(params, [interval(f, {}) for f in fields]):
             continue
         if kind == "soft":
@@ -179,9 +181,36 @@ def _contracted(r: Reducer) -> list[Expr]:
 def _numbers_under(e: Expr) -> tuple[Expr, ...]:
     """The numbers that a node is computed from (none for products of vectors; those inside the walk for a feature
     sum)."""
+    hot = hot_sum(e)
+    if hot is not None:
+        return (hot.dense,)
     if e.op == "fsum":
         return tuple(_numbers_of(Contraction(e.args[0], None, walk=True)))
     return () if e.op in ("dot", "sqdist") else e.args
+
+
+@dataclass(frozen=True)
+class HotSum:
+    """dense ± [index == target] value, where target and value are numbers of the other side: a scatter into the tile."""
+
+    dense: Expr
+    axis: str
+    target: Expr
+    value: Expr
+    sign: int
+
+
+def hot_sum(e: Expr) -> HotSum | None:
+    """Read a node as a :class:`HotSum`, if it is one."""
+    if e.op not in ("add", "sub") or not e.is_pair or e.feature is not None or e.dtype != "float":
+        return None
+    for dense, hot in (e.args, e.args[::-1]) if e.op == "add" else (e.args,):
+        if hot.op == "where" and dense.is_pair and hot.args[2].const == 0 and not hot.args[1].is_pair:
+            found, rest = hot_condition(hot.args[0])
+            if found is not None and rest.const is True and found[1].feature is None and not found[1].args:
+                if not hot.args[1].args:
+                    return HotSum(dense, found[0], found[1], hot.args[1], -1 if e.op == "sub" else 1)
+    return None
 
 
 def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Expr]:
@@ -243,142 +272,3 @@ def _assign(plan: list, fused: dict[Expr, Expr]) -> Code:
             alpha, divide = next(a for a in e.args if a is not fused[e]), e.op == "div"
         steps.append(Step(e, slot, None, (), alpha, divide))
     return Code(tuple(steps), tuple(slots))
-
-
-# Running ---------------------------------------------------------------------------------------------------------------
-
-
-class Buffers:
-    """Memory of a run: one flat tile-sized buffer per slot, allocated when first used, and constants as tensors."""
-
-    def __init__(self, elements: int, compute: torch.dtype, device: torch.device, numbers: dict[Expr, Any]):
-        self.kinds = {"float": compute, "int": torch.int64, "bool": torch.bool}
-        self.elements, self.device = elements, device
-        self.numbers = numbers  # leaves and sizes that are Python numbers
-        self.flat: dict[tuple[int, str], Tensor] = {}
-        self.constants: dict[Expr, Tensor] = {}
-
-    def constant(self, e: Expr) -> Tensor:
-        if e not in self.constants:
-            value = float("nan") if e.op == "nan" else e.const if e.op == "const" else self.numbers[e]
-            self.constants[e] = torch.tensor(value, dtype=self.kinds[e.dtype], device=self.device)
-        return self.constants[e]
-
-    def view(self, slot: int, kind: str, tile: Tile) -> Tensor:
-        key = (slot, kind)
-        if key not in self.flat:
-            self.flat[key] = torch.empty(self.elements, dtype=self.kinds[kind], device=self.device)
-        b, m, n = tile
-        return self.flat[key][: b * m * n].view(tile)
-
-
-@dataclass
-class TileRun:
-    """One tile being computed: its leaf values, and the values of its nodes so far."""
-
-    values: dict[Expr, Any]
-    tile: Tile
-    buffers: Buffers
-
-    def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
-        for step in code.steps:
-            if step.reducer is not None:
-                hand_over(step.reducer, step.owned, self)
-            else:
-                self._compute(step, code)
-
-    def _compute(self, step: Step, code: Code) -> None:
-        e = step.node
-        assert e is not None
-        out = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
-        if e.op == "dot" or step.alpha is not None:
-            d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
-            k = (
-                1
-                if step.alpha is None
-                else step.alpha.const
-                if step.alpha.op == "const"
-                else self.buffers.numbers[step.alpha]
-            )
-            self.values[e] = hardware.dot_into(
-                out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k
-            )
-        elif e.op == "exp" and out is not None:
-            self.values[e] = hardware.exp_into(out, self.get(e.args[0]))
-        elif e.op == "sqdist":
-            self.values[e] = _sqdist_into(out, *(self.get(a) for a in e.args))
-        elif e.op == "fsum":
-            total = out.zero_() if out is not None else 0
-            for f in range(self.width(e.args[0])):
-                total += self.component(e.args[0], f)
-            self.values[e] = total
-        else:
-            self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
-
-    def get(self, e: Expr) -> Any:
-        if e not in self.values:
-            if e.op in ("const", "nan") or e in self.buffers.numbers:
-                self.values[e] = self.buffers.constant(e)
-            else:
-                self.values[e] = _apply(e, [self.get(a) for a in e.args], None, self.buffers.kinds["float"])
-        return self.values[e]
-
-    def full(self, e: Expr) -> Tensor:
-        """A number as a whole tile, expanded where it does not vary."""
-        return self.get(e).expand(self.tile)
-
-    def width(self, e: Expr) -> int:
-        """The number of features of a vector expression."""
-        leaf = next(n for n in topological([e]) if n.feature == e.feature and n in self.values)
-        return self.values[leaf].shape[-1]
-
-    def component(self, e: Expr, f: int) -> Tensor:
-        """Feature ``f`` of a vector per pair, as a number per pair: never all features at once."""
-        memo: dict[Expr, Any] = {}
-        for n in topological([e], stop=lambda n: n.feature is None or n in self.values):
-            if n.feature is None:
-                memo[n] = self.get(n)
-            elif n in self.values:  # a row or column vector [b, l, f]
-                column = self.values[n][..., f]
-                memo[n] = column.unsqueeze(-2) if n.cols else column.unsqueeze(-1)
-            elif n.op == "spread":
-                memo[n] = memo[n.args[0]]
-            else:
-                memo[n] = _apply(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
-        return memo[e]
-
-
-def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
-    p = PRIMITIVES[e.op]
-    if e.op == "cast":
-        value = cast(args[0], e.attrs[0], compute)
-        return value if out is None else out.copy_(value)
-    attributes = dict(zip(p.attributes, e.attrs, strict=True))
-    return p.torch(*args, **attributes) if out is None else p.torch(*args, **attributes, out=out)
-
-
-def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """|x_i - y_j|²: directly for few features; else by a product, and directly again for pairs too close for that."""
-    x, y = x.to(out.dtype), y.to(out.dtype)
-    if x.shape[-1] <= FEW_FEATURES:
-        out.zero_()
-        for f in range(x.shape[-1]):
-            gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
-            out.addcmul_(gap, gap)
-        return out
-    centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
-    x, y = x - centre, y - centre
-    hardware.dot_into(out, x, y, -2.0)
-    norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
-    out += norms
-    close = out < norms.mul_(1e-2)  # here cancellation has cost more than two digits
-    if bool(close.any()):
-        b, i, j = close.nonzero(as_tuple=True)
-        for at in range(0, len(b), _CLOSE_CHUNK):
-            part = slice(at, at + _CLOSE_CHUNK)
-            out[b[part], i[part], j[part]] = (x[b[part], i[part]] - y[b[part], j[part]]).square().sum(-1)
-    return out
-
-
-_CLOSE_CHUNK = 4096
-FEW_FEATURES = 8  # up to here differences are taken directly

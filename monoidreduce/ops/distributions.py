@@ -104,7 +104,7 @@ def cross_entropy_distributions(
 def _entropy(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
     s = x @ weight if bias is None else x @ weight + bias
     shift = torch.detach(mr.logsumexp(s))
-    seen = shift > -math.inf
+    seen = shift != -math.inf
     s = s - torch.where(seen, shift, 0.0)  # no matter to the entropy, but its two terms are large numbers otherwise
     value = s if bias is None else torch.where(s == -math.inf, 0.0, s)  # 0 · log 0 = 0
     return torch.where(seen, mr.logsumexp(s) - mr.softmax_mean(s, value), 0.0)

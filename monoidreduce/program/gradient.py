@@ -24,7 +24,7 @@ def gradient(
 
     ``asked[k]``: whether leaf k's gradient is wanted; ``given[k]``: whether result k's cotangent is not known to be
     zero. Returns the inputs that stand for the results, those for the cotangents (in the order of the results), and one
-    output expression per leaf (None where not asked, or where it is zero). """
+    output expression per leaf (None where not asked, or where it is zero)."""
     results: list[Expr] = []
     cotangents: list[Expr] = []
     seeds: list[tuple[Expr, Expr]] = []

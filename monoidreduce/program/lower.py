@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from . import build
 from .expr import Expr, node, reduce_node, result, topological
-from .normal import normalize
+from .normal import is_pass, normalize
 from .reductions import KINDS
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
@@ -47,11 +47,6 @@ class Lowered:
 
     passes: tuple[Pass, ...]
     outputs: tuple[Expr, ...]
-
-
-def is_pass(e: Expr) -> bool:
-    """Whether a reduction needs the pairs (else it folds a row or column vector, which torch does)."""
-    return e.op == "reduce" and (e.attrs[0] == "pick" or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,8 +87,8 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
         whole = reduce_node("soft", over, (), (logit, *values))
         for e in order:
             if e.op == "result" and e.args[0] in members:
-                k = e.attrs[0]
-                place = 0 if k == 0 else 1 + values.index(e.args[0].args[k])
+                k, own = e.attrs[0], len(e.args[0].args) - 1
+                place = 0 if k == 0 else 1 + values.index(e.args[0].args[k]) if k <= own else len(values) + k - own
                 replace[e] = result(whole, place, e.feature, e.dtype)
     return replace
 

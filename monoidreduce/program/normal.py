@@ -22,9 +22,26 @@ def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
         args = tuple(done[a] for a in e.args)
         if e.op == "result" and e.args[0].attrs[0] in ("sum", "soft"):
             done[e] = _normal_result(done[e.args[0]], e.attrs[0])
+        elif e.op == "sub":
+            done[e] = _subtract(*args)
         else:
             done[e] = build.rebuild(e, args)
     return tuple(done[r] for r in roots)
+
+
+def _subtract(a: Expr, b: Expr) -> Expr:
+    """a - b; where one is a logsumexp, its peak is subtracted first, so that a small difference keeps its digits."""
+    for one, other, sign in ((a, b, 1), (b, a, -1)):
+        if one.op == "result" and one.attrs[0] == 0 and one.args[0].attrs[0] == "soft" and is_pass(one.args[0]):
+            *_, log_total, peak = make("soft", one.args[0].attrs[1], (), one.args[0].args)
+            gap = apply("sub", other, peak)
+            return apply("sub", log_total, gap) if sign > 0 else apply("sub", gap, log_total)
+    return apply("sub", a, b)
+
+
+def is_pass(e: Expr) -> bool:
+    """Whether a reduction needs the pairs (else it folds a row or column vector, which torch does)."""
+    return e.op == "reduce" and (e.attrs[0] == "pick" or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
 
 
 def _normal_result(reduction: Expr, k: int) -> Expr:
@@ -114,21 +131,22 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
 
 
 def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
-    """Σ mid × vector, the part with one-hot factors as picks."""
+    """Σ mid × vector; where mid is non-zero only at an index, as picks.
+
+    A mid with a dense part too (softmax minus one-hot) stays whole: its parts may cancel, so they are added pair by pair.
+    """
     whole = apply("mul", mid, vector) if vector is not None else mid
     if not _has(whole, over):
         return apply("mul", whole, apply("cast", size(over), to="float"))
     if not whole.is_pair:
         return make("sum", over, (), (whole,))[0]
     dense, hots = split_hots(mid)
-    parts = []
     if dense is not None:
-        parts.append(make("sum", over, (), (apply("mul", dense, vector) if vector is not None else dense,))[0])
+        return make("sum", over, (), (whole,))[0]
+    total = ZERO
     for axis, target, value in hots:
-        parts.append(make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0])
-    total = parts[0]
-    for p in parts[1:]:
-        total = apply("add", total, p)
+        picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
+        total = picked if total is ZERO else apply("add", total, picked)
     return total
 
 
@@ -156,7 +174,7 @@ def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
                 return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
         return e, []
     if e.op == "where" and build._is(e.args[2], 0):
-        hot, rest = _hot_condition(e.args[0])
+        hot, rest = hot_condition(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
         dense, hots = split_hots(e.args[1])
@@ -164,22 +182,22 @@ def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
             c = e.args[0]
             return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
     if e.op == "cast" and e.args[0].dtype == "bool":
-        hot, rest = _hot_condition(e.args[0])
+        hot, rest = hot_condition(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, 1.0, 0.0))]
     if e.op == "fsum" and e.args[0].op == "where" and build._is(e.args[0].args[2], 0):
         c, value, _ = e.args[0].args
-        hot, rest = _hot_condition(c)
+        hot, rest = hot_condition(c)
         if hot is not None and hot[1].feature is not None and rest.feature is None and not value.is_pair:
             return None, [(*hot, apply("where", rest, value, 0.0))]
     return e, []
 
 
-def _hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
+def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
     """``index == t`` within a conjunction: (axis, t) and the other conditions."""
     if c.op == "logical_and":
         for one, other in (c.args, c.args[::-1]):
-            hot, rest = _hot_condition(one)
+            hot, rest = hot_condition(one)
             if hot is not None:
                 return hot, apply("logical_and", rest, other)
         return None, c

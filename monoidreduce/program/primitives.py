@@ -72,7 +72,7 @@ def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
 
     Integer arithmetic in int64, each word kept below 2**32; the number is (first word + 1/2) / 2**32 in float32
     whatever the type of the arithmetic, never 0 or 1, and fine near 0: the tail of a Gumbel or exponential number is
-    there. """
+    there."""
     mask = 0xFFFFFFFF
     seed, batch, i, j = torch.broadcast_tensors(
         *(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j))

@@ -166,7 +166,7 @@ KINDS: dict[str, Kind] = {
     "pick": Kind(
         lambda f, params: [(f[2].feature, "float")],
         _pick_pullback,
-        lambda params, f: True,
+        _never,
     ),
 }
 

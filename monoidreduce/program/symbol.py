@@ -192,7 +192,9 @@ def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = N
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any = None, dtype: Any = None) -> Any:
     p = p if ord is None else ord
     if p in (2, 2.0, "fro", None):
-        return torch.sqrt(_feature_sum(torch.square(x)))
+        square = _feature_sum(torch.square(x))
+        zero = square == 0  # the slope of a norm at 0 is 0 here, as in torch
+        return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, square)))
     if p == 1:
         return _feature_sum(torch.abs(x))
     if p == math.inf:

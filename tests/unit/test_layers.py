@@ -44,12 +44,16 @@ def test_float64_equals_the_plain_form(layer, size, seed):
     assert_equal(run(layer.op, args), run(layer.dense, args))
 
 
+def trial(layer, args):
+    """The layer, its plain form in the same precision, and its plain form in float64, on the same numbers."""
+    return run(layer.op, args), run(layer.dense, args), run(layer.dense, cast(args, torch.float64))
+
+
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("layer", names(ZOO))
 def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed):
-    args = draw(layer, 59, 111, seed, dtype)
-    truth = run(layer.dense, cast(args, torch.float64))
-    assert_error_rule(run(layer.op, args), run(layer.dense, args), truth)
+    draws = 4 if dtype is torch.float32 else 1  # 16 bits leave a wide margin: products are accumulated in float32
+    assert_error_rule([trial(layer, draw(layer, 59, 111, seed + k, dtype)) for k in range(draws)])
 
 
 @pytest.mark.parametrize("layer", names(ZOO))

@@ -218,8 +218,13 @@ def test_values_and_gradients_are_those_of_plain_torch(name, size, seed):
     assert_equal_with_gradients(CASES[name], CASES[name].inputs(*size))
 
 
-@pytest.mark.parametrize("name", ["attention-causal", "cross_entropy-mean-bias-ignore", "distributions-none", "entropy-bias", "mlp-gelu",
-                                  "gated_mlp-silu", "sample", "max_pool_product", "contrastive-mean"])  # fmt: skip
+LARGE = [
+    "attention-causal", "cross_entropy-mean-bias-ignore", "distributions-none", "entropy-bias", "mlp-gelu",
+    "gated_mlp-silu", "sample", "max_pool_product", "contrastive-mean",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
 def test_several_tiles_agree_with_plain_torch(name, seed):
     assert_equal_with_gradients(CASES[name], CASES[name].inputs(1025, 1025, 3))
 
@@ -243,19 +248,22 @@ def test_the_dense_engine_agrees(name, seed):
 
 
 def errors(case: Case, inputs: list[Tensor]) -> list[tuple[str, float, float, float]]:
-    """For the value and each gradient: the layer's distance from float64, plain torch's, and the size of the truth."""
+    """For the value and each gradient: the layer's distance from float64, plain torch's, and the size of the truth.
+
+    Gradients are those of four cotangents together, so that a single number (a temperature's) is not judged by luck.
+    """
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    truth = case.dense(*exact)
-    cotangent = torch.randn_like(truth)
+    cotangents = torch.randn(4, *case.dense(*exact).shape, dtype=F64)
     parts = []
     for f, at in ((case.layer, inputs), (case.dense, inputs), (case.dense, exact)):
         value = f(*at)
-        parts.append([value, *grads(value, at, cotangent.to(value.dtype))])
+        found = [torch.autograd.grad(value, at, c.to(value.dtype), retain_graph=True) for c in cotangents]
+        parts.append([value.detach(), *(torch.stack(g) for g in zip(*found, strict=True))])
     rows = []
     for k, (got, plain, true) in enumerate(zip(*parts, strict=True)):
-        far = [float((v.detach().double() - true.detach()).norm()) for v in (got, plain)]
-        lucky = 8 if true.numel() == 1 else 1  # plain torch may be off by nothing in a single number
-        rows.append(("value" if k == 0 else f"gradient {k - 1}", *far, lucky * float(true.detach().norm())))
+        far = [float((v.double() - true).norm()) for v in (got, plain)]
+        lucky = 8 if true.numel() <= 4 else 1  # plain torch may be off by nothing in a single number
+        rows.append(("value" if k == 0 else f"gradient {k - 1}", *far, lucky * float(true.norm())))
     return rows
 
 
@@ -571,17 +579,17 @@ def large_calls(m: int, n: int) -> dict[str, Callable[[], Tensor]]:
 
 
 class Largest(TorchDispatchMode):
-    """The largest memory, in bytes, that any operation's result stands in."""
+    """The most elements that the memory of any operation's result holds."""
 
     def __init__(self, inputs: set[int]):
         super().__init__()
-        self.nbytes, self.inputs = 0, inputs
+        self.elements, self.inputs = 0, inputs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple | list) else [out]:
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self.inputs:
-                self.nbytes = max(self.nbytes, t.untyped_storage().nbytes())
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
         return out
 
 
@@ -592,7 +600,7 @@ def test_no_tensor_comes_near_the_size_of_the_pairs(name, seed):
     given = {t.untyped_storage().data_ptr() for t in _tensors(inspect.getclosurevars(call).nonlocals.values())}
     with Largest(given) as largest:
         call().sum().backward()
-    assert 0 < largest.nbytes < m * n * 4 / 4, f"{largest.nbytes / (m * n * 4):.2f} of the pair matrix"
+    assert 0 < largest.elements < m * n / 5, f"{largest.elements / (m * n):.2f} of the pair matrix"
 
 
 def _tensors(values):

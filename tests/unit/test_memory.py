@@ -1,0 +1,174 @@
+"""No layer ever builds the M × N matrix, forward or backward: memory as a test, on every layer of the zoo.
+
+Two measurements. At the default tile no single tensor may exceed a tile or the inputs' own size. With a small tile, what is alive
+at once may grow by the inputs' growth only: from one size to its double, twice as much as from its half, where a matrix of
+pairs would grow four times as much. And what a mask hides is not computed at all: tiles are counted.
+"""
+
+import math
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce.plan import tiles
+from tests.layers import BY_NAME, ZOO
+from tests.layers_compare import flatten, run, use_small_tiles
+from tests.layers_memory import usage
+
+WIDEST = 8  # bytes of an int64: an index or a random number per pair
+TILE = (64, 96)
+SIZES = (192, 384, 768)
+
+
+def make(layer, M, N):
+    return layer.make(M, N, torch.Generator().manual_seed(0), torch.float32)
+
+
+def sides(args):
+    """Elements of all inputs and of the widest vector on each row and column of the whole batch."""
+    return sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+
+
+def assert_never_dense(function, args, M, N):
+    """The largest tensor is a tile or of the size of the inputs."""
+    assert M * N * 4 > tiles.ELEMENTS * WIDEST, "too small to tell a tile from the matrix"
+    used = usage(function, args)
+    allowed = max(tiles.ELEMENTS * WIDEST, 4 * WIDEST * sides(args))
+    assert used.largest <= allowed, f"{used.culprit} took {used.largest:,} bytes, allowed {allowed:,}"
+
+
+def assert_grows_linearly(function, layer):
+    """Doubling rows and columns twice: the second step costs about twice the first, not four times."""
+    small, middle, large = (usage(function, make(layer, n, n)).peak for n in SIZES)
+    slack = 2 * TILE[0] * TILE[1] * WIDEST
+    first, second = middle - small, large - middle
+    assert second <= 2.3 * first + slack, f"peaks of {small:,}, {middle:,} and {large:,} bytes at {SIZES}"
+
+
+@pytest.mark.parametrize("layer", [pytest.param(x, id=x.name) for x in ZOO])
+def test_no_tensor_is_larger_than_a_tile_or_the_inputs(layer):
+    assert_never_dense(layer.op, make(layer, 2048, 2048), 2048, 2048)
+
+
+@pytest.mark.parametrize("layer", [pytest.param(x, id=x.name) for x in ZOO])
+def test_memory_grows_with_the_inputs(layer, monkeypatch):
+    use_small_tiles(monkeypatch, *TILE)
+    assert_grows_linearly(layer.op, layer)
+
+
+# The helpers must catch what they are for
+
+
+class DenseBackward(torch.autograd.Function):
+    """A well-behaved forward whose backward builds the matrix."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return BY_NAME["relu_mlp"].op(q, k, v)
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v = ctx.saved_tensors
+        s = q @ k.T
+        gs = (g @ v.T) * (s > 0)
+        return gs @ k, gs.T @ q, torch.relu(s).T @ g
+
+
+def masked_sum(q, k, v):
+    """Only a matrix of truth values is built, a quarter of the bytes."""
+    near = torch.arange(len(q)).unsqueeze(-1) >= torch.arange(len(k))
+    return near.sum(-1).unsqueeze(-1) * q
+
+
+PLANTED = {"a dense form": BY_NAME["relu_mlp"].dense, "a dense backward": DenseBackward.apply}
+
+
+@pytest.mark.parametrize("function", [pytest.param(f, id=name) for name, f in PLANTED.items()])
+def test_a_planted_matrix_is_found_by_its_size(function):
+    with pytest.raises(AssertionError, match="2048, 2048"):
+        assert_never_dense(function, make(BY_NAME["relu_mlp"], 2048, 2048), 2048, 2048)
+
+
+@pytest.mark.parametrize("function", [pytest.param(f, id=name) for name, f in (PLANTED | {"a mask": masked_sum}).items()])
+def test_a_planted_matrix_is_found_by_its_growth(function, monkeypatch):
+    use_small_tiles(monkeypatch, *TILE)
+    with pytest.raises(AssertionError, match="peaks"):
+        assert_grows_linearly(function, BY_NAME["relu_mlp"])
+
+
+# Tiles that a mask hides
+
+
+def grid(mask, rows, cols):
+    """For each tile, whether any of its pairs is seen."""
+    return [part.any().item() for strip in mask.split(rows, -2) for part in strip.split(cols, -1)]
+
+
+def overlap(a, b, rows, cols):
+    """For each tile, whether the ranges of two sorted lists meet there."""
+    return [
+        bool(r[0] <= c[-1] and c[0] <= r[-1]) for r in a.split(rows) for c in b.split(cols)
+    ]
+
+
+def expected_tiles(name, args, M, N, tile):
+    i, j = torch.arange(M).unsqueeze(-1), torch.arange(N)
+    if name == "causal_attention":
+        return grid(j <= i, *tile)
+    if name == "forgetting_attention":
+        return grid(j <= i, *tile)
+    if name == "window_attention":
+        return grid((i - j).abs() <= args[3], *tile)
+    if name == "prefix_attention":
+        return grid((j <= i) | (j < args[3]), *tile)
+    same = overlap(args[3], args[4], *tile)
+    return [a and b for a, b in zip(same, grid(j <= i, *tile), strict=True)]
+
+
+MASKED = ["causal_attention", "forgetting_attention", "window_attention", "prefix_attention", "document_attention"]
+
+
+@pytest.mark.parametrize("size", [(256, 256), (111, 259), (259, 111)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("name", MASKED)
+def test_hidden_tiles_are_skipped_forward_and_backward(name, size, monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)
+    layer, (M, N) = BY_NAME[name], size
+    args = make(layer, M, N)
+    seen = expected_tiles(name, args, M, N, (16, 32))
+    assert len(seen) == math.ceil(M / 16) * math.ceil(N / 32)
+    with mr.tally() as forward:
+        flatten(layer.op(*args))
+    assert (forward.computed, forward.skipped) == (sum(seen), len(seen) - sum(seen))
+    with mr.tally() as both:
+        run(layer.op, args)
+    passes, rest = divmod(both.tiles, len(seen))
+    assert rest == 0 and passes >= 2
+    assert (both.computed, both.skipped) == (passes * sum(seen), passes * (len(seen) - sum(seen)))
+
+
+def test_padded_batches_skip_what_none_of_them_sees(monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32, batch=1)
+    layer = BY_NAME["padded_attention"]
+    q, k, v, _ = make(layer, 64, 256)
+    with mr.tally() as t:
+        layer.op(q, k, v, torch.tensor([40, 256]))
+    assert (t.computed, t.skipped) == (4 * (2 + 8), 4 * 6)
+
+
+def test_pairs_are_counted(monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)
+    with mr.tally() as t:
+        BY_NAME["causal_attention"].op(*make(BY_NAME["causal_attention"], 50, 70))
+    assert t.pairs_computed + t.pairs_skipped == 50 * 70 and t.pairs_skipped > 0
+
+
+def test_a_row_of_tiles_that_sees_nothing_costs_nothing(monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)
+    q, k, v = (torch.randn(64, 4, requires_grad=True) for _ in range(3))
+    with mr.tally() as t:
+        y = BY_NAME["document_attention"].op(q, k, v, torch.zeros(64, dtype=torch.int64), torch.ones(64, dtype=torch.int64))
+        y.sum().backward()
+    assert t.computed == 0 and t.skipped > 0
+    assert torch.equal(y, torch.zeros_like(y)) and all(torch.equal(x.grad, torch.zeros_like(x)) for x in (q, k, v))
