@@ -1,7 +1,7 @@
 """The CPU benchmark: ours against the dense form, the papers' 256 × 256 tiles, and torch's own fused layers.
 
 ``python -m benchmarks.cpu`` runs every case (``--case NAME`` one, ``--quick`` small sizes), prints a table and writes
-it to ``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand. """
+it to ``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _mlp_case(b: int, k: int, d: int, dtype: torch.dtype, rounds: int) -> Case:
     contenders: dict[str, Callable[..., Tensor]] = {OURS: mlp, "dense": lambda x, p, q: torch.relu(x @ p.T) @ q}
     if dtype == torch.float32:
         contenders["papers' 256 × 256"] = papers.mlp
-    make = lambda: tuple((torch.randn(n, d) / math.sqrt(d)).to(dtype) for n in (b, k, k))  # noqa: E731
+    make = lambda: tuple((torch.randn(n, d) / math.sqrt(d)).to(dtype) for n in (b, k, k))
     return Case(f"MLP relu {kind} {b} × {k}, D {d}", make, contenders, {"dense": "≤ 0.6 (memory ≤ 2 %)"}, rounds)
 
 
@@ -129,7 +129,7 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-# Measuring one case ----------------------------------------------------------------------------------------------------
+# Measuring one case -----------------------------------------------------------------------------------------
 
 
 def _inputs(case: Case, grad: bool) -> tuple[Tensor, ...]:
@@ -225,10 +225,11 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [f"- {k}: {v}" for k, v in results["environment"].items()]
     lines += [
         "",
-        "Times in ms (best of several, contenders in turns); ratio = ours / theirs, below 1 we are faster. Extra memory: peak "
-        "growth of the process over forward + backward beyond inputs and gradients.",
+        "Times in ms (best of several, contenders in turns); ratio = ours / theirs: below 1 we are faster. "
+        "Extra memory: peak growth of the process over forward + backward, beyond inputs and gradients.",
         "",
-        "| work | against | forward: ours / theirs | ratio | forward+backward: ours / theirs | ratio | extra MB: ours / theirs | ratio | goal |",
+        "| work | against | forward: ours / theirs | ratio | forward+backward: ours / theirs | ratio "
+        "| extra MB: ours / theirs | ratio | goal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:

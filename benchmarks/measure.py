@@ -2,7 +2,7 @@
 
 Time: contenders take turns in one process and the best of several rounds counts, so that a noisy neighbour hurts all
 alike. Memory: the growth of the process's peak resident set over the call, in a process of its own (Linux), so that
-what any library allocates in any way is seen. """
+what any library allocates in any way is seen."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@
 ...     return mr.softmax_mean(q @ k, v)
 """
 
+from . import ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
@@ -19,21 +20,21 @@ from .program.declare import Batch, Col, Row
 from .program.expr import index as _index
 from .program.expr import size as _size
 from .program.reductions import (
-    all,
-    any,
+    all as all,
+    any as any,
     argmax,
     argmin,
     count,
     dropout,
     gumbel,
     logsumexp,
-    max,
+    max as max,
     mean,
-    min,
+    min as min,
     reduce,
     sample,
     softmax_mean,
-    sum,
+    sum as sum,
     topk,
     uniform,
     var,
@@ -48,11 +49,45 @@ num_rows = _Everywhere(_size("rows"))
 num_cols = _Everywhere(_size("cols"))
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
-__all__ = sorted(
-    [
-        "Batch", "Col", "Monoid", "MonoidReduce", "Op", "Row", "Scalar", "Tally", "Vector", "__version__", "argmax", "argmin",
-        "col_index", "count", "dot", "dropout", "fold", "functions", "gumbel", "laws", "logsumexp", "mean", "mk_GeMMMapReduce",
-        "monoids", "num_cols", "num_rows", "op", "reduce", "row_index", "sample", "softmax_mean", "sqdist", "tally", "topk",
-        "uniform", "use", "var", "weighted_mean", *_errors,
-    ]
-)  # fmt: skip
+__all__ = [
+    "Batch",
+    "Col",
+    "Monoid",
+    "MonoidReduce",
+    "Op",
+    "Row",
+    "Scalar",
+    "Tally",
+    "Vector",
+    "__version__",
+    "argmax",
+    "argmin",
+    "col_index",
+    "count",
+    "dot",
+    "dropout",
+    "fold",
+    "functions",
+    "gumbel",
+    "laws",
+    "logsumexp",
+    "mean",
+    "mk_GeMMMapReduce",
+    "monoids",
+    "num_cols",
+    "num_rows",
+    "op",
+    "ops",
+    "reduce",
+    "row_index",
+    "sample",
+    "softmax_mean",
+    "sqdist",
+    "tally",
+    "topk",
+    "uniform",
+    "use",
+    "var",
+    "weighted_mean",
+]
+__all__ += _errors

@@ -60,7 +60,8 @@ class Op:
         program, engine = lower(traced.outputs), registry.settings().engine
         batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
         lines = [
-            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
+            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, "
+            f"{sizes.compute} arithmetic, engine {engine}"
         ]
         count = len(program.passes)
         lines.append(
@@ -112,7 +113,7 @@ class Op:
                     f", {p.feature}" if p.feature else ""
                 )
                 raise ShapeError(
-                    detail=f"{p.name} is declared {p}, so its shape is [{expected}], but was given {tuple(value.shape)}",
+                    detail=f"{p.name} is declared {p}, so its shape is [{expected}], but it is {tuple(value.shape)}",
                     fix="Add the missing axis, or change the declaration",
                 )
             if value.is_complex() or value.is_sparse or value.is_quantized:
@@ -121,7 +122,7 @@ class Op:
             if isinstance(value, Tensor):
                 if value.dim() != 0:
                     raise ShapeError(
-                        detail=f"{p.name} is declared {p}, one number, but was given a tensor of shape {tuple(value.shape)}",
+                        detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
                         fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
                     )
             elif not isinstance(value, int | float) and not hasattr(value, "item"):
@@ -140,9 +141,8 @@ class Op:
                 dtypes[name] = _number_class(value.dtype)
             else:
                 plain[name] = value.item() if hasattr(value, "item") else value
-                dtypes[name] = (
-                    "bool" if isinstance(value, bool) else p.python.__name__ if p.python is not float else "float"
-                )  # type: ignore[union-attr]
+                as_float = p.python is float or isinstance(plain[name], float)
+                dtypes[name] = "bool" if isinstance(plain[name], bool) else "float" if as_float else "int"
         key = (tuple(sorted(dtypes.items())), tuple((n, v) for n, v in plain.items() if n not in dtypes))
         for traced, fixed in self._traces.get(key, ()):
             if all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items()):
@@ -203,7 +203,7 @@ def _sizes(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Si
             batch = torch.broadcast_shapes(batch, own)
         except RuntimeError:
             raise ShapeError(
-                detail=f"the batch dimensions of {name}, {own}, do not broadcast with those of {batch_of}, {tuple(batch)}",
+                detail=f"the batch dimensions {own} of {name} do not broadcast with {tuple(batch)} of {batch_of}",
                 fix="Leading dimensions must be equal or 1",
             ) from None
         batch_of = batch_of or name

@@ -37,9 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     results = _measured(arguments.quick)
     seconds = time.perf_counter() - start
     environment = surroundings()
-    command = "python -m monoidreduce demo" + (" --quick" if arguments.quick else "")
     try:
-        page.write_text(report.render(results, environment, seconds, command), encoding="utf-8")
+        page.write_text(report.render(results, environment, seconds, arguments.quick), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {page}: {error.strerror}. Give another folder with --out") from None
     if arguments.json:

@@ -24,9 +24,10 @@ def attention(q: Row["f"], k: Col["f"], v: Col["d"]):   # what happens to one pa
 y = attention(q, k, v)                                  # differentiable; nothing of size M × N is ever allocated"""
 
 
-def render(results: Sequence[Result], environment: Environment, seconds: float, command: str) -> str:
+def render(results: Sequence[Result], environment: Environment, seconds: float, quick: bool = False) -> str:
     """The whole page. The figures show the first result, attention."""
-    parts = [_header(results, environment, seconds), _layers(results), _figures(results[0]), _method(results, command)]
+    parts = [_header(results, environment, seconds), _layers(results, quick), _figures(results[0])]
+    parts.append(_method(results, "python -m monoidreduce demo" + (" --quick" if quick else "")))
     return _PAGE.format(css=CSS, body="\n".join(parts))
 
 
@@ -88,12 +89,13 @@ beside the same layers in plain torch, measured on this machine.</p>
 </header>"""
 
 
-def _layers(results: Sequence[Result]) -> str:
+def _layers(results: Sequence[Result], quick: bool) -> str:
+    caution = "<p><b>Tiny sizes (<code>--quick</code>): these numbers mean little.</b></p>\n" if quick else ""
     headings = "".join(f'<th scope="col">{h}</th>' for h in ("Layer", _TIME, _MEMORY, _ERROR))
     rows = "\n".join(_row(r) for r in results)
     return f"""<section>
 <h2>The layers</h2>
-<p class="key"><span class="swatch ours"></span> MonoidReduce <span class="swatch naive"></span> dense torch.
+{caution}<p class="key"><span class="swatch ours"></span> MonoidReduce <span class="swatch naive"></span> dense torch.
 Bars are relative within a cell.</p>
 <table>
 <thead><tr>{headings}</tr></thead>

@@ -9,6 +9,7 @@ overwrite its input.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from ..program import intervals as iv
 from ..program.build import ONE, gap_form, substitute, terms
 from ..program.expr import Expr, const, topological
@@ -117,7 +118,7 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
 
 
 def in_tiles(fold: Fold, r: Expr) -> bool:
-    """Whether a pick reads its number from the tiles that are computed anyway: then it sees the same rounding as they do."""
+    """Whether a pick reads its number from tiles that are computed anyway: it then sees the same rounding."""
     _, over, (axis,) = r.attrs
     gathers = over.startswith(axis) and r.args[0].feature is None and r.args[2] is ONE and r.args[1].is_pair
     return gathers and any(other.attrs[0] != "pick" for other in fold.reductions)
@@ -191,7 +192,7 @@ def _numbers_under(e: Expr) -> tuple[Expr, ...]:
 
 @dataclass(frozen=True)
 class HotSum:
-    """dense ± [index == target] value, where target and value are numbers of the other side: a scatter into the tile."""
+    """dense ± [index == target] value, where target and value are one-sided numbers: a scatter into the tile."""
 
     dense: Expr
     axis: str
@@ -207,9 +208,9 @@ def hot_sum(e: Expr) -> HotSum | None:
     for dense, hot in (e.args, e.args[::-1]) if e.op == "add" else (e.args,):
         if hot.op == "where" and dense.is_pair and hot.args[2].const == 0 and not hot.args[1].is_pair:
             found, rest = hot_condition(hot.args[0])
-            if found is not None and rest.const is True and found[1].feature is None and not found[1].args:
-                if not hot.args[1].args:
-                    return HotSum(dense, found[0], found[1], hot.args[1], -1 if e.op == "sub" else 1)
+            plain = not hot.args[1].args and rest.const is True
+            if plain and found is not None and found[1].feature is None and not found[1].args:
+                return HotSum(dense, found[0], found[1], hot.args[1], -1 if e.op == "sub" else 1)
     return None
 
 

@@ -61,7 +61,7 @@ class TileRun:
     def _compute(self, step: Step, code: Code) -> None:
         e = step.node
         assert e is not None
-        out = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
+        out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
         if e.op == "dot" or step.alpha is not None:
             d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
             k = (
@@ -90,7 +90,7 @@ class TileRun:
             self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
 
     def _scatter(self, out: Tensor, hot: HotSum) -> Tensor:
-        """out = dense, then the value added at the one place per row (or column) that matches, if it is in this tile."""
+        """out = dense, with the value added at the one place per row (or column) that matches, if this tile has it."""
         dense = self.full(hot.dense)
         if dense.data_ptr() != out.data_ptr():
             out.copy_(dense)
@@ -139,7 +139,7 @@ class TileRun:
 
 
 def _is_weight(x: Expr) -> bool:
-    """A pair number minus a row's or column's: a softmax weight's exponent, where exp2's rounding falls on tiny weights."""
+    """A pair number minus a row's: a softmax weight's exponent, where the rounding of exp2 falls on tiny weights."""
     return x.op == "sub" and not x.args[1].is_pair
 
 

@@ -176,7 +176,7 @@ _RULES = {
 }
 
 
-# Operations on features ------------------------------------------------------------------------------------------------
+# Operations on features -------------------------------------------------------------------------------------
 
 
 def terms(x: Expr) -> list[Term] | None:
@@ -214,7 +214,7 @@ def terms(x: Expr) -> list[Term] | None:
 
 
 def gap_form(e: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """A vector per pair as number × (row vector - column vector), if it is that: (number, row vector, column vector)."""
+    """A vector per pair as number × (row vector - column vector), if it is one: the three of them."""
     if e.op == "neg":
         inner = gap_form(e.args[0])
         return inner and (apply("neg", inner[0]), inner[1], inner[2])

@@ -157,7 +157,8 @@ def structure(roots: Iterable[Expr]) -> str:
         number[e] = len(number)
         attrs = ",".join(_attr_text(a) for a in e.attrs)
         lines.append(
-            f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)}):{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}"
+            f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)})"
+            f":{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}"
         )
     return "\n".join(lines)
 

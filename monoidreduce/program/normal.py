@@ -133,7 +133,7 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
 def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     """Σ mid × vector; where mid is non-zero only at an index, as picks.
 
-    A mid with a dense part too (softmax minus one-hot) stays whole: its parts may cancel, so they are added pair by pair.
+    A mid with a dense part too (softmax minus one-hot) stays whole: the two may cancel, so they are added pair by pair.
     """
     whole = apply("mul", mid, vector) if vector is not None else mid
     if not _has(whole, over):
@@ -188,7 +188,7 @@ def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
     if e.op == "fsum" and e.args[0].op == "where" and build._is(e.args[0].args[2], 0):
         c, value, _ = e.args[0].args
         hot, rest = hot_condition(c)
-        if hot is not None and hot[1].feature is not None and rest.feature is None and not value.is_pair:
+        if hot is not None and hot[1].feature is not None and rest.feature is None and not _has(value, f"{hot[0]}s"):
             return None, [(*hot, apply("where", rest, value, 0.0))]
     return e, []
 

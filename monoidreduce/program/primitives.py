@@ -1,7 +1,7 @@
 """The table of primitives: each scalar operation stands here once, and nowhere else.
 
-A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its derivative, its interval
-rule and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent
+A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its text in a Triton kernel, its
+derivative, its interval rule and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent
 ``g``, the result ``y`` and the arguments as symbols and returns one cotangent per argument (``None``: no gradient).
 To add an operation, add a row; functions that are short combinations of others are one line in ``COMPOSITES``.
 """
@@ -33,6 +33,7 @@ class Primitive:
     result: str = "float"  # number class: float, bool, or "same" as the widest argument
     names: tuple[str, ...] = ()  # other torch names that mean the same
     attributes: dict[str, Any] = field(default_factory=dict)  # static arguments and their defaults
+    triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
 
 
 def _no_gradient(count: int) -> Callable[..., tuple]:
@@ -92,61 +93,104 @@ _monotone = iv.monotone
 
 _ROWS = [
     # arithmetic
-    _P("add", torch.add, lambda g, y, a, b: (g, g), iv.add, "same"),
-    _P("sub", torch.sub, lambda g, y, a, b: (g, -g), iv.sub, "same", ("subtract",)),
-    _P("mul", torch.mul, lambda g, y, a, b: (g * b, g * a), iv.mul, "same", ("multiply",)),
-    _P("div", torch.div, lambda g, y, a, b: (g / b, -(g * y / b)), iv.div, "float", ("divide", "true_divide")),
-    _P("pow", torch.pow, _pow_gradient, names=("float_power",)),
-    _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",)),
-    _P("abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",)),
-    _P("sign", torch.sign, _no_gradient(1), _monotone(lambda x: float((x > 0) - (x < 0))), "same"),
-    _P("square", torch.square, lambda g, y, x: (g * (2 * x),), iv.square, "same"),
-    _P("sqrt", torch.sqrt, lambda g, y, x: (g * (0.5 / y),), _monotone(math.sqrt, 0.0)),
-    _P("rsqrt", torch.rsqrt, lambda g, y, x: (g * (-0.5 * y * y * y),), lambda x: (0.0, iv.INF)),
-    _P("reciprocal", torch.reciprocal, lambda g, y, x: (-(g * y * y),), lambda x: iv.div(iv.TRUE, x)),
-    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0)),
-    _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0)),
-    _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0)),
-    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log)),
-    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2)),
-    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p)),
-    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.bounded(-1.0, 1.0)),
-    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.bounded(-1.0, 1.0)),
-    _P("atan", torch.atan, lambda g, y, x: (g / (1 + x * x),), _monotone(math.atan), names=("arctan",)),
+    _P("add", torch.add, lambda g, y, a, b: (g, g), iv.add, "same", triton="{0} + {1}"),
+    _P("sub", torch.sub, lambda g, y, a, b: (g, -g), iv.sub, "same", ("subtract",), triton="{0} - {1}"),
+    _P("mul", torch.mul, lambda g, y, a, b: (g * b, g * a), iv.mul, "same", ("multiply",), triton="{0} * {1}"),
+    _P(
+        "div",
+        torch.div,
+        lambda g, y, a, b: (g / b, -(g * y / b)),
+        iv.div,
+        "float",
+        ("divide", "true_divide"),
+        triton="{0} / {1}",
+    ),
+    _P("pow", torch.pow, _pow_gradient, names=("float_power",), triton="power({0}, {1})"),
+    _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
+    _P(
+        "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
+    ),
+    _P("sign", torch.sign, _no_gradient(1), _monotone(lambda x: float((x > 0) - (x < 0))), "same", triton="sign({0})"),
+    _P("square", torch.square, lambda g, y, x: (g * (2 * x),), iv.square, "same", triton="{0} * {0}"),
+    _P("sqrt", torch.sqrt, lambda g, y, x: (g * (0.5 / y),), _monotone(math.sqrt, 0.0), triton="tl.sqrt({0})"),
+    _P(
+        "rsqrt", torch.rsqrt, lambda g, y, x: (g * (-0.5 * y * y * y),), lambda x: (0.0, iv.INF), triton="tl.rsqrt({0})"
+    ),
+    _P(
+        "reciprocal",
+        torch.reciprocal,
+        lambda g, y, x: (-(g * y * y),),
+        lambda x: iv.div(iv.TRUE, x),
+        triton="1.0 / {0}",
+    ),
+    _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})"),
+    _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0), triton="tl.exp2({0})"),
+    _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})"),
+    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log), triton="tl.log({0})"),
+    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2), triton="tl.log2({0})"),
+    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p), triton="log1p({0})"),
+    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.bounded(-1.0, 1.0), triton="tl.sin({0})"),
+    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.bounded(-1.0, 1.0), triton="tl.cos({0})"),
+    _P(
+        "atan",
+        torch.atan,
+        lambda g, y, x: (g / (1 + x * x),),
+        _monotone(math.atan),
+        names=("arctan",),
+        triton="arctan({0})",
+    ),
     _P(
         "erf",
         torch.erf,
         lambda g, y, x: (g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),),
         _monotone(math.erf, -1.0, 1.0),
+        triton="tl.erf({0})",
     ),
     # activations that torch fuses
-    _P("tanh", torch.tanh, lambda g, y, x: (g * (1 - y * y),), _monotone(math.tanh, -1.0, 1.0)),
-    _P("sigmoid", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), iv.bounded(0.0, 1.0), names=("expit",)),
-    _P("silu", aten.silu, _silu_gradient),
-    _P("relu", aten.relu, lambda g, y, x: (torch.where(x > 0, g, 0.0),), _monotone(lambda x: max(x, 0.0), 0.0)),
+    _P("tanh", torch.tanh, lambda g, y, x: (g * (1 - y * y),), _monotone(math.tanh, -1.0, 1.0), triton="tanh({0})"),
+    _P(
+        "sigmoid",
+        torch.sigmoid,
+        lambda g, y, x: (g * (y * (1 - y)),),
+        iv.bounded(0.0, 1.0),
+        names=("expit",),
+        triton="sigmoid({0})",
+    ),
+    _P("silu", aten.silu, _silu_gradient, triton="{0} * sigmoid({0})"),
+    _P(
+        "relu",
+        aten.relu,
+        lambda g, y, x: (torch.where(x > 0, g, 0.0),),
+        _monotone(lambda x: max(x, 0.0), 0.0),
+        triton="tl.where({0} <= 0.0, 0.0, {0})",
+    ),
     _P(
         "leaky_relu",
         aten.leaky_relu,
         lambda g, y, x, negative_slope: (torch.where(x > 0, g, g * negative_slope),),
         attributes={"negative_slope": 0.01},
+        triton="tl.where({0} > 0.0, {0}, {0} * {negative_slope})",
     ),
     _P(
         "gelu",
         aten.gelu,
         lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
+        triton="gelu_{approximate}({0})",
     ),
     _P(
         "softplus",
         aten.softplus,
         lambda g, y, x, beta, threshold: (g * torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta)),),
         attributes={"beta": 1.0, "threshold": 20.0},
+        triton="softplus({0}, {beta}, {threshold})",
     ),
     _P(
         "logsigmoid",
         lambda x, out=None: _into(F.logsigmoid(x), out),
         lambda g, y, x: (g * torch.sigmoid(-x),),
         names=("log_sigmoid",),
+        triton="logsigmoid({0})",
     ),
     # choice
     _P(
@@ -156,6 +200,7 @@ _ROWS = [
         iv.minimum,
         "same",
         ("fmin",),
+        triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     ),
     _P(
         "maximum",
@@ -164,13 +209,47 @@ _ROWS = [
         iv.maximum,
         "same",
         ("fmax",),
+        triton="tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     ),
-    _P("where", _where, lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), iv.where, "same"),
-    _P("logaddexp", torch.logaddexp, lambda g, y, a, b: (g * _weight(a, y), g * _weight(b, y))),
+    _P(
+        "where",
+        _where,
+        lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)),
+        iv.where,
+        "same",
+        triton="tl.where({0}, {1}, {2})",
+    ),
+    _P(
+        "logaddexp",
+        torch.logaddexp,
+        lambda g, y, a, b: (g * _weight(a, y), g * _weight(b, y)),
+        triton="logaddexp({0}, {1})",
+    ),
     # rounding
-    _P("floor", torch.floor, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.floor(x)), "same"),
-    _P("ceil", torch.ceil, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else math.ceil(x)), "same"),
-    _P("round", torch.round, _no_gradient(1), _monotone(lambda x: x if math.isinf(x) else round(x)), "same"),
+    _P(
+        "floor",
+        torch.floor,
+        _no_gradient(1),
+        _monotone(lambda x: x if math.isinf(x) else math.floor(x)),
+        "same",
+        triton="tl.floor({0})",
+    ),
+    _P(
+        "ceil",
+        torch.ceil,
+        _no_gradient(1),
+        _monotone(lambda x: x if math.isinf(x) else math.ceil(x)),
+        "same",
+        triton="tl.ceil({0})",
+    ),
+    _P(
+        "round",
+        torch.round,
+        _no_gradient(1),
+        _monotone(lambda x: x if math.isinf(x) else round(x)),
+        "same",
+        triton="nearest({0})",
+    ),
     _P(
         "trunc",
         torch.trunc,
@@ -178,22 +257,37 @@ _ROWS = [
         _monotone(lambda x: x if math.isinf(x) else math.trunc(x)),
         "same",
         ("fix",),
+        triton="tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
     ),
-    _P("floor_divide", torch.floor_divide, _no_gradient(2), result="same"),
-    _P("remainder", torch.remainder, lambda g, y, a, b: (g, -(g * torch.floor(a / b))), iv.remainder, "same"),
+    _P("floor_divide", torch.floor_divide, _no_gradient(2), result="same", triton="floor_divide({0}, {1})"),
+    _P(
+        "remainder",
+        torch.remainder,
+        lambda g, y, a, b: (g, -(g * torch.floor(a / b))),
+        iv.remainder,
+        "same",
+        triton="remainder({0}, {1})",
+    ),
     # truth
-    _P("eq", torch.eq, None, iv.equal, "bool"),
-    _P("ne", torch.ne, None, iv.not_equal, "bool", ("not_equal",)),
-    _P("lt", torch.lt, None, iv.less, "bool", ("less",)),
-    _P("le", torch.le, None, iv.less_equal, "bool", ("less_equal",)),
-    _P("gt", torch.gt, None, iv.greater, "bool", ("greater",)),
-    _P("ge", torch.ge, None, iv.greater_equal, "bool", ("greater_equal",)),
-    _P("logical_and", torch.logical_and, None, iv.logical_and, "bool", ("bitwise_and",)),
-    _P("logical_or", torch.logical_or, None, iv.logical_or, "bool", ("bitwise_or",)),
-    _P("logical_xor", torch.logical_xor, None, iv.logical_xor, "bool", ("bitwise_xor",)),
-    _P("logical_not", torch.logical_not, None, iv.logical_not, "bool", ("bitwise_not",)),
-    _P("isnan", lambda x, out=None: _into(torch.isnan(x), out), None, lambda x: iv.EITHER, "bool"),
-    _P("isinf", lambda x, out=None: _into(torch.isinf(x), out), None, lambda x: iv.EITHER, "bool"),
+    _P("eq", torch.eq, None, iv.equal, "bool", triton="{0} == {1}"),
+    _P("ne", torch.ne, None, iv.not_equal, "bool", ("not_equal",), triton="{0} != {1}"),
+    _P("lt", torch.lt, None, iv.less, "bool", ("less",), triton="{0} < {1}"),
+    _P("le", torch.le, None, iv.less_equal, "bool", ("less_equal",), triton="{0} <= {1}"),
+    _P("gt", torch.gt, None, iv.greater, "bool", ("greater",), triton="{0} > {1}"),
+    _P("ge", torch.ge, None, iv.greater_equal, "bool", ("greater_equal",), triton="{0} >= {1}"),
+    _P("logical_and", torch.logical_and, None, iv.logical_and, "bool", ("bitwise_and",), triton="{0} & {1}"),
+    _P("logical_or", torch.logical_or, None, iv.logical_or, "bool", ("bitwise_or",), triton="{0} | {1}"),
+    _P("logical_xor", torch.logical_xor, None, iv.logical_xor, "bool", ("bitwise_xor",), triton="{0} ^ {1}"),
+    _P("logical_not", torch.logical_not, None, iv.logical_not, "bool", ("bitwise_not",), triton="{0} == 0"),
+    _P("isnan", lambda x, out=None: _into(torch.isnan(x), out), None, lambda x: iv.EITHER, "bool", triton="{0} != {0}"),
+    _P(
+        "isinf",
+        lambda x, out=None: _into(torch.isinf(x), out),
+        None,
+        lambda x: iv.EITHER,
+        "bool",
+        triton="tl.abs({0}) == float('inf')",
+    ),
     # others
     _P(
         "cast",
@@ -202,9 +296,10 @@ _ROWS = [
         lambda x, to: iv.to_bool(x) if to == "bool" else x,
         "cast",
         attributes={"to": "float"},
+        triton="{0}",
     ),
-    _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same"),
-    _P("uniform", _philox, _no_gradient(4), lambda *_: (0.0, 1.0)),
+    _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
+    _P("uniform", _philox, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
 ]
 
 

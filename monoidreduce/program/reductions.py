@@ -54,7 +54,7 @@ def _soft_outputs(fields: tuple[Expr, ...], params: tuple) -> Outputs:
 def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: list) -> list:
     """LogWSum: one pair (s, v) has weight w = exp(s - z), and D(c, a) g = (w (g_z + ⟨g_v, v - mean⟩), w g_v).
 
-    The weight is exp(s - peak) / Σ exp(s - peak): z itself, rounded, would cost a digit for every digit of a large logit.
+    The weight is exp(s - peak) / Σ exp(s - peak): z itself, rounded, would cost digits where logits are large.
     """
     logit, *values = fields
     _, *means, log_total, peak = results
@@ -171,7 +171,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# What a body calls -----------------------------------------------------------------------------------------------------
+# What a body calls ------------------------------------------------------------------------------------------
 
 
 def make(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> list[Expr]:
@@ -328,7 +328,8 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     declared = monoid.fields()
     if set(fields) != set(declared):
         raise ArgumentError(
-            detail=f"{monoid.__name__} has fields {', '.join(declared)}, but mr.reduce was given {', '.join(fields) or 'none'}",
+            detail=f"{monoid.__name__} has the fields {', '.join(declared)}, "
+            f"but mr.reduce was given {', '.join(fields) or 'none'}",
             fix="Give every field by name",
         )
     if not monoid.commutative:

@@ -61,6 +61,9 @@ class Symbol:
             _unknown(name)
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
+    def __pos__(self) -> Symbol:
+        return self
+
     def __matmul__(self, other: Any) -> Symbol:
         return call("matmul", (self, other), {})
 
@@ -149,8 +152,8 @@ def _operator(name: str, reflected: bool = False) -> Callable:
 
 
 for _name, _primitive in {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "floordiv": "floor_divide", "mod": "remainder",
-    "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "floordiv": "floor_divide",
+    "mod": "remainder", "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
 }.items():  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_primitive))
     setattr(Symbol, f"__r{_name}__", _operator(_primitive, reflected=True))
@@ -166,7 +169,6 @@ for _name, _primitive in {
     "trunc": "trunc",
 }.items():
     setattr(Symbol, f"__{_name}__", lambda self, _p=_primitive: call(_p, (self,), {}))
-Symbol.__pos__ = lambda self: self  # type: ignore[attr-defined]
 
 _REFUSED_ATTRIBUTES = dict.fromkeys(
     ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
@@ -174,13 +176,15 @@ _REFUSED_ATTRIBUTES = dict.fromkeys(
 ) | dict.fromkeys(
     ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
     "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
-) | dict.fromkeys(("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values")  # fmt: skip
+) | dict.fromkeys(
+    ("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values",
+)  # fmt: skip
 
 
-# Functions -------------------------------------------------------------------------------------------------------------
+# Functions --------------------------------------------------------------------------------------------------
 
 
-def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
+def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     return Symbol(build.fsum(expr_of(x)))
 
 

@@ -50,7 +50,7 @@ def trace(
             unknown = [n for n in need.names if n not in values]
             if unknown or need.names <= fixed:
                 raise TraceError(
-                    detail=f"{function.__name__} looks at the value of {', '.join(unknown)}, which was given as a tensor",
+                    detail=f"{function.__name__} looks at the value of {', '.join(unknown)}, which is a tensor",
                     fix="Give a plain number, or use torch.where",
                 ).at(place(function, need.__traceback__)) from None
             fixed |= need.names

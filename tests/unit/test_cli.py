@@ -1,6 +1,7 @@
 """The command line: the demo end to end at tiny sizes, its page, its instrument, and what a mistake looks like."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -88,7 +89,7 @@ def test_the_page_has_all_layers_and_two_figures(demo):
     environment = surroundings()
     for fact in (environment.version, environment.python, environment.torch, environment.cpu, environment.threads):
         assert fact in page.words
-    assert "python -m monoidreduce demo" in page.words
+    assert "python -m monoidreduce demo --quick" in page.words and "mean little" in page.words
 
 
 def test_json_is_all_that_stdout_gets(demo):
@@ -244,8 +245,10 @@ def test_a_low_profile_is_also_drawn_enlarged():
 def test_a_page_escapes_and_survives_a_slower_larger_result():
     side = Side(1.0, 2.0, synthetic(1, 2, 3), 1e-7)
     worse = Result(LAYERS[0], LAYERS[0].quick, Side(2.0, 4.0, synthetic(10, 20, 30), 1e-7), side, rounds=1)
-    page = Page(report.render([worse], surroundings(), 1.0, "python -m x '<&>'"))
-    assert "2.00× slower" in page.words and "larger" in page.words and "'<&>'" in page.words
+    odd = dataclasses.replace(surroundings(), cpu="'<&>'")
+    page = Page(report.render([worse], odd, 1.0))
+    assert "2.00× slower" in page.words and "larger" in page.words and odd.cpu in page.words
+    assert "--quick" not in page.words
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
