@@ -17,36 +17,38 @@ from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
 from .program.declare import Batch, Col, Row
-from .program.expr import index as _index
-from .program.expr import size as _size
 from .program.reductions import (
     all as all,
+)
+from .program.reductions import (
     any as any,
+)
+from .program.reductions import (
     argmax,
     argmin,
     count,
     dropout,
     gumbel,
     logsumexp,
-    max as max,
     mean,
-    min as min,
     reduce,
     sample,
     softmax_mean,
-    sum as sum,
     topk,
     uniform,
     var,
     weighted_mean,
 )
-from .program.symbol import Everywhere as _Everywhere
-from .program.symbol import functions, sqdist
-
-row_index = _Everywhere(_index("row"))
-col_index = _Everywhere(_index("col"))
-num_rows = _Everywhere(_size("rows"))
-num_cols = _Everywhere(_size("cols"))
+from .program.reductions import (
+    max as max,
+)
+from .program.reductions import (
+    min as min,
+)
+from .program.reductions import (
+    sum as sum,
+)
+from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [

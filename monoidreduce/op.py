@@ -203,7 +203,7 @@ def _sizes(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Si
             batch = torch.broadcast_shapes(batch, own)
         except RuntimeError:
             raise ShapeError(
-                detail=f"the batch dimensions {own} of {name} do not broadcast with {tuple(batch)} of {batch_of}",
+                detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",
                 fix="Leading dimensions must be equal or 1",
             ) from None
         batch_of = batch_of or name

@@ -88,7 +88,7 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
     fields = [a for r in fold.reductions if r.attrs[0] != "pick" for a in r.args]
     under = topological(fields)
     found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
-    return tuple(dict.fromkeys(c for c in found if c.is_pair and _decidable(c)))
+    return tuple(dict.fromkeys(c for c in found if c.is_pair and c.feature is None and _decidable(c)))
 
 
 def _decidable(c: Expr) -> bool:

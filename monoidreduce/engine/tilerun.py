@@ -110,8 +110,24 @@ class TileRun:
             if e.op in ("const", "nan") or e in self.buffers.numbers:
                 self.values[e] = self.buffers.constant(e)
             else:
-                self.values[e] = _apply(e, [self.get(a) for a in e.args], None, self.buffers.kinds["float"])
+                self.values[e] = self._one_sided(e)
         return self.values[e]
+
+    def _one_sided(self, e: Expr) -> Any:
+        """A value of one side that no pass was fed: what is left of a pair expression where a condition is decided.
+
+        Row numbers are [b, m, 1] and column numbers [b, 1, n]; vectors of either side are [b, l, features].
+        """
+        args = [self.get(a) for a in e.args]
+        if e.op in ("fsum", "famax", "famin"):
+            x = {"fsum": torch.sum, "famax": torch.amax, "famin": torch.amin}[e.op](args[0], -1)
+            return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
+        if e.op == "component":
+            x = args[0][..., e.attrs[0]]
+            return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
+        if e.feature is not None and e.cols:
+            args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
+        return args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
 
     def full(self, e: Expr) -> Tensor:
         """A number as a whole tile, expanded where it does not vary."""

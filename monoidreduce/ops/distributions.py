@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -66,10 +66,26 @@ def _row_sums(p: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([part.sum(-1, dtype=dtype) for part in p.split(max(1, _CHUNK // p.shape[-1]))])
 
 
+@no_type_check
+def _shifted(s, careful):
+    """Logits less their logsumexp, held constant: a loss that no shift changes then is no gap of two large numbers.
+
+    It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
+    """
+    if not careful:
+        return s
+    z = torch.detach(mr.logsumexp(s))
+    return s - torch.where(z == -math.inf, 0.0, z)
+
+
+def _careful(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype.itemsize > 2
+
+
 @mr.op
 @no_type_check
-def _cross_entropy_distributions(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"], t: mr.Col["e"]):
-    student, teacher = p @ c, q @ t
+def _cross_entropy_distributions(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"], t: mr.Col["e"], careful: bool):
+    student, teacher = _shifted(p @ c, careful), q @ t
     return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
 
 
@@ -80,7 +96,7 @@ def cross_entropy_distributions(
 
     The same as ``F.cross_entropy(p @ c.T, torch.softmax(q @ t.T, -1), ...)``, without ever allocating either M × N
     matrix of logits, a softmax or a gradient of one. All four arguments have gradients. For 16-bit inputs the loss is
-    float32.
+    float32; for wider ones a first pass over ``p`` and ``c`` keeps the digits of a small loss.
 
     Shapes: ``p`` [..., M, d], ``c`` [..., N, d], ``q`` [..., M, e], ``t`` [..., N, e] give one number, or [..., M] with
     ``reduction="none"``; leading dimensions broadcast; the mean is over all rows.
@@ -96,26 +112,25 @@ def cross_entropy_distributions(
     True
     """
     checks.reduction(reduction)
-    return checks.reduced(_cross_entropy_distributions(p, c, q, t), reduction)
+    return checks.reduced(_cross_entropy_distributions(p, c, q, t, _careful(p)), reduction)
 
 
 @mr.op
 @no_type_check
-def _entropy(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
-    s = x @ weight if bias is None else x @ weight + bias
-    shift = torch.detach(mr.logsumexp(s))
-    seen = shift != -math.inf
-    s = s - torch.where(seen, shift, 0.0)  # no matter to the entropy, but its two terms are large numbers otherwise
+def _entropy(x: mr.Row["d"], weight: mr.Col["d"], careful: bool, bias: mr.Col | None = None):
+    s = _shifted(x @ weight if bias is None else x @ weight + bias, careful)
     value = s if bias is None else torch.where(s == -math.inf, 0.0, s)  # 0 · log 0 = 0
-    return torch.where(seen, mr.logsumexp(s) - mr.softmax_mean(s, value), 0.0)
+    z = mr.logsumexp(s)
+    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
 
 
 def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The entropy, in nats, of ``softmax(x @ weight.T + bias)`` for each row.
 
     The same as ``torch.distributions.Categorical(logits=F.linear(x, weight, bias)).entropy()``, without ever allocating
-    the M × V logits, their softmax or their gradient (two passes forward, one backward). A class whose bias is minus infinity does not take part; with no
-    classes the entropy is 0. For 16-bit inputs the entropy is float32.
+    the M × V logits, their softmax or their gradient. A class whose bias is minus infinity does not take part; with no
+    classes the entropy is 0. For 16-bit inputs the entropy is float32; for wider ones a first pass keeps the digits of
+    a small entropy.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give [...].
 
@@ -131,4 +146,4 @@ def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """
     checks.head(x, weight, bias)
     rows = checks.flat(x)
-    return checks.unflat(_entropy(rows, weight, bias), x, rows)
+    return checks.unflat(_entropy(rows, weight, _careful(x), bias), x, rows)

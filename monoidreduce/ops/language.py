@@ -1,19 +1,15 @@
 """The pair language as the layers of this room write it.
 
 Users reach these names as ``mr.softmax_mean``, ``mr.Row`` and so on; this room may not import the package itself, so it
-gathers them here once, and every layer imports this module as ``mr`` and reads as a user's op would."""
+gathers them here once, and every layer imports this module as ``mr`` and reads as a user's op would.
+"""
 
 from __future__ import annotations
 
 from ..op import op
 from ..program.declare import Col, Row
-from ..program.expr import index, size
 from ..program.reductions import argmax, gumbel, logsumexp, max, softmax_mean, sum
-from ..program.symbol import Everywhere
-
-row_index = Everywhere(index("row"))
-col_index = Everywhere(index("col"))
-num_cols = Everywhere(size("cols"))
+from ..program.symbol import col_index, num_cols, row_index
 
 __all__ = [
     "Col", "Row", "argmax", "col_index", "gumbel", "logsumexp", "max", "num_cols",

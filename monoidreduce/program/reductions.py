@@ -218,7 +218,8 @@ def sum(x: Any, *, over: str = "cols") -> Any:
 
 def mean(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing."""
-    return sum(x, over=over) / _size(over)
+    count = _size(over)
+    return torch.where(count == 0, math.nan, sum(x, over=over) / torch.clamp(count, min=1))
 
 
 def logsumexp(x: Any, *, over: str = "cols") -> Any:

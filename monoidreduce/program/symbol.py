@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ImpureError, TraceError, UnknownFunctionError
 from . import build
-from .expr import Expr, const, size, topological
+from .expr import Expr, const, index, size, topological
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
@@ -118,6 +118,10 @@ class Everywhere(Symbol):
     """A symbol that belongs to no trace: ``mr.row_index``, ``mr.col_index``, ``mr.num_rows``, ``mr.num_cols``."""
 
     __slots__ = ()
+
+
+row_index, col_index = Everywhere(index("row")), Everywhere(index("col"))
+num_rows, num_cols = Everywhere(size("rows")), Everywhere(size("cols"))
 
 
 def expr_of(value: Any) -> Expr:

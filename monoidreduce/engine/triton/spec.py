@@ -1,0 +1,57 @@
+"""What a kernel's text depends on, besides the fold itself; and why some folds have no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...program.expr import Expr
+from ...program.lower import Fold
+
+TINY = 8  # up to here features are unrolled; beyond, products are matrix products
+WIDEST = 256  # beyond, accumulators do not fit in registers
+
+
+class Unsupported(Exception):
+    """This fold has no kernel here; the reason is the message."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One direction of a fold, with the types and feature sizes of its leaves: equal specs have equal texts."""
+
+    fold: Fold  # reductions of one direction
+    over: str  # "cols": results per row; "rows": results per column
+    types: tuple[str, ...]  # per leaf: its tensor's type, or "number" for a Python number
+    letters: tuple[tuple[str, int], ...]
+    compute: str  # float32 or float64
+    narrow: str | None  # the 16-bit type of matrix products, if leaves have one
+    rank: int  # batch dimensions after merging
+    bounds: bool  # whether tiles to visit are given
+    lanes: bool  # whether plain sums are kept per lane and added at the end
+
+    @cached_property
+    def type_of(self) -> Mapping[Expr, str]:
+        return dict(zip(self.fold.leaves, self.types, strict=True))
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return dict(self.letters)
+
+    def width(self, feature: str | int | None) -> int:
+        text = str(feature).lstrip("#")
+        return int(text) if text.isdigit() else self._sizes[str(feature)]
+
+    def folds(self, e: Expr) -> bool:
+        """Whether an expression varies along the folded axis."""
+        return e.cols if self.over == "cols" else e.rows
+
+    def keeps(self, e: Expr) -> bool:
+        """Whether an expression varies along the kept axis."""
+        return e.rows if self.over == "cols" else e.cols
+
+
+def padded(width: int) -> int:
+    """Features of a block: a power of two, at least 16, as matrix products need."""
+    return max(16, 1 << (width - 1).bit_length())
