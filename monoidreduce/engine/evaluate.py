@@ -169,7 +169,7 @@ def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
     return x.unsqueeze(-1).expand(*x.shape, count)
 
 
-_FEATURES = {
+_FEATURES: dict[str, Any] = {
     "fsum": lambda e, sizes, x: x.sum(-1),
     "famax": lambda e, sizes, x: x.amax(-1),
     "famin": lambda e, sizes, x: x.amin(-1),

@@ -120,7 +120,7 @@ class TileRun:
         """
         args = [self.get(a) for a in e.args]
         if e.op in ("fsum", "famax", "famin"):
-            x = {"fsum": torch.sum, "famax": torch.amax, "famin": torch.amin}[e.op](args[0], -1)
+            x = args[0].sum(-1) if e.op == "fsum" else args[0].amax(-1) if e.op == "famax" else args[0].amin(-1)
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
         if e.op == "component":
             x = args[0][..., e.attrs[0]]

@@ -22,6 +22,7 @@ class _Side(type):
     """Makes ``Row`` both an annotation (one number) and subscriptable (``Row["f"]``, a vector)."""
 
     axis: str
+    feature: Feature
 
     def __getitem__(cls, feature: Any) -> Any:
         if (

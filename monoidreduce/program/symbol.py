@@ -103,7 +103,7 @@ class Symbol:
             fix="A symbol stands for one value; pick features with x[0], x[1]",
         )
 
-    __len__ = __contains__ = __array__ = __iter__  # type: ignore[assignment]
+    __len__ = __contains__ = __array__ = __iter__
 
     def _value(self, asked: str, fix: str) -> NoReturn:
         """Numbers given at the call may be looked at (we trace again with their value); nothing else may."""

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.readme import filled
+
 README = Path(__file__).parents[2] / "README.md"
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
 MARK = "<!-- not run -->"
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -30,9 +33,13 @@ def run(path: Path) -> dict[str, object]:
     return namespace
 
 
-def test_every_block_of_the_readme_runs():
-    assert blocks(README.read_text(encoding="utf-8")), "the README shows no python"
-    run(README)
+def test_the_readme_shows_python():
+    assert blocks(README.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_block_runs(page):
+    run(page)
 
 
 def test_blocks_share_a_namespace_and_marked_ones_are_left_out(tmp_path):
@@ -50,3 +57,8 @@ def test_a_wrong_block_fails_at_its_own_line(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run(page)
     assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (str(page), 6)
+
+
+def test_the_numbers_are_the_newest_results():
+    text = README.read_text(encoding="utf-8")
+    assert filled(text) == text, "run: python -m benchmarks.readme"

@@ -1,0 +1,34 @@
+"""Put the newest results into the README: every number there comes from a results file, by this script."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from .cpu import RESULTS, markdown
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def newest(kind: str) -> Path | None:
+    """The newest results file of a kind (their names sort by date)."""
+    return max(RESULTS.glob(f"{kind}-*.json"), default=None, key=lambda p: p.name)
+
+
+def filled(text: str) -> str:
+    """The README's text with each ``<!-- results: KIND -->`` block replaced by the newest table of that kind."""
+
+    def table(match: re.Match[str]) -> str:
+        found = newest(match.group(1))
+        body = "Not measured yet.\n" if found is None else markdown(json.loads(found.read_text(encoding="utf-8")))
+        return f"<!-- results: {match.group(1)} -->\n{body}<!-- end results -->"
+
+    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end results -->", table, text, flags=re.S)
+
+
+if __name__ == "__main__":
+    text = README.read_text(encoding="utf-8")
+    README.write_text(filled(text), encoding="utf-8")
+    sys.stderr.write("README.md holds the newest results\n")
