@@ -20,12 +20,23 @@ class MonoidReduceError(Exception):
         self.text = f"{text}. {advice}" if advice else text
         super().__init__(self.text)
 
+    def __reduce__(self) -> tuple:
+        """Errors cross processes (a DataLoader's worker, a rank): by class, text and place."""
+        return _restored, (type(self), self.text, self.place)
+
     def at(self, place: str) -> "MonoidReduceError":
         """Add where it happened (once): the op, its arguments and the user's line."""
         if not self.place:
             self.place = place
             self.args = (f"{self.text}\n  {place}",)
         return self
+
+
+def _restored(cls: type[MonoidReduceError], text: str, place: str) -> MonoidReduceError:
+    error = cls.__new__(cls)
+    error.details, error.text, error.place = {}, text, ""
+    error.args = (text,)
+    return error.at(place) if place else error
 
 
 class _Details(dict):

@@ -81,7 +81,7 @@ class Op:
             values = self._bind(args, kwargs)
             sizes, out = _sizes(self.parameters, values)
             traced = self._trace(values)
-            _check_topk(traced.outputs, sizes)
+            _check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
             raise error.at(self._describe(args, kwargs)) from None
         inputs = {n: _padded(v, self.parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
@@ -241,8 +241,14 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
         )
 
 
-def _check_topk(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
+def _check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
+    """What the body asks of sizes that only the call knows: a feature that is there, no more of the best than there are."""
     for e in topological(outputs):
+        if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
+            raise ShapeError(
+                detail=f'feature [{e.attrs[0]}] was asked of a vector over "{e.args[0].feature}", which has {count}',
+                fix=f"Features are numbered from 0 to {count - 1}",
+            )
         if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
             raise TopKError(
                 k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")

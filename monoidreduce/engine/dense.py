@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import fold as fold_monoid
-from ..errors import TopKError
+from ..errors import NoGradientError, TopKError
 
 
 def _dim(over: str, vector: bool = False) -> int:
@@ -96,7 +96,19 @@ def _user(fields: list[Tensor], vectors: list[bool], over: str, params: tuple, s
     # the folded axis counted without features, from the front: the same number for scalars and vectors
     at = (stretched[0].dim() - vectors[0]) + _dim(over)
     folded = fold_monoid(monoid, dict(zip(names, stretched, strict=True)), dim=at)
-    return [getattr(folded, n).unsqueeze(at) for n in names]
+    results = [getattr(folded, n).unsqueeze(at) for n in names]
+    if not monoid.has_gradient:  # autograd could go through combine, but no other engine could follow
+        for r in results:
+            if r.requires_grad:
+                r.register_hook(lambda g: _no_gradient(monoid))
+    return results
+
+
+def _no_gradient(monoid: type) -> None:
+    raise NoGradientError(
+        detail=f"a gradient was asked of {monoid.__name__}, which has no local gradient",
+        fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
+    )
 
 
 REDUCERS: dict[str, Callable[..., list[Any]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ class TileRun:
                 else self.buffers.numbers[step.alpha]
             )
             self.values[e] = hardware.dot_into(
-                out, self.get(d.args[0]), self.get(d.args[1]), 1 / k if step.divide else k
+                out, self.get(d.args[0]), self.get(d.args[1]), _inverse(k) if step.divide else k
             )
         elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
             self.values[e] = hardware.exp_into(out, self.get(e.args[0]))
@@ -152,6 +153,10 @@ class TileRun:
             else:
                 memo[n] = _apply(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
         return memo[e]
+
+
+def _inverse(k: float) -> float:
+    return 1 / k if k else math.copysign(math.inf, k)
 
 
 def _is_weight(x: Expr) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import intervals as iv
+from . import philox
 
 aten = torch.ops.aten
 _LN2 = math.log(2.0)
@@ -66,26 +67,6 @@ def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
 def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
     s = torch.sigmoid(x)
     return (g * (s * (1 + x * (1 - s))),)
-
-
-def _philox(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Uniform numbers in (0, 1) from Philox4x32-10 with counter (j, i, batch, 0) and key ``seed`` (64 bits).
-
-    Integer arithmetic in int64, each word kept below 2**32; the number is (first word + 1/2) / 2**32 in float32
-    whatever the type of the arithmetic, never 0 or 1, and fine near 0: the tail of a Gumbel or exponential number is
-    there."""
-    mask = 0xFFFFFFFF
-    seed, batch, i, j = torch.broadcast_tensors(
-        *(torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j))
-    )
-    k0, k1 = seed & mask, (seed >> 32) & mask
-    c0, c1, c2, c3 = j & mask, i & mask, batch & mask, torch.zeros_like(j)
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    uniform = c0.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform if out is None else out.copy_(uniform)
 
 
 _P = Primitive
@@ -299,7 +280,7 @@ _ROWS = [
         triton="{0}",
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
-    _P("uniform", _philox, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
+    _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
 ]
 
 

@@ -310,11 +310,10 @@ def gumbel(seed: Any) -> Any:
 
 def dropout(x: Any, p: Any, seed: Any) -> Any:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone."""
-    if isinstance(p, int | float) and not 0 <= p <= 1:
+    p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
+    if not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
-    if isinstance(p, int | float) and p == 1:
-        return torch.where(uniform(seed) >= 0, 0.0, x)
-    return torch.where(uniform(seed) >= p, x / (1 - p), 0.0)
+    return torch.where(uniform(seed) >= p, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
 def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:

@@ -97,7 +97,7 @@ class Symbol:
 
     __index__ = __int__
 
-    def __iter__(self) -> NoReturn:
+    def __iter__(self, *_: Any) -> NoReturn:
         raise TraceError(
             detail=f"the body iterates over {self!r}",
             fix="A symbol stands for one value; pick features with x[0], x[1]",
@@ -139,6 +139,11 @@ def expr_of(value: Any) -> Expr:
     if isinstance(value, bool | int | float):
         return const(value)
     if isinstance(value, torch.Tensor):
+        if current_trace.get() is None:
+            raise TraceError(
+                detail="a reduction of the pair language was called outside the body of an op",
+                fix="Decorate the function that calls it with @mr.op",
+            )
         raise TraceError(
             detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
             fix="Pass it as an argument, declared Row, Col or mr.Batch",
