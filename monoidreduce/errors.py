@@ -133,6 +133,10 @@ class ReferenceLimitError(EngineError):
     fix = 'Use engine="eager", or allow it with mr.use(engine="reference", limit=None)'
 
 
+class FallbackWarning(UserWarning):
+    """An engine has no kernel for something and another engine runs it: right, but slower."""
+
+
 __all__ = sorted(
     name for name, value in list(globals().items()) if isinstance(value, type) and not name.startswith("_")
 )

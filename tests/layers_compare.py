@@ -103,11 +103,14 @@ def assert_equal(got: Result, truth: Result, rtol: float = 1e-9, atol: float = 1
         assert off <= allowed, f"{name}: allowed {allowed:.3e}; {worst(value, expected)}"
 
 
-def assert_error_rule(trials: Sequence[tuple[Result, Result, Result]], factor: float = 2.0, ulps: float = 4.0) -> None:
+def assert_error_rule(
+    trials: Sequence[tuple[Result, Result, Result]], factor: float = 2.0, ulps: float = 4.0, terms: float = 0.0
+) -> None:
     """Errors of (ours, plain form) against the truth: ours at most ``factor`` times, by the largest and by the mean square.
 
     Several draws are judged together, since the largest of few rounding errors is a matter of luck. A few units in the last
-    place of the largest number are free, for a plain form that happens to be exact.
+    place of the largest number are free, for a plain form that happens to be exact; ``terms``: the size of what is added up to
+    make a gradient, where the sum is much smaller.
     """
     for name, like in trials[0][2].floating().items():
         if not like.numel():
@@ -116,7 +119,7 @@ def assert_error_rule(trials: Sequence[tuple[Result, Result, Result]], factor: f
         theirs = torch.stack([errors(plain.all()[name], truth.all()[name]) for _, plain, truth in trials])
         size = max(largest(truth.all()[name]) for _, _, truth in trials)
         if name in trials[0][2].grads:  # one that is zero in exact arithmetic consists of the others' rounding
-            size = max(size, 0.1 * max(largest(g) for _, _, truth in trials for g in truth.grads.values()))
+            size = max(size, terms, 0.1 * max(largest(g) for _, _, truth in trials for g in truth.grads.values()))
         free = ulps * torch.finfo(trials[0][0].all()[name].dtype).eps * size
         for norm, a, b in (("largest", ours.max(), theirs.max()), ("root mean square", _rms(ours), _rms(theirs))):
             if a > factor * b + free:

@@ -37,7 +37,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
+        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(t, Tensor):
                 self._see(t, func)
         return result

@@ -40,7 +40,7 @@ def axis_top(*profiles: Profile) -> float:
 
 def timeline(profile: Profile, top: float, label: str) -> str:
     """One profile over time, on an axis of ``top`` bytes, its peak marked."""
-    box = Box(46, 22, WIDTH - 10, HEIGHT - 40, profile.end, top)
+    box = Box(44, 22, WIDTH - 16, HEIGHT - 40, profile.end, top)
     parts = [*_grid(box), *_areas(profile, box), *_phases(profile, box)]
     if profile.peak.total < _INSET_BELOW * top:
         parts += _peak(profile, box, mark=False)

@@ -95,7 +95,7 @@ def _layers(results: Sequence[Result], quick: bool) -> str:
     rows = "\n".join(_row(r) for r in results)
     return f"""<section>
 <h2>The layers</h2>
-{caution}<p class="key"><span class="swatch ours"></span> MonoidReduce <span class="swatch naive"></span> dense torch.
+{caution}<p class="key">{_entry("ours", "MonoidReduce")} {_entry("naive", "dense torch")}
 Bars are relative within a cell.</p>
 <table>
 <thead><tr>{headings}</tr></thead>
@@ -149,19 +149,25 @@ def _error(side: Side) -> str:
 
 def _figures(r: Result) -> str:
     top = figures.axis_top(r.ours.profile, r.naive.profile)
-    legend = " ".join(f'<span class="swatch {name}"></span> {words}' for name, words in CATEGORIES.items())
+    legend = "\n".join(_entry(name, words) for name, words in CATEGORIES.items())
     ours = _figure(r.ours, top, "Memory of MonoidReduce attention", "One tile of pairs exists at a time.")
     dense = f"<code>{escape(r.layer.dense)}</code> holds all pairs, their softmax, and the gradients of both."
     return f"""<section>
 <h2>Memory over time</h2>
 <p>Bytes alive during one forward and backward of {escape(r.layer.name)} ({escape(str(r.size))}), as recorded by
-<code>torch.profiler</code>. Both figures have the same vertical scale; each has its own time.</p>
+<code>torch.profiler</code>. Both figures have the same vertical scale; each has its own time, and
+no peak is too short to be drawn.</p>
 <p class="key">{legend}</p>
 <div class="figures">
 {ours}
 {_figure(r.naive, top, "Memory of naive attention", dense)}
 </div>
 </section>"""
+
+
+def _entry(kind: str, words: str) -> str:
+    """A line of a legend."""
+    return f'<span class="entry"><span class="swatch {kind}"></span> {words}</span>'
 
 
 def _figure(side: Side, top: float, title: str, words: str) -> str:

@@ -36,9 +36,9 @@ li em { font-style: italic; color: inherit; }
 .tiles b { display: block; font-size: 1.9rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .tiles small { display: block; }
 
-.swatch { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .15em 0 .6em;
+.swatch { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .15em;
   vertical-align: -.05em; }
-.swatch:first-child { margin-left: 0; }
+.entry { white-space: nowrap; margin-right: .7em; }
 .ours { background: var(--ours); } .naive { background: var(--naive); }
 .swatch.gradients { background: var(--gradients); } .swatch.kept { background: var(--kept); }
 .swatch.temporary { background: var(--temporary); }

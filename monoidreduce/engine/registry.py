@@ -10,15 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ..errors import EngineError
-from . import eager
+from . import eager, triton
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run}
-NAMES = ("eager", "reference")
+_triton = functools.partial(triton.run, fallback=eager.run)
+
+
+def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+    """Kernels for tensors on a GPU, tiles in torch for all others."""
+    return (_triton if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
+
+
+FOLDERS: dict[str, Callable] = {"eager": eager.run, "triton": _triton, "auto": _by_device}
+NAMES = ("auto", "eager", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 
@@ -39,7 +51,13 @@ def settings() -> Settings:
     if found is not None and found.engine is not None:
         return found
     asked = os.environ.get("MONOIDREDUCE_ENGINE") or None
-    return replace(found or Settings(), engine=_checked(asked, "MONOIDREDUCE_ENGINE") if asked else "eager")
+    return replace(found or Settings(), engine=_checked(asked, "MONOIDREDUCE_ENGINE") if asked else _default())
+
+
+@functools.cache
+def _default() -> str:
+    """By the tensors' device where there are GPUs and Triton; else there is nothing to choose."""
+    return "auto" if torch.cuda.is_available() and triton.available() else "eager"
 
 
 def _checked(name: str, source: str) -> str:

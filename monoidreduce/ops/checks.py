@@ -83,8 +83,7 @@ def alike(**tensors: Tensor) -> None:
 
 
 def labels(x: Tensor, weight: Tensor, target: Any, ignore_index: int) -> Tensor:
-    """Class indices, one per row of x, as int64 [M]. On a CPU each is looked at; elsewhere that would be a
-    synchronisation."""
+    """Class indices, one per row of x, as int64 [M]; each is looked at where looking is free (see :func:`visible`)."""
     tensor("target", target, "[...]", 0)
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DTypeError(
@@ -110,7 +109,7 @@ def labels(x: Tensor, weight: Tensor, target: Any, ignore_index: int) -> Tensor:
 
 
 def visible(t: Tensor) -> bool:
-    """Whether looking at values is free: on a CPU there is nothing to wait for."""
+    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation."""
     return t.device.type == "cpu"
 
 

@@ -56,7 +56,7 @@ def cross_entropy(
     rows, seen, kept = checks.flat(x), labels != ignore_index, None
     if checks.visible(labels) and not bool(seen.all()):
         kept = seen.nonzero().squeeze(1)
-        rows, labels = rows[kept], labels[kept]
+        rows, labels = rows.index_select(0, kept), labels[kept]
     loss = _cross_entropy(rows, weight, labels, ignore_index, bias)
     if reduction == "mean":
         return loss.sum() / seen.sum()

@@ -32,8 +32,8 @@ def cross_entropy_given(
 
     The same as ``F.cross_entropy(F.linear(x, weight, bias), probs, ...)``, without ever allocating the M × V logits,
     their softmax or their gradient: Σ_j p_j s_j = ⟨x, Σ_j p_j w_j⟩ + Σ_j p_j b_j is one product of size M × D, and the
-    rest is a fold. The rows of ``probs`` need not add up to 1. If ``probs`` requires a gradient, that gradient is M ×
-    V, as ``probs`` itself. For 16-bit inputs the loss is float32.
+    rest is a fold. The rows of ``probs`` need not add up to 1; if it requires a gradient, that is as large as itself.
+    The loss is exact to the rounding of a logit, however small it is. For 16-bit inputs it is float32.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V], ``probs`` [..., V] give one number, or [...] with
     ``reduction="none"``; the mean is over all rows.

@@ -13,12 +13,12 @@ import torch
 import monoidreduce as mr
 from monoidreduce.plan import tiles
 from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import flatten, run, use_small_tiles
+from tests.layers_compare import flatten, is_float, run, use_small_tiles
 from tests.layers_memory import usage
 
 WIDEST = 8  # bytes of an int64: an index or a random number per pair
-TILE = (64, 64)
-SIZES = (128, 256, 512)
+TILE = (96, 128)
+SIZES = (192, 384, 768)
 
 
 def make(layer, M, N):
@@ -51,6 +51,18 @@ def test_no_tensor_is_larger_than_a_tile_or_the_inputs(layer):
 def test_memory_grows_with_the_inputs(layer, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)
     assert_grows_linearly(layer.op, layer)
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "cross_entropy", "gaussian_kernel", "swiglu", "sinkhorn_step"])
+def test_second_derivatives_build_no_matrix_either(name):
+    layer = BY_NAME[name]
+
+    def gradients(*args):
+        floats = [a for a in args if is_float(a)]
+        total = sum(v.square().sum() for v in flatten(layer.op(*args)))
+        return torch.autograd.grad(total, floats, create_graph=True)
+
+    assert_never_dense(gradients, make(layer, 2048, 2048), 2048, 2048)
 
 
 # The helpers must catch what they are for
