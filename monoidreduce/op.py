@@ -24,6 +24,7 @@ from .program.expr import Expr, topological
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
 
+_TRACES = 256  # kept per op, the oldest dropped
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -63,14 +64,15 @@ class Op:
             f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, "
             f"{sizes.compute} arithmetic, engine {engine}"
         ]
-        count = len(program.passes)
+        walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
+        count = sum(walks)
         lines.append(
             f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided")
         )
-        for k, p in enumerate(program.passes, 1):
+        for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
             kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
-            lines.append(f"  pass {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
-            if engine == "eager":
+            lines.append(f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
+            if engine == "eager" and walked:
                 lines += [f"    {line}" for line in walk(p.fold, sizes)]
         return "\n".join(lines)
 
@@ -148,6 +150,8 @@ class Op:
             if all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items()):
                 return traced
         traced = trace(self.function, self.parameters, dtypes, plain)
+        while len(self._traces) >= _TRACES:  # a new lambda in every call must not fill the memory
+            del self._traces[next(iter(self._traces))]
         self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
         return traced
 

@@ -83,7 +83,9 @@ def _padded(q, k, v, length):
     return softmax(only(places(s)[1] < length[..., None, None], s)) @ v
 
 
-@layer(_padded, lambda d: (d.normal(2, d.M, 5), d.normal(2, d.N, 5), d.normal(2, d.N, 4), torch.tensor([d.N, d.N // 2])))
+@layer(
+    _padded, lambda d: (d.normal(2, d.M, 5), d.normal(2, d.N, 5), d.normal(2, d.N, 4), torch.tensor([d.N, d.N // 2]))
+)
 def padded_attention(q: Row["f"], k: Col["f"], v: Col["d"], length: mr.Batch):
     return mr.softmax_mean(torch.where(mr.col_index < length, q @ k, -torch.inf), v)
 

@@ -1,7 +1,7 @@
-"""What a layer of the zoo is: a body in the pair language, the plain PyTorch people would write, and how to draw inputs.
+"""What a layer of the zoo is: a body in the pair language, the plain PyTorch people would write, a way to draw inputs.
 
-``dense`` builds the M × N matrix on purpose. In float64 it is the truth; in float32 or 16 bits it is "plain torch in the same
-precision", whose error sets the bar. Legend: M rows, N columns, ``f`` and ``d`` features.
+``dense`` builds the M × N matrix on purpose. In float64 it is the truth; in float32 or 16 bits it is "plain torch in the
+same precision", whose error sets the bar. Legend: M rows, N columns, ``f`` and ``d`` features.
 """
 
 import math
@@ -19,7 +19,7 @@ ZOO: list["Layer"] = []
 
 @dataclass(frozen=True)
 class Draw:
-    """Random inputs of one problem: drawn in float64, rounded to ``dtype``, so that every precision sees the same numbers."""
+    """Random inputs of one problem: drawn in float64 and rounded to ``dtype``."""
 
     M: int
     N: int
@@ -64,6 +64,14 @@ class Layer:
 
     def make(self, M: int, N: int, gen: torch.Generator, dtype: torch.dtype) -> tuple:
         return self.draw(Draw(M, N, gen, dtype))
+
+    def args(self, M: int, N: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple:
+        """Inputs of at least as many columns as the layer needs."""
+        return self.make(M, max(N, self.least_cols), torch.Generator().manual_seed(seed), dtype)
+
+    @property
+    def parameters(self) -> list[Any]:
+        return list(self.op.parameters.values())
 
     def __repr__(self) -> str:
         return self.name

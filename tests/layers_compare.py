@@ -1,19 +1,21 @@
 """Running a layer with its gradients, and the two rules by which results are judged.
 
-In float64 a result must equal the plain form to 1e-9 of its largest number. In any precision its error, measured against the
-plain form in float64, may be at most twice the error of the plain form in that same precision. A failure names the tensor and
-its worst element.
+In float64 a result must equal the plain form to 1e-9 of its largest number. In any precision its error, measured against
+the plain form in float64, may be at most twice the error of the plain form in that same precision. A failure names the
+tensor and its worst element.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from monoidreduce.plan import tiles
+from tests.layers_base import Layer
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Result:
 
     def floating(self) -> dict[str, Tensor]:
         return {name: t for name, t in self.all().items() if t.is_floating_point()}
+
+
+def named(layers: Iterable[Layer]) -> list[Any]:
+    """Layers as parameters of a test, shown by name."""
+    return [pytest.param(layer, id=layer.name) for layer in layers]
 
 
 def is_float(a: Any) -> bool:
@@ -45,7 +52,13 @@ def cast(args: Sequence[Any], dtype: torch.dtype) -> tuple:
     return tuple(a.to(dtype) if is_float(a) else a for a in args)
 
 
-def run(function: Callable, args: Sequence[Any], asked: Sequence[int] | None = None, cotangents: Sequence[Tensor] | None = None) -> Result:
+def run(
+    function: Callable,
+    args: Sequence[Any],
+    *,
+    asked: Sequence[int] | None = None,
+    cotangents: Sequence[Tensor] | None = None,
+) -> Result:
     """Call, then pull a cotangent of fixed random numbers back to every floating argument (or those ``asked``).
 
     The cotangent is rounded to the arguments' type, so that every precision starts from the same numbers.
@@ -106,11 +119,11 @@ def assert_equal(got: Result, truth: Result, rtol: float = 1e-9, atol: float = 1
 def assert_error_rule(
     trials: Sequence[tuple[Result, Result, Result]], factor: float = 2.0, ulps: float = 4.0, terms: float = 0.0
 ) -> None:
-    """Errors of (ours, plain form) against the truth: ours at most ``factor`` times, by the largest and by the mean square.
+    """For each trial (ours, plain form, truth): our error is at most ``factor`` times the plain form's.
 
-    Several draws are judged together, since the largest of few rounding errors is a matter of luck. A few units in the last
-    place of the largest number are free, for a plain form that happens to be exact; ``terms``: the size of what is added up to
-    make a gradient, where the sum is much smaller.
+    Both the largest error and the root mean square. Several draws are judged together, since the largest of few rounding
+    errors is a matter of luck. A few units in the last place of the largest number are free, for a plain form that happens
+    to be exact; ``terms``: the size of what is added up to make a gradient, where the sum is much smaller.
     """
     for name, like in trials[0][2].floating().items():
         if not like.numel():
@@ -125,14 +138,15 @@ def assert_error_rule(
             if a > factor * b + free:
                 got, _, truth = trials[int(ours.flatten(1).amax(1).argmax())]
                 place = worst(got.all()[name], truth.all()[name])
-                raise AssertionError(f"{name}: {norm} error {a:.3e}, plain torch {b:.3e}, allowed {factor * b + free:.3e}; {place}")
+                limits = f"plain torch {b:.3e}, allowed {factor * b + free:.3e}"
+                raise AssertionError(f"{name}: {norm} error {a:.3e}, {limits}; {place}")
 
 
 def _rms(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-def use_small_tiles(monkeypatch: Any, rows: int = 16, cols: int = 32, batch: int = 2) -> None:
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 16, cols: int = 32, batch: int = 2) -> None:
     """Make every fold walk many ragged tiles, also a small one."""
 
     def choose(all_batch: int, all_rows: int, all_cols: int, *_: Any, **__: Any) -> tiles.Tiles:

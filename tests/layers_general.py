@@ -1,4 +1,4 @@
-"""The zoo's remaining rooms: perceptrons, pooling, statistics, monoids of one's own, and odd corners of the language."""
+"""The zoo's remaining rooms: perceptrons, pooling, statistics, monoids of one's own, odd corners of the language."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,9 @@ def mlp_of_any_activation(x: Row["d"], p: Col["d"], q: Col["n"], act: Callable):
     return mr.sum(act(x @ p) * q)
 
 
-@layer(lambda x, a, b, out: (F.silu(x @ a.mT) * (x @ b.mT)) @ out, lambda d: (*_mlp_inputs(d)[:2], d.cols(5), d.cols(3)))
+@layer(
+    lambda x, a, b, out: (F.silu(x @ a.mT) * (x @ b.mT)) @ out, lambda d: (*_mlp_inputs(d)[:2], d.cols(5), d.cols(3))
+)
 def swiglu(x: Row["d"], a: Col["d"], b: Col["d"], out: Col["n"]):
     return mr.sum(F.silu(x @ a) * (x @ b) * out)
 
@@ -159,7 +161,11 @@ class Power(mr.Monoid):
 
 
 # One column leaves nothing to remove, where the root has no derivative.
-@layer(lambda x, y: torch.linalg.vector_norm(2 + torch.tanh(x @ y.mT), dim=-1), lambda d: (d.rows(4), d.cols(4)), least_cols=2)
+@layer(
+    lambda x, y: torch.linalg.vector_norm(2 + torch.tanh(x @ y.mT), dim=-1),
+    lambda d: (d.rows(4), d.cols(4)),
+    least_cols=2,
+)
 def norm_of_ones_own_monoid(x: Row["f"], y: Col["f"]):
     return mr.reduce(Power, v=2 + torch.tanh(x @ y)).v
 

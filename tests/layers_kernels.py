@@ -96,7 +96,10 @@ def chi_square_kernel(x: Row["f"], y: Col["f"], b: Col):
     return mr.sum(((x - y) ** 2 / (x + y)).sum() * b)
 
 
-@layer(lambda a, t, b: _weigh(torch.exp(-2 * torch.sin(math.pi * gaps(a, t)).square()), b), lambda d: (d.rows(), d.cols(), d.cols()))
+@layer(
+    lambda a, t, b: _weigh(torch.exp(-2 * torch.sin(math.pi * gaps(a, t)).square()), b),
+    lambda d: (d.rows(), d.cols(), d.cols()),
+)
 def periodic_kernel(a: Row, t: Col, b: Col):
     return mr.sum(torch.exp(-2 * torch.sin(math.pi * (a - t)) ** 2) * b)
 

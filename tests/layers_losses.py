@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from tests.layers_base import at_target, gaps, layer, logsumexp, only, places
+from tests.layers_base import gaps, layer, logsumexp, only, places
 
 
 def _xent_inputs(d):

@@ -1,7 +1,7 @@
 """Memory as something a test can ask about: what a call allocates, op by op, forward and backward.
 
-Every operation that torch runs is watched; storages that were not there before are counted while they live. What an operation
-allocates inside itself and frees before it returns is not seen.
+Every operation that torch runs is watched; storages that were not there before are counted while they live. What an
+operation allocates inside itself and frees before it returns is not seen.
 """
 
 import weakref

@@ -176,27 +176,32 @@ class Best(Accumulator):
 
 
 class TopK(Accumulator):
-    """The k best so far, best first, kept sorted by merging each tile's own best."""
+    """The k best so far, best first, kept sorted by merging each tile's own best; fewer while fewer have been seen."""
 
     def start(self) -> None:
         self.k, self.largest = self.params
-        shape = (self.batch, self.length, self.k)
-        self.worst = -math.inf if self.largest else math.inf
-        self.value = torch.full(shape, self.worst, dtype=self.compute, device=self.device)
-        self.place = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
         x = tile.full(reducer.roots[0])
         x = x if self.over == "cols" else x.mT
         value, place = x.topk(min(self.k, x.shape[-1]), dim=-1, largest=self.largest)
-        both = torch.cat([self.value[:, at], value.to(self.compute)], -1)
-        places = torch.cat([self.place[:, at], place + offset], -1)
-        value, order = both.sort(dim=-1, descending=self.largest, stable=True)
-        self.value[:, at] = value[..., : self.k]
-        self.place[:, at] = places.gather(-1, order[..., : self.k])
+        value, place = value.to(self.compute), place + offset
+        if (at.start, at.stop) in self.best:
+            old, old_place = self.best[at.start, at.stop]
+            value, order = torch.cat([old, value], -1).sort(dim=-1, descending=self.largest, stable=True)
+            place = torch.cat([old_place, place], -1).gather(-1, order)
+        self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
 
     def finish(self) -> list[Tensor]:
-        return [self.value, torch.where(self.value == self.worst, -1, self.place)]
+        worst = -math.inf if self.largest else math.inf
+        shape = (self.batch, self.length, self.k)
+        values = torch.full(shape, worst, dtype=self.compute, device=self.device)
+        places = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        for (start, stop), (value, place) in self.best.items():
+            values[:, start:stop, : value.shape[-1]] = value
+            places[:, start:stop, : place.shape[-1]] = place
+        return [values, torch.where(values == worst, -1, places)]
 
 
 class Moments(Accumulator):

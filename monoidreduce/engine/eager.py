@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.expr import Expr, index, size, topological
+from ..program.intervals import known
 from ..program.lower import Fold
 from ..program.reductions import KINDS
 from . import batching, hardware, tally
@@ -196,7 +197,7 @@ class _Chunk:
                 parts = [v[:, s] for s in side]
             ends = torch.stack([torch.stack(torch.aminmax(p.double())) for p in parts]).tolist()
             for r, (low, high) in zip(ranges, ends, strict=True):
-                r[e] = (low, high) if low == low and high == high else (-torch.inf, torch.inf)
+                r[e] = known(low, high)
         return row_ranges, col_ranges, fixed
 
 

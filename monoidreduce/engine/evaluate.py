@@ -135,7 +135,8 @@ class Evaluator:
         tensors = []
         for a, x in zip(args, e.args, strict=True):
             if not isinstance(a, Tensor):
-                a = torch.tensor(a, dtype=_KINDS.get(x.dtype, self.sizes.compute), device=self.sizes.device)
+                kind = _KINDS.get(x.dtype, self.sizes.compute)
+                a = torch.full((), a, dtype=kind, device=self.sizes.device)  # filled there: no copy, no wait
             elif e.feature is not None and x.feature is None:
                 a = a.unsqueeze(-1)
             tensors.append(a)

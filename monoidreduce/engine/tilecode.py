@@ -88,7 +88,8 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
     fields = [a for r in fold.reductions if r.attrs[0] != "pick" for a in r.args]
     under = topological(fields)
     found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
-    return tuple(dict.fromkeys(c for c in found if c.is_pair and c.feature is None and _decidable(c)))
+    number = [c for c in found if c.feature is None and (c.rows or c.cols)]
+    return tuple(dict.fromkeys(c for c in number if _decidable(c)))
 
 
 def _decidable(c: Expr) -> bool:
@@ -111,7 +112,11 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
         elif n.op in PRIMITIVES:
             p = PRIMITIVES[n.op]
             attributes = dict(zip(p.attributes, n.attrs, strict=True)) if n.op == "cast" else {}
-            memo[n] = p.interval(*(memo[a] for a in n.args), **attributes)
+            args = [memo[a] for a in n.args]
+            if any(map(iv.may_be_nan, args)):
+                memo[n] = iv.EITHER if n.dtype == "bool" else iv.NAN
+            else:
+                memo[n] = p.interval(*args, **attributes)
         else:
             memo[n] = (0.0, iv.INF) if n.op == "sqdist" else iv.UNKNOWN
     return memo[e]

@@ -32,7 +32,7 @@ class Buffers:
     def constant(self, e: Expr) -> Tensor:
         if e not in self.constants:
             value = float("nan") if e.op == "nan" else e.const if e.op == "const" else self.numbers[e]
-            self.constants[e] = torch.tensor(value, dtype=self.kinds[e.dtype], device=self.device)
+            self.constants[e] = torch.full((), value, dtype=self.kinds[e.dtype], device=self.device)
         return self.constants[e]
 
     def view(self, slot: int, kind: str, tile: Tile) -> Tensor:

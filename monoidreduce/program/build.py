@@ -132,6 +132,8 @@ def _pow(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     simple = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if n.op == "const" and n.const in simple:
         return apply(simple[n.const], x)
+    if x.dtype == "int" and n.dtype == "int" and n.const in range(2, 9):  # whole numbers stay whole
+        return apply("mul", x, apply("pow", x, n.const - 1))
     return x if _is(n, 1) else None
 
 

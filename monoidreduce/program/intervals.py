@@ -2,8 +2,8 @@
 
 An interval is ``(low, high)``. Truth values are ``(0, 0)``, ``(1, 1)`` or ``(0, 1)``. ``(-inf, -inf)`` means
 *exactly* minus infinity; an infinite end of a wider interval means unbounded but finite, so ``-inf`` minus an unknown
-number is still ``-inf`` and zero times an unknown number is still zero. NaN is never promised away: :func:`known`
-widens it to unknown.
+number is still ``-inf`` and zero times an unknown number is still zero. ``NAN`` says that NaN may be among the values:
+it spreads through arithmetic and every question about it has an open answer, so NaN is never promised away.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ Interval = tuple[float, float]
 
 INF = math.inf
 UNKNOWN: Interval = (-INF, INF)
+NAN: Interval = (math.nan, math.nan)  # anything, NaN included
 TRUE: Interval = (1.0, 1.0)
 FALSE: Interval = (0.0, 0.0)
 EITHER: Interval = (0.0, 1.0)
@@ -22,17 +23,29 @@ MINUS_INF: Interval = (-INF, -INF)
 
 
 def known(low: float, high: float) -> Interval:
-    return UNKNOWN if low != low or high != high else (low, high)
+    return NAN if low != low or high != high else (low, high)
+
+
+def may_be_nan(x: Interval) -> bool:
+    return x[0] != x[0]
+
+
+def _exactly_infinite(x: Interval) -> bool:
+    return x[0] == x[1] and math.isinf(x[0])
 
 
 def unknown(*_: Interval) -> Interval:
     return UNKNOWN
 
 
-def monotone(f: Callable[[float], float], low: float = -INF, high: float = INF) -> Callable[[Interval], Interval]:
-    """The rule of an increasing function whose values lie between ``low`` and ``high``."""
+def monotone(
+    f: Callable[[float], float], low: float = -INF, high: float = INF, domain: float = -INF
+) -> Callable[[Interval], Interval]:
+    """The rule of an increasing function whose values lie between ``low`` and ``high``; below ``domain`` it is NaN."""
 
     def rule(x: Interval) -> Interval:
+        if x[0] < domain:
+            return NAN
         return known(max(low, _safe(f, x[0], low)), min(high, _safe(f, x[1], high)))
 
     return rule
@@ -51,8 +64,8 @@ def bounded(low: float, high: float) -> Callable[[Interval], Interval]:
 
 def add(x: Interval, y: Interval) -> Interval:
     for one, other in ((x, y), (y, x)):
-        if one[0] == one[1] and math.isinf(one[0]):  # exactly ±inf, plus anything finite
-            return UNKNOWN if other[0] == other[1] == -one[0] else one
+        if _exactly_infinite(one):  # plus anything finite
+            return NAN if other[0] == other[1] == -one[0] else one
     return known(x[0] + y[0], x[1] + y[1])
 
 
@@ -66,7 +79,7 @@ def sub(x: Interval, y: Interval) -> Interval:
 
 def mul(x: Interval, y: Interval) -> Interval:
     if FALSE in (x, y):
-        return FALSE
+        return NAN if _exactly_infinite(x) or _exactly_infinite(y) else FALSE
     ends = [_times(a, b) for a in x for b in y]
     return known(min(ends), max(ends))
 
@@ -75,10 +88,23 @@ def _times(a: float, b: float) -> float:
     return 0.0 if a == 0.0 or b == 0.0 else a * b
 
 
+def wave(x: Interval) -> Interval:
+    """Sine and cosine."""
+    return NAN if _exactly_infinite(x) else (-1.0, 1.0)
+
+
+def cast(x: Interval, to: str) -> Interval:
+    if to == "bool":
+        return to_bool(x)
+    return monotone(lambda v: v if math.isinf(v) else float(math.trunc(v)))(x) if to == "int" else x
+
+
 def div(x: Interval, y: Interval) -> Interval:
+    if _exactly_infinite(x) or _exactly_infinite(y):
+        return NAN
     if y[0] > 0 or y[1] < 0:
         return mul(x, (0.0 if math.isinf(y[1]) else 1 / y[1], 0.0 if math.isinf(y[0]) else 1 / y[0]))
-    return UNKNOWN
+    return NAN if y[0] <= 0 <= y[1] and x[0] <= 0 <= x[1] else UNKNOWN
 
 
 def absolute(x: Interval) -> Interval:
@@ -154,6 +180,8 @@ def logical_xor(x: Interval, y: Interval) -> Interval:
 
 
 def remainder(x: Interval, y: Interval) -> Interval:
+    if _exactly_infinite(x) or y[0] <= 0 <= y[1]:
+        return NAN
     return (0.0, y[1]) if y[0] > 0 else UNKNOWN
 
 

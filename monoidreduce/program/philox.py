@@ -20,7 +20,10 @@ def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     The number is (first word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it: never 0 or 1, and
     fine near 0, so that the tail of an exponential or Gumbel number is there.
     """
-    parts = [torch.as_tensor(t, dtype=torch.int64, device=j.device) for t in (seed, batch, i, j)]
+    parts = [
+        t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=j.device)
+        for t in (seed, batch, i, j)
+    ]
     if out is None:
         out = torch.empty(torch.broadcast_shapes(*(p.shape for p in parts)), dtype=torch.float32, device=j.device)
     if out.dim() < 2 or not out.numel():

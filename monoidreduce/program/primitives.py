@@ -51,6 +51,12 @@ def _cast(x: Any, *, to: str, out: Any = None) -> Any:
     return out.copy_(x)
 
 
+def _floor_divide(a: Any, b: Any, out: Any = None) -> Any:
+    """A step function: autograd has no derivative for it and need not look inside."""
+    value = torch.floor_divide(a.detach(), b.detach())
+    return value if out is None else out.copy_(value)
+
+
 def _gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
@@ -93,9 +99,19 @@ _ROWS = [
     ),
     _P("sign", torch.sign, _no_gradient(1), _monotone(lambda x: float((x > 0) - (x < 0))), "same", triton="sign({0})"),
     _P("square", torch.square, lambda g, y, x: (g * (2 * x),), iv.square, "same", triton="{0} * {0}"),
-    _P("sqrt", torch.sqrt, lambda g, y, x: (g * (0.5 / y),), _monotone(math.sqrt, 0.0), triton="tl.sqrt({0})"),
     _P(
-        "rsqrt", torch.rsqrt, lambda g, y, x: (g * (-0.5 * y * y * y),), lambda x: (0.0, iv.INF), triton="tl.rsqrt({0})"
+        "sqrt",
+        torch.sqrt,
+        lambda g, y, x: (g * (0.5 / y),),
+        _monotone(math.sqrt, 0.0, domain=0.0),
+        triton="tl.sqrt({0})",
+    ),
+    _P(
+        "rsqrt",
+        torch.rsqrt,
+        lambda g, y, x: (g * (-0.5 * y * y * y),),
+        lambda x: (0.0, iv.INF) if x[0] >= 0 else iv.NAN,
+        triton="tl.rsqrt({0})",
     ),
     _P(
         "reciprocal",
@@ -107,11 +123,18 @@ _ROWS = [
     _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})"),
     _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0), triton="tl.exp2({0})"),
     _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})"),
-    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log), triton="tl.log({0})"),
-    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2), triton="tl.log2({0})"),
-    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p), triton="log1p({0})"),
-    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.bounded(-1.0, 1.0), triton="tl.sin({0})"),
-    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.bounded(-1.0, 1.0), triton="tl.cos({0})"),
+    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log, domain=0.0), triton="tl.log({0})"),
+    _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2, domain=0.0), triton="tl.log2({0})"),
+    _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p, domain=-1.0), triton="log1p({0})"),
+    _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})"),
+    _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})"),
+    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh)),
+    _P(
+        "erfc",
+        torch.erfc,
+        lambda g, y, x: (-(g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),),
+        lambda x: iv.neg(_monotone(lambda v: -math.erfc(v), -2.0, 0.0)(x)),
+    ),
     _P(
         "atan",
         torch.atan,
@@ -180,7 +203,7 @@ _ROWS = [
         lambda g, y, a, b: (g * _share(a, b, a < b), g * _share(a, b, b < a)),
         iv.minimum,
         "same",
-        ("fmin",),
+        (),
         triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     ),
     _P(
@@ -189,7 +212,7 @@ _ROWS = [
         lambda g, y, a, b: (g * _share(a, b, a > b), g * _share(a, b, b > a)),
         iv.maximum,
         "same",
-        ("fmax",),
+        (),
         triton="tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     ),
     _P(
@@ -240,7 +263,7 @@ _ROWS = [
         ("fix",),
         triton="tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",
     ),
-    _P("floor_divide", torch.floor_divide, _no_gradient(2), result="same", triton="floor_divide({0}, {1})"),
+    _P("floor_divide", _floor_divide, _no_gradient(2), result="same", triton="floor_divide({0}, {1})"),
     _P(
         "remainder",
         torch.remainder,
@@ -256,10 +279,10 @@ _ROWS = [
     _P("le", torch.le, None, iv.less_equal, "bool", ("less_equal",), triton="{0} <= {1}"),
     _P("gt", torch.gt, None, iv.greater, "bool", ("greater",), triton="{0} > {1}"),
     _P("ge", torch.ge, None, iv.greater_equal, "bool", ("greater_equal",), triton="{0} >= {1}"),
-    _P("logical_and", torch.logical_and, None, iv.logical_and, "bool", ("bitwise_and",), triton="{0} & {1}"),
-    _P("logical_or", torch.logical_or, None, iv.logical_or, "bool", ("bitwise_or",), triton="{0} | {1}"),
-    _P("logical_xor", torch.logical_xor, None, iv.logical_xor, "bool", ("bitwise_xor",), triton="{0} ^ {1}"),
-    _P("logical_not", torch.logical_not, None, iv.logical_not, "bool", ("bitwise_not",), triton="{0} == 0"),
+    _P("logical_and", torch.logical_and, None, iv.logical_and, "bool", triton="{0} & {1}"),
+    _P("logical_or", torch.logical_or, None, iv.logical_or, "bool", triton="{0} | {1}"),
+    _P("logical_xor", torch.logical_xor, None, iv.logical_xor, "bool", triton="{0} ^ {1}"),
+    _P("logical_not", torch.logical_not, None, iv.logical_not, "bool", triton="{0} == 0"),
     _P("isnan", lambda x, out=None: _into(torch.isnan(x), out), None, lambda x: iv.EITHER, "bool", triton="{0} != {0}"),
     _P(
         "isinf",
@@ -274,10 +297,16 @@ _ROWS = [
         "cast",
         _cast,
         lambda g, y, x, to: (g,),
-        lambda x, to: iv.to_bool(x) if to == "bool" else x,
+        iv.cast,
         "cast",
         attributes={"to": "float"},
         triton="{0}",
+    ),
+    _P(
+        "nan_to_num",
+        torch.nan_to_num,
+        lambda g, y, x, nan, posinf, neginf: (torch.where(torch.isfinite(x), g, 0.0),),
+        attributes={"nan": 0.0, "posinf": None, "neginf": None},
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
@@ -307,31 +336,40 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "clip": lambda x, min=None, max=None: _clamp(x, min, max),
     "clamp_min": lambda x, min: _clamp(x, min, None),
     "clamp_max": lambda x, max: _clamp(x, None, max),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
-    "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _inside(x, min_val, max_val),
+    "relu6": lambda x, inplace=False: _inside(x, 0.0, 6.0),
     "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(_clamp(x, None, 0.0))),
     "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
     "softsign": lambda x: x / (1 + torch.abs(x)),
-    "hardsigmoid": lambda x, inplace=False: _clamp(x / 6 + 0.5, 0.0, 1.0),
+    "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
     "hardswish": lambda x, inplace=False: x * _clamp(x / 6 + 0.5, 0.0, 1.0),
     "tanhshrink": lambda x: x - torch.tanh(x),
-    "sinh": lambda x: 0.5 * (torch.exp(x) - torch.exp(-x)),
     "cosh": lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
     "tan": lambda x: torch.sin(x) / torch.cos(x),
-    "erfc": lambda x: 1 - torch.erf(x),
     "logit": lambda x: torch.log(x) - torch.log1p(-x),
     "rsub": lambda x, y, alpha=1: y - alpha * x,
     "frac": lambda x: x - torch.trunc(x),
     "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),
-    "xlogy": lambda x, y: torch.where(x == 0, 0.0, x * torch.log(torch.where(x == 0, 1.0, y))),
+    "xlogy": lambda x, y: _xlogy(x, y),
+    "fmax": lambda a, b: torch.where((a >= b) | torch.isnan(b), a, b),
+    "fmin": lambda a, b: torch.where((a <= b) | torch.isnan(b), a, b),
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "isfinite": lambda x: torch.logical_not(torch.logical_or(torch.isnan(x), torch.isinf(x))),
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
-    "nan_to_num": lambda x, nan=0.0: torch.where(torch.isnan(x), nan, x),
     "deg2rad": lambda x: x * (math.pi / 180),
     "positive": lambda x: x,
     "contiguous": lambda x: x,
 }
+
+
+def _inside(x: Any, low: float, high: float) -> Any:
+    """torch's hard activations: the gradient passes inside, and not on the bounds."""
+    return torch.where(x <= low, low, torch.where(x >= high, high, x))
+
+
+def _xlogy(x: Any, y: Any) -> Any:
+    zero = (x == 0) & ~torch.isnan(y)
+    return torch.where(zero, 0.0, x * torch.log(torch.where(zero, 1.0, y)))
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Any:

@@ -59,6 +59,8 @@ class Symbol:
             raise TraceError(detail=f".{name} was asked of a symbol", fix=_REFUSED_ATTRIBUTES[name])
         if not is_known(name):
             _unknown(name)
+        if name == "where":  # torch's order: self.where(condition, other)
+            return lambda condition, other: call("where", (condition, self, other), {})
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
     def __pos__(self) -> Symbol:
@@ -162,7 +164,7 @@ def _operator(name: str, reflected: bool = False) -> Callable:
 
 for _name, _primitive in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "floordiv": "floor_divide",
-    "mod": "remainder", "and": "logical_and", "or": "logical_or", "xor": "logical_xor",
+    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
 }.items():  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_primitive))
     setattr(Symbol, f"__r{_name}__", _operator(_primitive, reflected=True))
@@ -171,7 +173,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 for _name, _primitive in {
     "neg": "neg",
     "abs": "abs",
-    "invert": "logical_not",
+    "invert": "bitwise_not",
     "round": "round",
     "floor": "floor",
     "ceil": "ceil",
@@ -247,23 +249,39 @@ def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
     return _cast_to("float" if target.is_floating_point else "bool" if target is torch.bool else "int")(x)
 
 
-def _floor_divide(x: Any, y: Any) -> Symbol:
-    a, b = expr_of(x), expr_of(y)
-    if "float" in (a.dtype, b.dtype):
-        return Symbol(build.apply("floor", build.apply("div", a, b)))
-    return Symbol(build.apply("floor_divide", a, b))
-
-
 def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
-    quotient = Symbol(build.apply("div", expr_of(x), expr_of(y)))
-    return quotient if rounding_mode is None else call(rounding_mode, (quotient,), {})
+    a, b = expr_of(x), expr_of(y)
+    if rounding_mode == "floor":
+        return Symbol(build.apply("floor_divide", a, b))
+    quotient = build.apply("div", a, b)
+    if rounding_mode is None:
+        return Symbol(quotient)
+    whole = "float" not in (a.dtype, b.dtype)
+    return Symbol(build.apply("cast", quotient, to="int") if whole else build.apply("trunc", quotient))
+
+
+def _truth(name: str) -> Callable:
+    """&, |, ^ and ~ are the logical operations; on whole numbers torch's are bitwise, which the language does not have."""
+
+    def f(*args: Any) -> Symbol:
+        exprs = [expr_of(a) for a in args]
+        if any(e.dtype != "bool" for e in exprs):
+            raise TraceError(
+                detail=f"{name} was asked of numbers",
+                fix="Combine truth values with &, |, ^, ~; use %, // and * for bits",
+            )
+        return Symbol(build.apply(name.replace("bitwise", "logical"), *exprs))
+
+    return f
 
 
 SPECIAL: dict[str, Callable] = {
     "sum": _feature_sum, "mean": _feature_mean, "norm": _norm, "vector_norm": _norm, "normalize": _normalize,
     "amax": _feature_extreme(True), "amin": _feature_extreme(False),
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
-    "floor_divide": _floor_divide, "div": _divide, "divide": _divide, "true_divide": _divide,
+    "div": _divide, "divide": _divide, "true_divide": _divide,
+    "bitwise_and": _truth("bitwise_and"), "bitwise_or": _truth("bitwise_or"), "bitwise_xor": _truth("bitwise_xor"),
+    "bitwise_not": _truth("bitwise_not"),
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
     "int": _cast_to("int"), "long": _cast_to("int"), "bool": _cast_to("bool"), "to": _to, "type": _to,
 }  # fmt: skip

@@ -8,7 +8,17 @@ import torch
 
 import monoidreduce as mr
 from tests.layers import BY_NAME, DIFFERENTIABLE, ZOO
-from tests.layers_compare import Result, assert_equal, assert_error_rule, cast, is_float, flatten, run, use_small_tiles
+from tests.layers_compare import (
+    Result,
+    assert_equal,
+    assert_error_rule,
+    cast,
+    flatten,
+    is_float,
+    named,
+    run,
+    use_small_tiles,
+)
 
 SIZES = [(1, 1), (59, 111), (1, 257), (257, 1), (128, 129), (33, 2)]
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,28 +29,20 @@ def small_tiles(monkeypatch):
     use_small_tiles(monkeypatch)
 
 
-def names(layers):
-    return [pytest.param(layer, id=layer.name) for layer in layers]
-
-
-def draw(layer, M, N, seed, dtype=torch.float64):
-    return layer.make(M, max(N, layer.least_cols), torch.Generator().manual_seed(seed), dtype)
-
-
 def test_the_zoo_is_large():
     assert len(ZOO) >= 45 and len(BY_NAME) == len(ZOO)
 
 
 def test_small_tiles_are_used(seed):
     with mr.tally() as t:
-        run(BY_NAME["sigmoid_attention"].op, draw(BY_NAME["sigmoid_attention"], 59, 111, seed))
+        run(BY_NAME["sigmoid_attention"].op, BY_NAME["sigmoid_attention"].args(59, 111, seed))
     assert t.computed >= 2 * 4 * 4 and t.skipped == 0
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("layer", names(ZOO))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_float64_equals_the_plain_form(layer, size, seed):
-    args = draw(layer, *size, seed)
+    args = layer.args(*size, seed)
     assert_equal(run(layer.op, args), run(layer.dense, args))
 
 
@@ -50,16 +52,16 @@ def trial(layer, args):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("layer", names(ZOO))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed):
     draws = 4 if dtype is torch.float32 else 1  # 16 bits leave a wide margin: products are accumulated in float32
-    assert_error_rule([trial(layer, draw(layer, 59, 111, seed + k, dtype)) for k in range(draws)])
+    assert_error_rule([trial(layer, layer.args(59, 111, seed + k, dtype)) for k in range(draws)])
 
 
-@pytest.mark.parametrize("layer", names(ZOO))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_results_have_the_documented_types(layer, seed):
     """Vectors and gradients come in the inputs' type; numbers in the type they were accumulated in."""
-    args = draw(layer, 5, 7, seed, torch.bfloat16)
+    args = layer.args(5, 7, seed, torch.bfloat16)
     result = run(layer.op, args)
     assert all(g.dtype == torch.bfloat16 for g in result.grads.values())
     for got, exact in zip(result.values.values(), flatten(layer.dense(*cast(args, torch.float64))), strict=True):
@@ -67,16 +69,16 @@ def test_results_have_the_documented_types(layer, seed):
         assert got.dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool)
 
 
-@pytest.mark.parametrize("layer", names(ZOO))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_two_runs_are_bitwise_equal(layer, seed):
-    args = draw(layer, 59, 111, seed, torch.float32)
+    args = layer.args(59, 111, seed, torch.float32)
     first, second = run(layer.op, args).all(), run(layer.op, args).all()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("layer", names(ZOO))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_the_reference_engine_agrees(layer, seed):
-    args = draw(layer, 35, 37, seed)
+    args = layer.args(35, 37, seed)
     with mr.use(engine="reference"):
         dense = run(layer.op, args)
     assert_equal(dense, run(layer.dense, args))
@@ -96,17 +98,17 @@ def of_floats(layer, args):
     return function, tuple(args[k].requires_grad_() for k in at)
 
 
-@pytest.mark.parametrize("layer", names(DIFFERENTIABLE))
+@pytest.mark.parametrize("layer", named(DIFFERENTIABLE))
 def test_first_derivatives(layer, seed, monkeypatch):
     use_small_tiles(monkeypatch, 3, 4)
-    function, floats = of_floats(layer, draw(layer, 5, 6, seed))
+    function, floats = of_floats(layer, layer.args(5, 6, seed))
     assert torch.autograd.gradcheck(function, floats, fast_mode=True)
 
 
-@pytest.mark.parametrize("layer", names(DIFFERENTIABLE))
+@pytest.mark.parametrize("layer", named(DIFFERENTIABLE))
 def test_second_derivatives(layer, seed, monkeypatch):
     use_small_tiles(monkeypatch, 3, 4)
-    function, floats = of_floats(layer, draw(layer, 5, 6, seed))
+    function, floats = of_floats(layer, layer.args(5, 6, seed))
     assert torch.autograd.gradgradcheck(function, floats, fast_mode=True)
 
 
@@ -120,10 +122,11 @@ def third(function, args):
         grads = torch.autograd.grad(total, floats, create_graph=True)
         total = sum((g * torch.randn(g.shape, generator=gen, dtype=torch.float64)).sum() for g in grads)
     grads = torch.autograd.grad(total, floats, allow_unused=True)
-    return Result({}, {f"third derivative {k}": torch.zeros_like(a) if g is None else g for k, (a, g) in enumerate(zip(floats, grads, strict=True))})
+    filled = [torch.zeros_like(a) if g is None else g for a, g in zip(floats, grads, strict=True)]
+    return Result({}, {f"third derivative {k}": g for k, g in enumerate(filled)})
 
 
 @pytest.mark.parametrize("name", ["causal_attention", "gaussian_kernel_of_many_features", "jensen_shannon", "gelu_mlp"])
 def test_third_derivatives(name, seed):
-    args = draw(BY_NAME[name], 19, 37, seed)
+    args = BY_NAME[name].args(19, 37, seed)
     assert_equal(third(BY_NAME[name].op, args), third(BY_NAME[name].dense, args), rtol=1e-8)

@@ -1,8 +1,8 @@
 """No layer ever builds the M × N matrix, forward or backward: memory as a test, on every layer of the zoo.
 
-Two measurements. At the default tile no single tensor may exceed a tile or the inputs' own size. With a small tile, what is alive
-at once may grow by the inputs' growth only: from one size to its double, twice as much as from its half, where a matrix of
-pairs would grow four times as much. And what a mask hides is not computed at all: tiles are counted.
+At the default tile no single tensor may exceed a tile or the inputs' own size. With a small tile, what is alive at once
+may only grow as the inputs do: from one size to its double, twice as much as from its half, where a matrix of pairs would
+grow four times as much. And what a mask hides is not computed at all: tiles are counted.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.plan import tiles
 from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import flatten, is_float, run, use_small_tiles
+from tests.layers_compare import flatten, is_float, named, run, use_small_tiles
 from tests.layers_memory import usage
 
 WIDEST = 8  # bytes of an int64: an index or a random number per pair
@@ -42,12 +42,12 @@ def assert_grows_linearly(function, layer):
     assert second <= 2.3 * first + slack, f"peaks of {small:,}, {middle:,} and {large:,} bytes at {SIZES}"
 
 
-@pytest.mark.parametrize("layer", [pytest.param(x, id=x.name) for x in ZOO])
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_no_tensor_is_larger_than_a_tile_or_the_inputs(layer):
     assert_never_dense(layer.op, make(layer, 2048, 2048), 2048, 2048)
 
 
-@pytest.mark.parametrize("layer", [pytest.param(x, id=x.name) for x in ZOO])
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_memory_grows_with_the_inputs(layer, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)
     assert_grows_linearly(layer.op, layer)
@@ -99,7 +99,9 @@ def test_a_planted_matrix_is_found_by_its_size(function):
         assert_never_dense(function, make(BY_NAME["relu_mlp"], 2048, 2048), 2048, 2048)
 
 
-@pytest.mark.parametrize("function", [pytest.param(f, id=name) for name, f in (PLANTED | {"a mask": masked_sum}).items()])
+@pytest.mark.parametrize(
+    "function", [pytest.param(f, id=name) for name, f in (PLANTED | {"a mask": masked_sum}).items()]
+)
 def test_a_planted_matrix_is_found_by_its_growth(function, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)
     with pytest.raises(AssertionError, match="peaks"):
@@ -116,16 +118,12 @@ def grid(mask, rows, cols):
 
 def overlap(a, b, rows, cols):
     """For each tile, whether the ranges of two sorted lists meet there."""
-    return [
-        bool(r[0] <= c[-1] and c[0] <= r[-1]) for r in a.split(rows) for c in b.split(cols)
-    ]
+    return [bool(r[0] <= c[-1] and c[0] <= r[-1]) for r in a.split(rows) for c in b.split(cols)]
 
 
 def expected_tiles(name, args, M, N, tile):
     i, j = torch.arange(M).unsqueeze(-1), torch.arange(N)
-    if name == "causal_attention":
-        return grid(j <= i, *tile)
-    if name == "forgetting_attention":
+    if name in ("causal_attention", "forgetting_attention"):
         return grid(j <= i, *tile)
     if name == "window_attention":
         return grid((i - j).abs() <= args[3], *tile)
@@ -147,7 +145,7 @@ def test_hidden_tiles_are_skipped_forward_and_backward(name, size, monkeypatch):
     seen = expected_tiles(name, args, M, N, (16, 32))
     assert len(seen) == math.ceil(M / 16) * math.ceil(N / 32)
     with mr.tally() as forward:
-        flatten(layer.op(*args))
+        layer.op(*args)
     assert (forward.computed, forward.skipped) == (sum(seen), len(seen) - sum(seen))
     with mr.tally() as both:
         run(layer.op, args)
@@ -176,7 +174,7 @@ def test_a_row_of_tiles_that_sees_nothing_costs_nothing(monkeypatch):
     use_small_tiles(monkeypatch, 16, 32)
     q, k, v = (torch.randn(64, 4, requires_grad=True) for _ in range(3))
     with mr.tally() as t:
-        y = BY_NAME["document_attention"].op(q, k, v, torch.zeros(64, dtype=torch.int64), torch.ones(64, dtype=torch.int64))
+        y = BY_NAME["document_attention"].op(q, k, v, torch.full((64,), 0), torch.full((64,), 1))
         y.sum().backward()
     assert t.computed == 0 and t.skipped > 0
     assert torch.equal(y, torch.zeros_like(y)) and all(torch.equal(x.grad, torch.zeros_like(x)) for x in (q, k, v))

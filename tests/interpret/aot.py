@@ -1,0 +1,215 @@
+"""Kernels compiled for GPUs that are not here, and what the assembler says of them.
+
+Run as ``python -m tests.interpret.aot cuda:90`` it compiles the kernels of the cases below, forward and backward, and
+prints one JSON line each. It needs a process of its own: Triton decides when imported whether it interprets.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine.triton import KernelPlan, launch, source, use_plan
+
+LIMITS = {90: 232_448, 80: 166_912}  # bytes of shared memory of one program instance
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.125, v)
+
+
+@mr.op
+def causal_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
+
+
+@mr.op
+def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(torch.relu(x @ p) * q)
+
+
+@mr.op
+def gelu_mlp(x: Row["d"], p: Col["d"], q: Col["n"], bias: Col):
+    return mr.sum(F.gelu(x @ p + bias) * q)
+
+
+@mr.op
+def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+@mr.op
+def contrastive(x: Row["d"], y: Col["d"]):
+    s = x @ y * 14.0
+    rows = mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+    cols = mr.logsumexp(s, over="rows")
+    return rows, cols
+
+
+@mr.op
+def gaussian(x: Row["f"], y: Col["f"], b: Col):
+    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
+
+
+@mr.op
+def pooled(x: Row["d"], y: Col["d"], seed: int):
+    s = x @ y
+    return mr.max(s), mr.var(s), mr.sample(s, seed)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op and the sizes it is compiled for. ``lean``: whether its default plan must not spill."""
+
+    name: str
+    op: mr.Op
+    make: Callable[[torch.dtype], tuple]
+    dtype: torch.dtype = torch.bfloat16
+    lean: bool = True
+
+
+def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
+
+
+def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(256, d, dtype=dtype) for _ in range(sides))
+
+
+CASES = [
+    *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
+    *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    Case("attention 111, ragged", attention, _qkv(111)),
+    *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
+    Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
+    *(
+        Case(f"cross-entropy {d}", cross_entropy, lambda t, d=d: (*_pairs(d, 1)(t), torch.zeros(256, dtype=torch.int64), *_pairs(d, 1)(t)))
+        for d in (64, 128, 256)
+    ),
+    Case("contrastive 128", contrastive, _pairs(128)),
+    Case("contrastive 256", contrastive, _pairs(256), lean=False),
+    Case("gaussian 3", gaussian, lambda t: (*_pairs(3)(t), torch.zeros(256, dtype=t)), torch.float32),
+    Case("gaussian 64", gaussian, lambda t: (*_pairs(64)(t), torch.zeros(256, dtype=t)), torch.float32, lean=False),
+    Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
+    Case("attention 64, float32", attention, _qkv(64), torch.float32, lean=False),
+    Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
+    Case("attention 64, float16", attention, _qkv(64), torch.float16),
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one kernel."""
+
+    case: str
+    kernel: str
+    plan: tuple[int, int, int, int]
+    registers: int
+    spills: int
+    shared: int
+    tensor_cores: int  # matrix instructions in the text
+    lean: bool
+
+
+def calls(case: Case, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
+    """The launches of a case, forward and backward, none of them made."""
+    found: list[launch.Call] = []
+    args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in case.make(case.dtype)]
+    with (
+        mock.patch.object(launch, "execute", found.append),
+        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
+        mr.use(engine="triton"),
+        use_plan(plans or {}),
+    ):
+        out = case.op(*args)
+        values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
+        torch.autograd.backward(values, [torch.ones_like(v) for v in values])
+    return found
+
+
+def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> Iterator[Compiled]:
+    for call in calls(case, plans):
+        yield assemble(case, call, capability)
+
+
+def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module = source.load(call.kernel.text)
+    function = getattr(module, call.kernel.name)
+    constants = {
+        "KEPT": call.plan.block_kept,
+        "FOLDED": call.plan.block_folded,
+        "INT": module.tl.int64 if call.wide else module.tl.int32,
+        "PRECISION": call.precision,
+        "RAGGED": call.ragged,
+    }
+    signature, attributes = {}, {}
+    free = set(re.findall(r"'(\w+)'", re.search(r"do_not_specialize=\[(.*?)\]", call.kernel.text)[1]))
+    for at, (name, value) in enumerate(zip(function.arg_names, call.arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and name not in free:
+            constants[name] = 1
+        else:
+            signature[name] = "i64" if abs(value) >= 2**31 else "i32"
+            if value % 16 == 0 and name not in free:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
+    ast = ASTSource(function, signature, constants, attributes)
+    result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spills = _assembled(result.asm["ptx"], capability)
+    cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
+    plan = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
+    return Compiled(case.name, call.kernel.name, plan, registers, spills, result.metadata.shared, cores, case.lean)
+
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def _assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers and bytes spilled, from the wheel's own assembler."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    return int(re.search(r"Used (\d+) registers", said)[1]), spills
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[2:]
+    for case in CASES:
+        if not wanted or any(w in case.name for w in wanted):
+            for result in compiled(case, int(sys.argv[1].removeprefix("cuda:"))):
+                print(json.dumps(asdict(result)), flush=True)

@@ -1,0 +1,258 @@
+"""The layers of the zoo on nothing at all, hidden rows, NaN, infinities and huge numbers.
+
+Where the plain form has no answer, the dense engine's is the expected one.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from tests.layers import BY_NAME, ZOO
+from tests.layers_compare import (
+    Result,
+    assert_equal,
+    assert_error_rule,
+    cast,
+    flatten,
+    is_float,
+    largest,
+    named,
+    run,
+    use_small_tiles,
+)
+
+FLOAT64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=FLOAT64)
+
+
+# Nothing to fold, nothing to see
+
+
+def reference(layer, args):
+    with mr.use(engine="reference"):
+        return run(layer.op, args)
+
+
+@pytest.mark.parametrize("layer", named(ZOO))
+def test_no_rows(layer, seed):
+    args = layer.args(0, 37, seed)
+    result = run(layer.op, args)
+    assert_equal(result, reference(layer, args))
+    over_rows = {name for name, v in result.values.items() if 0 not in v.shape}  # folds of no rows: identities
+    assert over_rows or all(not g.any() for g in result.grads.values())
+
+
+@pytest.mark.parametrize("layer", named(layer for layer in ZOO if layer.least_cols <= 1))
+def test_no_columns(layer, seed):
+    """Sums are 0, logsumexp is -inf, means are 0; whatever is made of these is the dense engine's answer too."""
+    args = layer.make(19, 0, torch.Generator().manual_seed(seed), FLOAT64)
+    assert_equal(run(layer.op, args), reference(layer, args))
+
+
+def test_identities_of_nothing():
+    q, k, v = randn(5, 3).requires_grad_(), randn(0, 3).requires_grad_(), randn(0, 2).requires_grad_()
+
+    @mr.op
+    def all_of_them(q: Row["f"], k: Col["f"], v: Col["d"]):
+        s = q @ k
+        numbers = {"lse": mr.logsumexp(s), "max": mr.max(s), "min": mr.min(s), "argmax": mr.argmax(s)}
+        truths = {"count": mr.count(s > 0), "any": mr.any(s > 0), "all": mr.all(s > 0)}
+        return (
+            numbers | truths | {"mean": mr.softmax_mean(s, v), "sum": mr.sum(s * v), "weighted": mr.weighted_mean(s, v)}
+        )
+
+    for engine in ("eager", "reference"):
+        with mr.use(engine=engine):
+            found = all_of_them(q, k, v)
+        expected = {"mean": 0.0, "lse": -math.inf, "sum": 0.0, "max": -math.inf, "min": math.inf}
+        expected |= {"argmax": -1, "weighted": 0.0, "count": 0, "any": False, "all": True}
+        for name, value in expected.items():
+            assert (found[name] == value).all(), (engine, name, found[name])
+        total = sum(found[name].sum() for name in ("mean", "sum", "weighted"))
+        grads = torch.autograd.grad(total, (q, k, v), allow_unused=True)
+        assert all(g is None or not g.any() for g in grads), engine
+
+
+MASKED = {
+    "padded_attention": lambda: (randn(2, 9, 4), randn(2, 40, 4), randn(2, 40, 3), torch.tensor([0, 40])),
+    "document_attention": lambda: (
+        randn(40, 4),
+        randn(40, 4),
+        randn(40, 3),
+        torch.arange(40) // 7,
+        torch.full((40,), 2),
+    ),
+    "window_attention": lambda: (randn(90, 4), randn(9, 4), randn(9, 3), 3),
+    "dilated_attention": lambda: (randn(40, 4), randn(1, 4), randn(1, 3), 3),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_row_that_sees_nothing_is_zero_with_finite_gradients(name, seed):
+    layer, args = BY_NAME[name], MASKED[name]()
+    result = run(layer.op, args)
+    assert_equal(result, run(layer.dense, args))
+    value = result.values["value 0"]
+    blind = (value == 0).all(-1)
+    assert blind.any() and not blind.all()
+    assert all(g.isfinite().all() for g in result.grads.values())
+    assert not result.grads["gradient 0"][blind].any()
+
+
+def test_the_logsumexp_of_nothing_is_minus_infinity_with_zero_gradients(seed):
+    @mr.op
+    def seen(q: Row["f"], k: Col["f"], n: Row):
+        return mr.logsumexp(torch.where(mr.col_index < n, q @ k, -torch.inf))
+
+    n = torch.arange(19) // 2 * 4
+    q, k = randn(19, 4).requires_grad_(), randn(37, 4).requires_grad_()
+    for engine in ("eager", "reference"):
+        with mr.use(engine=engine):
+            z = seen(q, k, n)
+        assert (z[:2] == -math.inf).all() and z[2:].isfinite().all()
+        grads = torch.autograd.grad(z, (q, k), torch.ones_like(z))
+        assert all(g.isfinite().all() for g in grads) and not grads[0][:2].any()
+        assert grads[0][2:].any(-1).all()
+
+
+def test_a_leading_tile_that_is_all_hidden(seed):
+    """The running maximum starts at -inf and stays there for a while."""
+
+    @mr.op
+    def late(q: Row["f"], k: Col["f"], v: Col["d"], start: Row):
+        s = torch.where(mr.col_index >= start, q @ k, -torch.inf)
+        return mr.softmax_mean(s, v), mr.logsumexp(s), mr.max(s)
+
+    args = (randn(40, 4), randn(111, 4), randn(111, 3), torch.arange(40) * 3)
+    with mr.use(engine="reference"):
+        expected = run(late, args)
+    assert_equal(run(late, args), expected)
+    assert (expected.values["value 1"] == -math.inf).any() and expected.values["value 0"].isfinite().all()
+
+
+# NaN, infinities, huge numbers
+
+
+def folds_columns_only(layer, args):
+    program = layer.op.program(*args)
+    return all(r.attrs[1] == "cols" for p in program.passes for r in p.fold.reductions)
+
+
+NO_SHARED_RESULT = [layer for layer in ZOO if folds_columns_only(layer, layer.args(5, 7, 0))]
+
+
+def spoil(layer, args, bad):
+    """Put NaN into one row of every row argument."""
+    spoiled = []
+    for a, p in zip(args, layer.parameters, strict=False):
+        if p.axis == "rows" and is_float(a):
+            a = a.clone()
+            a.select(row_axis(a, p), bad).fill_(math.nan)
+        spoiled.append(a)
+    return spoiled
+
+
+def row_axis(a, p):
+    return a.dim() - 1 - (p.feature is not None)
+
+
+@pytest.mark.parametrize("layer", named(NO_SHARED_RESULT))
+def test_nan_stays_in_its_own_row(layer, seed):
+    M, bad = 35, 17
+    args = layer.args(M, 37, seed)
+    spoiled = spoil(layer, args, bad)
+    clean, hurt = run(layer.op, args), run(layer.op, spoiled)
+    rest = torch.tensor([i for i in range(M) if i != bad])
+    plain = flatten(layer.dense(*spoiled))
+    for (name, value), dense in zip(hurt.values.items(), plain, strict=True):
+        dim = value.shape.index(M)
+        assert_close(
+            value.index_select(dim, rest), clean.values[name].index_select(dim, rest), msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert torch.equal(value.select(dim, bad).isnan(), dense.select(dim, bad).isnan()), f"{name}, the row itself"
+    for name, g in hurt.grads.items():
+        k = int(name.split()[1])
+        if layer.parameters[k].axis == "rows":
+            dim = row_axis(args[k], layer.parameters[k])
+            assert_close(g.index_select(dim, rest), clean.grads[name].index_select(dim, rest), rtol=1e-9, atol=1e-12)
+
+
+def test_nan_in_a_column_reaches_every_row_that_sees_it(seed):
+    q, k, v = randn(40, 4), randn(70, 4), randn(70, 3)
+    k[50] = math.nan
+    attention, causal = BY_NAME["scaled_attention"].op, BY_NAME["causal_attention"].op
+    assert attention(q, k, v, 0.5).isnan().all()
+    assert not causal(q, k, v).isnan().any()  # no row sees column 50
+    k[20] = math.nan
+    seen = causal(q, k, v).isnan().all(-1)
+    assert torch.equal(seen, torch.arange(40) >= 20)
+    assert BY_NAME["maxsim"].op(q, k).isnan().all()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["value_and_lse", "cross_entropy", "relu_mlp", "sigmoid_attention", "pooling", "kl_forward"]
+)
+def test_infinite_logits_are_as_on_the_dense_engine(name, value, seed):
+    layer = BY_NAME[name]
+    args = list(layer.args(19, 37, seed))
+    k = next(k for k, p in enumerate(layer.parameters) if p.axis == "cols")
+    args[0], args[k] = args[0].abs(), args[k].clone()
+    args[k][20, 0] = value
+    forward = [Result({f"value {n}": v for n, v in enumerate(flatten(layer.op(*args)))}, {})]
+    with mr.use(engine="reference"):
+        forward.append(Result({f"value {n}": v for n, v in enumerate(flatten(layer.op(*args)))}, {}))
+    assert_equal(*forward)
+
+
+HUGE = ["scaled_attention", "value_and_lse", "cross_entropy", "soft_targets", "causal_attention"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("size", [1e4, 1e5])
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_logits_stay_finite_and_within_the_rule(name, size, dtype, seed):
+    """Scores up to ± size, beyond what a 16-bit number may hold; only the layer must stay finite.
+
+    Softmax is then nearly one-hot and the gradient of the scores nearly 0: what is left of ⟨g, v⟩ - ⟨g, P⟩, times a key.
+    Its rounding is measured against those terms.
+    """
+    layer = BY_NAME[name]
+    trials, terms = [], 0.0
+    for k in range(3):
+        args = list(layer.args(59, 111, seed + k))
+        sides = [n for n, p in enumerate(layer.parameters) if p.feature in ("f", "d", "e") and is_float(args[n])]
+        scores = [n for n in sides if layer.parameters[n].feature == layer.parameters[0].feature]
+        peak = (args[scores[0]] @ args[scores[1]].mT).abs().max().item()
+        for n in scores:
+            args[n] = args[n] * math.sqrt(size / peak / (args[3] if name == "scaled_attention" else 1))
+        args = cast(args, dtype)
+        got = run(layer.op, args)
+        assert all(t.isfinite().all() for t in got.floating().values()), "not finite"
+        trials.append((got, run(layer.dense, args), run(layer.dense, cast(args, FLOAT64))))
+        values = largest(args[2]) if name.endswith("attention") else 0.0
+        terms = max(terms, 3 * values * max(largest(args[n]) for n in scores))
+    assert_error_rule(trials, terms=terms)
+
+
+def test_huge_exact_logits_keep_their_differences(seed):
+    """Whole numbers near 1e5 are exact in float32, and so are their differences: the weights need not suffer."""
+    q = torch.full((19, 1), 1.0)
+    k = (1e5 + torch.randint(0, 6, (111, 1))).float()
+    v = torch.randn(111, 3)
+    layer = BY_NAME["scaled_attention"]
+    args = (q, k, v, 1.0)
+    trials = [(run(layer.op, args), run(layer.dense, args), run(layer.dense, cast(args, FLOAT64)))]
+    assert_error_rule(trials)
