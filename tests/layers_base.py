@@ -1,7 +1,7 @@
 """What a layer of the zoo is: a body in the pair language, the plain PyTorch people would write, a way to draw inputs.
 
-``dense`` builds the M × N matrix on purpose. In float64 it is the truth; in float32 or 16 bits it is "plain torch in the
-same precision", whose error sets the bar. Legend: M rows, N columns, ``f`` and ``d`` features.
+``dense`` builds the M × N matrix on purpose. In float64 it is the truth; in float32 or 16 bits it is "plain torch in
+the same precision", whose error sets the bar. Legend: M rows, N columns, ``f`` and ``d`` features.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Running a layer with its gradients, and the two rules by which results are judged.
 
-In float64 a result must equal the plain form to 1e-9 of its largest number. In any precision its error, measured against
-the plain form in float64, may be at most twice the error of the plain form in that same precision. A failure names the
-tensor and its worst element.
+In float64 a result must equal the plain form to 1e-9 of its largest number. In any precision its error, measured
+against the plain form in float64, may be at most twice the error of the plain form in that same precision. A failure
+names the tensor and its worst element.
 """
 
 import math
@@ -121,9 +121,9 @@ def assert_error_rule(
 ) -> None:
     """For each trial (ours, plain form, truth): our error is at most ``factor`` times the plain form's.
 
-    Both the largest error and the root mean square. Several draws are judged together, since the largest of few rounding
-    errors is a matter of luck. A few units in the last place of the largest number are free, for a plain form that happens
-    to be exact; ``terms``: the size of what is added up to make a gradient, where the sum is much smaller.
+    Both the largest error and the root mean square. Several draws are judged together, since the largest of few
+    rounding errors is a matter of luck. A few units in the last place of the largest number are free, for a plain form
+    that happens to be exact; ``terms``: the size of what is added up to a gradient, where the sum is much smaller.
     """
     for name, like in trials[0][2].floating().items():
         if not like.numel():

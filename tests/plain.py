@@ -32,6 +32,8 @@ class Plain:
         name = func.__name__.strip("_")
         if name in ("normalize", "norm"):
             return getattr(args[0], name)((kwargs or {}).get("p", 2))
+        if name == "hardsigmoid":  # torch's own slope is 1/6 in float32, whatever the type
+            return (args[0] / 6 + 0.5).clamp(0, 1)
         vector = any(isinstance(a, Plain) and a.vector for a in args)
         if name in ("floor_divide", "floordiv", "heaviside"):  # torch has no derivative for these, not even 0
             args = tuple(a.detach() if isinstance(a, Plain) else a for a in args)
@@ -235,7 +237,9 @@ def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:
     side = {n: op.parameters[n].axis for n in given}
     tail = {n: (side[n] in ("rows", "cols")) + (op.parameters[n].feature is not None) for n in given}
     batch = torch.broadcast_shapes(*(v.shape[: v.dim() - tail[n]] for n, v in given.items()))
-    length = {a: next((v.shape[v.dim() - tail[n]] for n, v in given.items() if side[n] == a), 1) for a in ("rows", "cols")}
+    length = {
+        a: next((v.shape[v.dim() - tail[n]] for n, v in given.items() if side[n] == a), 1) for a in ("rows", "cols")
+    }
     shim = PlainReductions(tuple(batch), length["rows"], length["cols"])
     body = FunctionType(op.function.__code__, {**op.function.__globals__, "mr": shim})
 
@@ -243,7 +247,13 @@ def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:
         p = op.parameters[name]
         v = torch.as_tensor(v, dtype=torch.float64 if isinstance(v, float) else None)
         at = v.dim() - (p.feature is not None)  # where features begin
-        v = v.unsqueeze(at) if p.axis == "rows" else v.unsqueeze(at - 1) if p.axis == "cols" else v.unsqueeze(at).unsqueeze(at)
+        v = (
+            v.unsqueeze(at)
+            if p.axis == "rows"
+            else v.unsqueeze(at - 1)
+            if p.axis == "cols"
+            else v.unsqueeze(at).unsqueeze(at)
+        )
         return Plain(v[(None,) * (len(batch) + 2 + (p.feature is not None) - v.dim())], p.feature is not None)
 
     def unwrap(x: Plain, like: torch.Tensor) -> torch.Tensor:

@@ -478,7 +478,11 @@ class Builder:
 
     def argument(self, declared: Input) -> str:
         if declared.axis == "number":
-            return str(self.choose((3, 12345, 2**40 + 1))) if declared.kind == "int" else str(self.choose((0.5, 1.0, -0.7)))
+            return (
+                str(self.choose((3, 12345, 2**40 + 1)))
+                if declared.kind == "int"
+                else str(self.choose((0.5, 1.0, -0.7)))
+            )
         if declared.axis == "tensor":
             return "torch.rand((), dtype=torch.float64)"
         own = self.choose((self.batch, (), (1,) * len(self.batch)))
@@ -529,7 +533,9 @@ class Builder:
     def vector(self, side: str, letter: str | int) -> Value:
         """A vector of one side over the letter."""
         name = next(n for n, d in INPUTS.items() if d.axis == side and d.feature == letter)
-        fits = lambda v: v.feature == letter and v.kind == "float" and (v.rows, v.cols) == (side == "rows", side == "cols")
+        fits = lambda v: (
+            v.feature == letter and v.kind == "float" and (v.rows, v.cols) == (side == "rows", side == "cols")
+        )
         return self.pick(fits, lambda: self.input(name))
 
     def any_vector(self, letter: str | int) -> Value:
@@ -545,18 +551,24 @@ class Builder:
         letter = self.letter()
         a, b = self.vector("rows", letter), self.vector("cols", letter)
         text = self.choose(("{} @ {}", "({} * {}).sum()")).format(*self.choose(((a.text, b.text), (b.text, a.text))))
-        return self.let(text, (a, b), feature=None, bound=a.bound * b.bound * self.widths[letter], generic=a.generic and b.generic)
+        return self.let(
+            text, (a, b), feature=None, bound=a.bound * b.bound * self.widths[letter], generic=a.generic and b.generic
+        )
 
     def sqdist(self) -> Value:
         letter = self.letter()
         a, b = self.vector("rows", letter), self.vector("cols", letter)
-        text = self.choose(("mr.sqdist({}, {})", "(({} - {}) ** 2).sum()", "({} - {}).square().sum()")).format(a.text, b.text)
+        text = self.choose(("mr.sqdist({}, {})", "(({} - {}) ** 2).sum()", "({} - {}).square().sum()")).format(
+            a.text, b.text
+        )
         bound = (a.bound + b.bound) ** 2 * self.widths[letter]
         return self.let(text, (a, b), feature=None, bound=bound, generic=a.generic and b.generic)
 
     def sides(self) -> Value:
         a, b = self.input("r"), self.input("c")
-        return self.let(self.choose(("{} * {}", "{} - {}", "torch.exp({}) + {}")).format(a.text, b.text), (a, b), bound=4.0)
+        return self.let(
+            self.choose(("{} * {}", "{} - {}", "torch.exp({}) + {}")).format(a.text, b.text), (a, b), bound=4.0
+        )
 
     def noise(self) -> Value:
         seed = self.choose((self.input("seed").text, "7"))
@@ -567,7 +579,12 @@ class Builder:
     def dropout(self) -> Value:
         a = self.pair_number()
         p = self.choose(("0.3", "0.0", "1.0", f"({self.input('t').text} * 0 + 0.4)"))
-        return self.let(f"mr.dropout({a.text}, {p}, {self.choose(('11', self.input('seed').text))})", (a,), bound=2 * a.bound, generic=False)
+        return self.let(
+            f"mr.dropout({a.text}, {p}, {self.choose(('11', self.input('seed').text))})",
+            (a,),
+            bound=2 * a.bound,
+            generic=False,
+        )
 
     def unary(self) -> Value:
         f = self.choose(UNARY)
@@ -584,7 +601,10 @@ class Builder:
         apart = not (a.roots & b.roots) and (a.generic or b.generic)
         parts = {"a": self.fit(a, 6), "b": self.fit(b, 2), "p": self.positive(a), "q": self.positive(b)}
         if self.chance(8) and not jumpy:
-            text, number = self.choose(WITH_NUMBER), self.choose(("0.5", "2", "1", "mr.num_cols", "(mr.num_rows + 1.5)"))
+            text, number = (
+                self.choose(WITH_NUMBER),
+                self.choose(("0.5", "2", "1", "mr.num_cols", "(mr.num_rows + 1.5)")),
+            )
             return self.let(text.format(a=self.fit(a, 6), n=number), (a,), bound=60.0, generic=False)
         return self.let(text.format(**parts), (a, b), bound=bound(min(a.bound, 9), 9.0), generic=apart and not jumpy)
 
@@ -613,7 +633,13 @@ class Builder:
         options = ["{}.sum()", "{}[0]", "{}.mean()", f"{{}}[{self.widths[letter] - 1}]"]
         if a.generic:
             options += ["{}.amax()", "{}.norm()", "{}.amin()", "torch.norm({}, p=1)"]
-        return self.let(self.choose(options).format(a.text), (a,), feature=None, bound=a.bound * self.widths[letter], generic=a.generic)
+        return self.let(
+            self.choose(options).format(a.text),
+            (a,),
+            feature=None,
+            bound=a.bound * self.widths[letter],
+            generic=a.generic,
+        )
 
     def pair_vector(self, letter: str | int | None = None) -> Value:
         letter = self.letter() if letter is None else letter
@@ -635,12 +661,16 @@ class Builder:
             if self.chance(3):
                 kinds = [("torch.where({0}, {1}, {2})", (self.condition(), a, b), max(a.bound, b.bound))]
         text, of, bound = self.choose(kinds)
-        return self.let(text.format(*(v.text for v in of)), of, rows=True, cols=True, feature=letter, bound=bound, generic=False)
+        return self.let(
+            text.format(*(v.text for v in of)), of, rows=True, cols=True, feature=letter, bound=bound, generic=False
+        )
 
     def contract(self) -> Value:
         """A number of a pair from a vector of a pair."""
         letter = self.letter()
-        a = self.pick(lambda v: v.feature == letter and v.kind == "float" and v.is_pair, lambda: self.pair_vector(letter))
+        a = self.pick(
+            lambda v: v.feature == letter and v.kind == "float" and v.is_pair, lambda: self.pair_vector(letter)
+        )
         b = self.any_vector(letter)
         width = self.widths[letter]
         text, of, bound = self.choose(
@@ -670,7 +700,9 @@ class Builder:
         if "{c}" in text:
             cond = self.condition()
             of, parts["c"] = (*of, cond), cond.text
-        return self.let(text.format(**parts), of, kind="int", bound=a.bound * a.bound + a.bound * b.bound + 1, generic=False)
+        return self.let(
+            text.format(**parts), of, kind="int", bound=a.bound * a.bound + a.bound * b.bound + 1, generic=False
+        )
 
     def condition(self) -> Value:
         """A truth value: of indices, labels, numbers or other truth values."""
@@ -679,7 +711,9 @@ class Builder:
             text, a, b = self.choose(LOGICAL), self.choose(old), self.choose(old)
             if self.chance(2):
                 b = self.input(self.choose("mn"))
-            return self.let(text.format(a=a.text, b=b.text), (a, b) if "{b}" in text else (a,), kind="bool", generic=False)
+            return self.let(
+                text.format(a=a.text, b=b.text), (a, b) if "{b}" in text else (a,), kind="bool", generic=False
+            )
         both = {"rows": True, "cols": True}
         sort = self.choose(("index", "label", "number", "side", "integer", "odd"))
         of: tuple[Value, ...] = ()
@@ -692,11 +726,20 @@ class Builder:
             both["rows"] = "row" in text
         elif sort == "label":
             i, j = self.input("i"), self.input("j")
-            text = self.choose([f"mr.col_index == {i.text}", f"{j.text} == mr.row_index", f"{i.text} >= mr.col_index", f"{i.text} == {j.text}"])
+            text = self.choose(
+                [
+                    f"mr.col_index == {i.text}",
+                    f"{j.text} == mr.row_index",
+                    f"{i.text} >= mr.col_index",
+                    f"{i.text} == {j.text}",
+                ]
+            )
             of = (i, j)
         elif sort == "number":
             a, b = self.generic(), self.number()
-            text = self.choose(["{0} > {1} + 0.1371", "{0} - {1} <= -0.2137", "torch.lt({0}, {1} - 0.3173)"]).format(a.text, b.text)
+            text = self.choose(["{0} > {1} + 0.1371", "{0} - {1} <= -0.2137", "torch.lt({0}, {1} - 0.3173)"]).format(
+                a.text, b.text
+            )
             of, both = (a, b), {}
         elif sort == "side":
             a = self.input(self.choose("mnrc"))
@@ -724,7 +767,9 @@ class Builder:
             a = self.generic()
             return self.let(f"{a.text}.int()", (a,), kind="int", bound=a.bound + 1, generic=False)
         a = self.choose((self.condition, self.integer))()
-        text = self.choose(("{}.float()", "{}.to(torch.float64)", "{} * 0.5", "1.0 * {}" if a.kind == "int" else "{} + 0.0"))
+        text = self.choose(
+            ("{}.float()", "{}.to(torch.float64)", "{} * 0.5", "1.0 * {}" if a.kind == "int" else "{} + 0.0")
+        )
         return self.let(text.format(a.text), (a,), bound=a.bound, generic=False)
 
     # Reductions
@@ -741,7 +786,11 @@ class Builder:
             "rows": self.over != "rows" and any(v.rows for v in of),
             "cols": self.over != "cols" and any(v.cols for v in of),
         }
-        value = self.let(text.replace(")", f"{self.tail})") if text.count(")") == 1 else f"{text[:-1]}{self.tail})", of, **{**where, **known})
+        value = self.let(
+            text.replace(")", f"{self.tail})") if text.count(")") == 1 else f"{text[:-1]}{self.tail})",
+            of,
+            **{**where, **known},
+        )
         self.reduced.add(value.text)
         return value
 
@@ -763,13 +812,26 @@ class Builder:
             letter = self.letter()
             a = self.any_vector(letter)
             f = self.choose(("sum", "mean"))
-            self.fold(f"mr.{f}({a.text})", (a,), feature=letter, bound=a.bound * 8, generic=False, finite=f == "sum" or self.count > 0)
+            self.fold(
+                f"mr.{f}({a.text})",
+                (a,),
+                feature=letter,
+                bound=a.bound * 8,
+                generic=False,
+                finite=f == "sum" or self.count > 0,
+            )
         elif kind == "number":
             a = self.field()
             f = self.choose(("sum", "mean"))
-            self.fold(f"mr.{f}({a.text})", (a,), bound=a.bound * 8, generic=a.generic, finite=f == "sum" or self.count > 0)
+            self.fold(
+                f"mr.{f}({a.text})", (a,), bound=a.bound * 8, generic=a.generic, finite=f == "sum" or self.count > 0
+            )
         else:
-            a = self.pick(lambda v: v.kind == "int" and v.feature is None, self.integer) if kind == "integer" else self.condition()
+            a = (
+                self.pick(lambda v: v.kind == "int" and v.feature is None, self.integer)
+                if kind == "integer"
+                else self.condition()
+            )
             self.fold(f"mr.sum({a.text})", (a,), kind="int", bound=a.bound * 8, generic=False)
 
     def logsumexp(self) -> None:
@@ -786,7 +848,13 @@ class Builder:
         text, of, _ = self.logit()
         letter = self.letter()
         value = self.any_vector(letter) if self.chance(2) else self.number()
-        self.fold(f"mr.softmax_mean({text}, {value.text})", (*of, value), feature=value.feature, bound=value.bound, generic=False)
+        self.fold(
+            f"mr.softmax_mean({text}, {value.text})",
+            (*of, value),
+            feature=value.feature,
+            bound=value.bound,
+            generic=False,
+        )
 
     def weighted_mean(self) -> None:
         weight = self.field()
@@ -831,7 +899,11 @@ class Builder:
         finite = True
         if self.chance(4):
             c = self.condition()
-            text, of, finite = f"torch.where({c.text}, {text}, {'torch.inf' if tail else '-torch.inf'})", (*of, c), False
+            text, of, finite = (
+                f"torch.where({c.text}, {text}, {'torch.inf' if tail else '-torch.inf'})",
+                (*of, c),
+                False,
+            )
         top = self.fold(f"mr.topk({text}, {k}{tail})", of, kind="topk", feature=f"#{k}")
         bound = max(v.bound for v in of) + 1
         self.let(f"{top.text}.indices", (top,), kind="int", bound=8, generic=False)
@@ -839,7 +911,15 @@ class Builder:
         if self.chance(3):
             a = self.pair_number()
             at = f"{'mr.col_index' if self.over == 'cols' else 'mr.row_index'} == {top.text}.indices"
-            self.let(f"torch.where({at}, {a.text}, 0.0)", (top, a), rows=True, cols=True, feature=f"#{k}", bound=a.bound, generic=False)
+            self.let(
+                f"torch.where({at}, {a.text}, 0.0)",
+                (top, a),
+                rows=True,
+                cols=True,
+                feature=f"#{k}",
+                bound=a.bound,
+                generic=False,
+            )
         return None
 
     def sample(self) -> None:
@@ -854,7 +934,9 @@ class Builder:
     def var(self) -> None:
         a = self.field()
         correction = self.choose((0, 1, 0.5)) if self.count > 1 else 0
-        self.fold(f"mr.var({self.fit(a, 6)}, correction={correction})", (a,), bound=72.0, generic=False, finite=self.count > 0)
+        self.fold(
+            f"mr.var({self.fit(a, 6)}, correction={correction})", (a,), bound=72.0, generic=False, finite=self.count > 0
+        )
 
     def user(self) -> None:
         a, letter = self.field(), self.letter()
@@ -888,7 +970,9 @@ class Builder:
     def returned(self) -> list[str]:
         """The latest results that no later line uses."""
         used = {word for _, text in self.lines for word in _words(text)}
-        ends = [v.text for v in self.values if v.text in self.reduced and not v.is_pair and v.kind not in ("topk", "monoid")]
+        ends = [
+            v.text for v in self.values if v.text in self.reduced and not v.is_pair and v.kind not in ("topk", "monoid")
+        ]
         free = [name for name in ends if name not in used]
         return (free or ends)[-4:]
 
@@ -899,7 +983,11 @@ class Builder:
             if name in needed:
                 kept.append(f"{name} = {text}")
                 needed |= _words(text)
-        end = f"return {returned[0]}" if len(returned) == 1 else self.choose(("return {}", "return [{}]")).format(", ".join(returned))
+        end = (
+            f"return {returned[0]}"
+            if len(returned) == 1
+            else self.choose(("return {}", "return [{}]")).format(", ".join(returned))
+        )
         return [*reversed(kept), end]
 
 

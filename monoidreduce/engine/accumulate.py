@@ -105,11 +105,13 @@ class Soft(Accumulator):
         self.values = [self.totals(w) for w in self.widths[1:]]
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
-        logit = tile.full(reducer.roots[0])
+        root = reducer.roots[0]
+        logit = tile.narrow[root] if root in tile.narrow else tile.full(root)
         old = self.peak[:, at]
-        peak = torch.maximum(old, logit.amax(self.dim))
+        peak = torch.maximum(old, logit.amax(self.dim).to(self.compute))
         safe = torch.where(peak.isinf(), 0.0, peak)  # guarded once per row, not per pair
-        weight = torch.sub(logit, self.across(safe), out=logit) if owned[0] else logit - self.across(safe)
+        out = tile.homes.get(root, logit) if owned[0] else torch.empty(tile.tile, dtype=self.compute, device=self.device)
+        weight = torch.sub(logit, self.across(safe), out=out)
         hardware.exp_into(weight, weight)
         shrink = torch.exp(old - safe)
         total = self.total[:, at]

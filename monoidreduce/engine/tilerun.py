@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class TileRun:
     tile: Tile
     buffers: Buffers
     offset: tuple[int, int]  # the tile's first row and column
+    narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
+    homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
 
     def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
         for step in code.steps:
@@ -65,16 +67,9 @@ class TileRun:
         out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
         if e.op == "dot" or step.alpha is not None:
             d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
-            k = (
-                1
-                if step.alpha is None
-                else step.alpha.const
-                if step.alpha.op == "const"
-                else self.buffers.numbers[step.alpha]
-            )
-            self.values[e] = hardware.dot_into(
-                out, self.get(d.args[0]), self.get(d.args[1]), _inverse(k) if step.divide else k
-            )
+            self._dot(e, out, self.get(d.args[0]), self.get(d.args[1]), self._factor(step))
+        elif e.op == "sub" and e.args[0] in self.narrow and not e.args[1].is_pair and e.args[1].op == "leaf":
+            self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # raised as it is read
         elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
             self.values[e] = hardware.exp_into(out, self.get(e.args[0]))
         elif (hot := hot_sum(e)) is not None:
@@ -89,6 +84,19 @@ class TileRun:
             self.values[e] = total
         else:
             self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
+
+    def _factor(self, step: Step) -> float:
+        """The number that rides in a product."""
+        if step.alpha is None:
+            return 1
+        k = step.alpha.const if step.alpha.op == "const" else self.buffers.numbers[step.alpha]
+        return _inverse(k) if step.divide else k
+
+    def _dot(self, e: Expr, out: Tensor, x: Tensor, y: Tensor, alpha: float) -> None:
+        if hardware.is_narrow(x, y):
+            self.narrow[e], self.homes[e] = hardware.narrow_dot(x, y, alpha), out
+        else:
+            self.values[e] = hardware.dot_into(out, x, y, alpha)
 
     def _scatter(self, out: Tensor, hot: HotSum) -> Tensor:
         """out = dense, with the value added at the one place per row (or column) that matches, if this tile has it."""
@@ -108,7 +116,9 @@ class TileRun:
 
     def get(self, e: Expr) -> Any:
         if e not in self.values:
-            if e.op in ("const", "nan") or e in self.buffers.numbers:
+            if e in self.narrow:
+                self.values[e] = self.homes[e].copy_(self.narrow[e])
+            elif e.op in ("const", "nan") or e in self.buffers.numbers:
                 self.values[e] = self.buffers.constant(e)
             else:
                 self.values[e] = self._one_sided(e)

@@ -486,7 +486,10 @@ def test_bodies(body, error, words):
     KEPT.clear()
     sizes = {"f": 3, "d": 2}
     op = mr.op(body)
-    given = {n: torch.ones(*((5,) if p.axis == "rows" else (7,)), *([sizes[p.feature]] if p.feature else ())) for n, p in op.parameters.items()}
+    given = {
+        n: torch.ones(*((5,) if p.axis == "rows" else (7,)), *([sizes[p.feature]] if p.feature else ()))
+        for n, p in op.parameters.items()
+    }
 
     def call():
         with NoWork() if body not in (captured_number, tensor_returned) else torch.no_grad():
@@ -648,7 +651,7 @@ BUILTIN = {
 
 def test_every_class_is_known_here():
     """A new class of error is a new row in BUILTIN, and a new mistake above."""
-    assert set(BUILTIN) == set(errors.__all__)
+    assert set(BUILTIN) == {name for name in errors.__all__ if not issubclass(getattr(errors, name), Warning)}
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -226,8 +226,8 @@ HUGE = ["scaled_attention", "value_and_lse", "cross_entropy", "soft_targets", "c
 def test_huge_logits_stay_finite_and_within_the_rule(name, size, dtype, seed):
     """Scores up to ± size, beyond what a 16-bit number may hold; only the layer must stay finite.
 
-    Softmax is then nearly one-hot and the gradient of the scores nearly 0: what is left of ⟨g, v⟩ - ⟨g, P⟩, times a key.
-    Its rounding is measured against those terms.
+    Softmax is then nearly one-hot and the gradient of the scores nearly 0: what is left of ⟨g, v⟩ - ⟨g, P⟩, times a
+    key. Its rounding is measured against those terms.
     """
     layer = BY_NAME[name]
     trials, terms = [], 0.0

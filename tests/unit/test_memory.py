@@ -1,8 +1,8 @@
 """No layer ever builds the M × N matrix, forward or backward: memory as a test, on every layer of the zoo.
 
 At the default tile no single tensor may exceed a tile or the inputs' own size. With a small tile, what is alive at once
-may only grow as the inputs do: from one size to its double, twice as much as from its half, where a matrix of pairs would
-grow four times as much. And what a mask hides is not computed at all: tiles are counted.
+may only grow as the inputs do: from one size to its double, twice as much as from its half, where a matrix of pairs
+would grow four times as much. And what a mask hides is not computed at all: tiles are counted.
 """
 
 import math

@@ -42,7 +42,9 @@ def test_random_programs_use_the_whole_language():
         seen.update(set(words(program)))
 
     look()
-    wanted = set(PRIMITIVES) | set(COMPOSITES) | {"normalize", "sqdist", "topk", "sample", "reduce", "dropout", "gumbel"}
+    wanted = (
+        set(PRIMITIVES) | set(COMPOSITES) | {"normalize", "sqdist", "topk", "sample", "reduce", "dropout", "gumbel"}
+    )
     wanted -= {"cast", "contiguous"}  # .float(), .int() and .bool() are the casts
     assert not sorted(wanted - seen.keys())
     assert seen["second"] > 100 and seen["two passes"] > 100 and seen["empty"] > 20 and seen["batched"] > 200

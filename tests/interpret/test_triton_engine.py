@@ -1,0 +1,302 @@
+"""The Triton engine in the interpreter: every layer of the zoo, ragged sizes, batches, strides, bounds, fallback.
+
+Tiles are made small, so that small problems walk many ragged ones. 16-bit numbers are tried as float16: the interpreter
+gets bfloat16 wrong.
+"""
+
+import contextlib
+import math
+import os
+import pathlib
+import stat
+import warnings
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine import tilecode
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, emit, launch, skip, source, use_plan
+from monoidreduce.errors import EngineError, FallbackWarning
+from monoidreduce.program.expr import index
+from tests.layers import BY_NAME, ZOO
+from tests.layers_compare import assert_equal, assert_error_rule, cast, run
+
+SMALL = KernelPlan(16, 32, 4, 1)
+FALLS_BACK = {"mean_of_the_best", "nearest_neighbours", "attention_of_ones_own_monoid"}
+SLOW = {"grouped_query_attention", "maxsim", "chamfer"}  # the interpreter folds pairs one by one, or batches by the dozen
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+# the interpreter computes both sides of a where, and NumPy tells of each infinity met there
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
+
+
+@contextlib.contextmanager
+def kernels(plan=SMALL):
+    with mr.use(engine="triton"), use_plan({"cols": plan, "rows": plan}):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def private_folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def draw(layer, M, N, seed, dtype=torch.float64):
+    return layer.make(M, max(N, layer.least_cols), torch.Generator().manual_seed(seed), dtype)
+
+
+def by_name(layers):
+    return [pytest.param(layer, id=layer.name) for layer in layers]
+
+
+@pytest.mark.parametrize("layer", by_name(ZOO))
+def test_float32_values_and_gradients(layer, seed):
+    M, N = (17, 33) if layer.name in SLOW else (33, 70)
+    trials = []
+    for k in range(2):
+        args = draw(layer, M, N, seed + k, torch.float32)
+        with kernels():
+            got = run(layer.op, args)
+        trials.append((got, run(layer.dense, args), run(layer.dense, cast(args, torch.float64))))
+    assert_error_rule(trials, factor=3.0)  # two small draws: the largest of few rounding errors is a matter of luck
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 65), (65, 1), (16, 32), (17, 31)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("name", ["causal_attention", "relu_mlp", "label_smoothing", "moments", "gaussian_kernel", "pooling"])
+def test_ragged_sizes_in_float64(name, size, seed):
+    args = draw(BY_NAME[name], *size, seed)
+    with kernels():
+        got = run(BY_NAME[name].op, args)
+    assert_equal(got, run(BY_NAME[name].dense, args))
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.25, v)
+
+
+def plain_attention(q, k, v):
+    return torch.softmax(q @ k.mT * 0.25, -1) @ v
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (59, 111), (9, 130), (8, 17), (256, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+def test_feature_sizes(widths, dtype, seed):
+    f, d = widths
+    args = [torch.randn(n, w, dtype=torch.float64).to(dtype) for n, w in ((20, f), (37, f), (37, d))]
+    with kernels():
+        got = run(attention, args)
+    truth = run(plain_attention, cast(args, torch.float64))
+    if dtype is torch.float64:
+        assert_equal(got, truth)
+    else:
+        assert_error_rule([(got, run(plain_attention, args), truth)], factor=3.0)
+
+
+def test_more_features_than_registers_hold_fall_back(seed):
+    args = [torch.randn(n, 300) for n in (5, 7, 7)]
+    with kernels(), pytest.warns(FallbackWarning, match="300 features"):
+        got = attention(*args)
+    torch.testing.assert_close(got, plain_attention(*args))
+
+
+def test_batches_broadcast_and_strides_are_only_viewed(seed):
+    q = torch.randn(3, 2, 20, 16, dtype=torch.float64).transpose(0, 1)[:, :, ::2]
+    k = torch.randn(2, 1, 16, 37, dtype=torch.float64).mT
+    v = torch.randn(37, 40, dtype=torch.float64)[:, 3:20]
+    with kernels():
+        got = run(attention, (q, k, v))
+    assert_equal(got, run(plain_attention, (q, k, v.expand(2, 1, 37, 17))) if False else run(plain_attention, (q, k, v)))
+
+
+def test_random_numbers_are_those_of_the_table(seed):
+    layer = BY_NAME["dropout_attention"]
+    args = draw(layer, 33, 70, seed)
+    with kernels():
+        one = layer.op(*args)
+    with kernels(KernelPlan(32, 16, 4, 1)):
+        other = layer.op(*args)
+    torch.testing.assert_close(one, layer.dense(*args))
+    torch.testing.assert_close(one, other)
+
+
+def test_results_repeat_exactly(seed):
+    args = [torch.randn(n, 20) for n in (33, 70, 70)]
+    with kernels():
+        one, other = run(attention, args), run(attention, args)
+    assert all(torch.equal(one.all()[n], other.all()[n]) for n in one.all())
+
+
+@mr.op
+def places(x: Row, y: Col):
+    s = x * y
+    return mr.max(s), mr.argmax(s), mr.argmin(s), mr.logsumexp(s)
+
+
+def test_ties_nothing_and_nan(seed):
+    y = torch.tensor([1.0] * 40)
+    x = torch.tensor([1.0, math.nan, -math.inf, 0.0])
+    with kernels():
+        top, best, least, z = places(x, y)
+    assert best.tolist() == [0, 0, -1, 0] and least.tolist() == [0, 0, 0, 0]
+    assert top[0] == 1 and top[1].isnan() and top[2] == -math.inf
+    assert z[1].isnan() and z[2] == -math.inf and not z[0].isnan()
+
+
+def test_nothing_to_fold():
+    q, none = torch.randn(3, 20), torch.randn(0, 20)
+    with kernels():
+        assert torch.equal(attention(q, none, none), torch.zeros(3, 20))
+        assert attention(none, q, q).shape == (0, 20)
+
+
+# Bounds
+
+
+def _conditions():
+    i, j = index("row"), index("col")
+    from monoidreduce.program import build
+
+    leq = build.apply("le", j, i)
+    near = build.apply("le", build.apply("abs", build.apply("sub", i, j)), 20)
+    return {"causal": leq, "window": near, "both": build.apply("logical_and", leq, near)}
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "window_attention", "document_attention", "padded_attention", "prefix_attention"])
+@pytest.mark.parametrize("over", ["cols", "rows"])
+def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
+    layer = BY_NAME[name]
+    args = draw(layer, 70, 150, seed)
+    found = []
+    original = skip.bounds
+
+    def spy(fold, over, values, lengths, blocks, device):
+        edges = original(fold, over, values, lengths, blocks, device)
+        found.append((fold, over, values, lengths, blocks, edges))
+        return edges
+
+    with pytest.MonkeyPatch.context() as patch, kernels():
+        patch.setattr(skip, "bounds", spy)
+        patch.setattr(launch, "_BOUNDS", {})
+        run(layer.op, args)
+    checked = 0
+    for fold, which, values, lengths, blocks, edges in found:
+        if which != over:
+            continue
+        for b in range(edges.shape[0]):
+            for t in range(edges.shape[1]):
+                first, whole_first, whole_last, last = edges[b, t].tolist()
+                assert 0 <= first <= whole_first <= whole_last <= last <= -(-lengths[1] // blocks[1])
+                for f in range(-(-lengths[1] // blocks[1])):
+                    known = _ranges(fold, which, values, lengths, blocks, b, t, f)
+                    truths = {c: tilecode.interval(c, dict(known)) for c in skip.preferred(fold)}
+                    if whole_first <= f < whole_last:
+                        assert all(truths[c] == (float(want),) * 2 for c, want in skip.preferred(fold).items())
+                    if not first <= f < last:
+                        assert any(truths[c] == (0.0, 0.0) for c in truths)
+                    checked += 1
+    assert checked
+
+
+def _ranges(fold, over, values, lengths, blocks, b, t, f):
+    def span(axis, at):
+        return at * blocks[axis], min((at + 1) * blocks[axis], lengths[axis])
+
+    kept, folded = span(0, t), span(1, f)
+    rows, cols = (kept, folded) if over == "cols" else (folded, kept)
+    known = {index("row"): (rows[0], rows[1] - 1), index("col"): (cols[0], cols[1] - 1)}
+    for e, v in values.items():
+        if not isinstance(v, torch.Tensor):
+            known[e] = (float(v),) * 2
+        elif not e.rows and not e.cols:
+            known[e] = (float(v[b if v.shape[0] > 1 else 0]),) * 2
+        else:
+            part = v[b if v.shape[0] > 1 else 0, slice(*(rows if e.rows else cols))].double()
+            known[e] = (part.min().item(), part.max().item())
+    return known
+
+
+def test_idle_tiles_are_not_visited(seed):
+    """NaN in values that no row may see: a kernel that visited the tile would mix it in."""
+    layer = BY_NAME["window_attention"]
+    q, k, v = (torch.randn(n, 20) for n in (32, 320, 320))
+    v[100:] = math.nan
+    with kernels():
+        assert not layer.op(q, k, v, 7).isnan().any()
+
+
+# Text and files
+
+
+def test_the_text_of_a_kernel():
+    """Readable, complete, and the same in every process: change it knowingly (delete the file to write it anew)."""
+    text = _text(BY_NAME["causal_attention"].op, 20)
+    path = GOLDEN / "causal_attention.py.txt"
+    if not path.exists():
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def _text(op, f):
+    q, k, v = (torch.randn(n, f) for n in (16, 32, 32))
+    fold = op.program(q, k, v).passes[0].fold
+    sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
+    values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
+    return emit.kernel(launch._spec(fold, "cols", values, (1,), sizes)[0]).text
+
+
+def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
+    path = source.write("x = 1\n")
+    assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+    path.write_text("x = 2\n")  # whatever the file holds, the text given runs
+    assert source.load("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
+
+
+# Choice and fallback
+
+
+@pytest.mark.parametrize("name", sorted(FALLS_BACK))
+def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
+    launch_free = BY_NAME[name]
+    args = draw(launch_free, 9, 12, seed)
+    from monoidreduce.engine import triton
+
+    triton._told.clear()
+    with kernels(), pytest.warns(FallbackWarning, match="no kernel"):
+        launch_free.op(*args)
+
+
+def test_nothing_else_falls_back(seed):
+    with kernels(), warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        for layer in ZOO:
+            if layer.name not in FALLS_BACK | SLOW:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(launch, "execute", lambda call: None)
+                    run(layer.op, draw(layer, 9, 12, seed))
+
+
+def test_without_the_interpreter_a_cpu_tensor_falls_back(monkeypatch, seed):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from monoidreduce.engine import triton
+
+    triton._told.clear()
+    with kernels(), pytest.warns(FallbackWarning, match="on a CPU"):
+        attention(*(torch.randn(3, 4) for _ in range(3)))
+
+
+def test_without_fallback_it_raises(seed):
+    from monoidreduce.engine import triton
+
+    layer = BY_NAME["nearest_neighbours"]
+    program = layer.op.program(*draw(layer, 9, 12, seed))
+    fold = program.passes[0].fold
+    sizes = Sizes(9, 12, (), {"f": 3}, torch.device("cpu"), torch.float64)
+    with pytest.raises(EngineError, match="no kernel"):
+        triton.run(fold, [torch.zeros(n, 3, dtype=torch.float64) if e.feature else torch.zeros(n) for e, n in zip(fold.leaves, (9, 12, 9, 12), strict=False)], sizes)
