@@ -246,7 +246,7 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
 
 
 def _check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
-    """What the body asks of sizes that only the call knows: a feature that is there, no more of the best than there are."""
+    """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
     for e in topological(outputs):
         if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
             raise ShapeError(

@@ -1,8 +1,8 @@
 """The body of an op run by plain torch on whole matrices: an oracle that shares nothing with the package.
 
-The text of a body is executed with :class:`Plain` values for its arguments and :class:`PlainReductions` for ``mr``, so that
-what the package rewrites while it traces is checked too. For the tests of random programs; imports torch, and from the
-package only what names a body's parameters.
+The text of a body is executed with :class:`Plain` values for its arguments and :class:`PlainReductions` for ``mr``,
+so that what the package rewrites while it traces is checked too. For the tests of random programs; imports torch, and
+from the package only what names a body's parameters.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: Plain.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "mod", "and", "or",
-              "xor", "eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs"):  # fmt: skip
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv pow rpow floordiv mod and or xor eq ne lt le gt ge neg invert abs"
+)
+for _name in _OPERATORS.split():
     setattr(Plain, f"__{_name}__", _operator(f"__{_name}__"))
 
 

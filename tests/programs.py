@@ -1,10 +1,10 @@
 """Random pair programs as Python text, and the comparison of two engines on them.
 
-A program is a straight list of assignments, one operation each, drawn by Hypothesis so that a failure shrinks to a short one.
-What fails is printed as a script that runs by itself. Every value carries what the generator must know to stay inside the
-language and away from places where two correct engines may differ by more than rounding: a bound on its size, whether it
-is positive, whether it is *generic* (no two pairs are equal and none sits on a kink but by accident) and whether it is
-finite. Used by ``tests/unit/test_random_programs.py``; imports torch, hypothesis and the package.
+A program is a straight list of assignments, one operation each, read off a tape of bytes that Hypothesis draws, so that
+a failure shrinks to a short one. What fails is printed as a script that runs by itself. Every value carries what the
+generator must know to stay inside the language and away from places where two correct engines may differ by more than
+rounding: a bound on its size, whether it is positive, whether it is *generic* (no two pairs are equal and none sits on
+a kink but by accident) and whether it is finite. For ``tests/unit/test_random_programs.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 1e-9
 BATCHES = ((), (2,), (1,), (3,), (2, 1), (2, 2))
 
 
-# Monoids of one's own --------------------------------------------------------------------------------------------------
+# Monoids of one's own ------------------------------------------------------------------------------------------------
 
 
 class Turn(mr.Monoid):
@@ -81,7 +81,7 @@ class Blend(mr.Monoid):
 NAMESPACE |= {"Turn": Turn, "Either": Either, "Blend": Blend}
 
 
-# A program and its text ------------------------------------------------------------------------------------------------
+# A program and its text ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Program:
     __repr__ = __str__
 
 
-# Comparing -------------------------------------------------------------------------------------------------------------
+# Comparing -----------------------------------------------------------------------------------------------------------
 
 
 def check(op: mr.Op, arguments: dict[str, Any], tiles: plan.Tiles, second: bool) -> None:
@@ -227,7 +227,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOL
     return "" if same else f"\n    got      {got.tolist()}\n    expected {expected.tolist()}"
 
 
-# Values and how to make them -------------------------------------------------------------------------------------------
+# Values and how to make them -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Unary:
-    """A function of one number: its text; where it is used (``limit``) and what comes out (``bound`` of the input's)."""
+    """A function of one number: its text, up to which size it is used, and the ``bound`` of what comes out."""
 
     text: str
     limit: float = 6.0
@@ -355,10 +355,30 @@ JUMPY = [
     ('torch.div({a}, {q}, rounding_mode="floor")', lambda a, b: 10 * a + 1),
 ]
 WITH_NUMBER = ["{a} + {n}", "{n} * {a}", "{a} - {n}", "{n} - {a}", "{a} / ({n} + 1)"]
-INTEGER = ["{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.minimum({a}, {b})", "torch.maximum({a}, {b})", "{a} // 2", "{a} % 3",
-           "-{a}", "{a}.abs()", "({a} - {b}).sign()", "{a}.square()", "torch.where({c}, {a}, {b})"]  # fmt: skip
-LOGICAL = ["{a} & {b}", "{a} | {b}", "{a} ^ {b}", "~{a}", "torch.logical_and({a}, {b})", "torch.logical_or({a}, {b})",
-           "torch.logical_xor({a}, {b})", "torch.logical_not({a})"]  # fmt: skip
+INTEGER = [
+    "{a} + {b}",
+    "{a} - {b}",
+    "{a} * {b}",
+    "torch.minimum({a}, {b})",
+    "torch.maximum({a}, {b})",
+    "{a} // 2",
+    "{a} % 3",
+    "-{a}",
+    "{a}.abs()",
+    "({a} - {b}).sign()",
+    "{a}.square()",
+    "torch.where({c}, {a}, {b})",
+]
+LOGICAL = [
+    "{a} & {b}",
+    "{a} | {b}",
+    "{a} ^ {b}",
+    "~{a}",
+    "torch.logical_and({a}, {b})",
+    "torch.logical_or({a}, {b})",
+    "torch.logical_xor({a}, {b})",
+    "torch.logical_not({a})",
+]
 
 
 @dataclass(frozen=True)
@@ -676,7 +696,7 @@ class Builder:
         text, of, bound = self.choose(
             [
                 ("{0}.sum()", (a,), a.bound * width),
-                ("{0}[%d]" % self.choose(range(width)), (a,), a.bound),
+                (f"{{0}}[{self.below(width)}]", (a,), a.bound),
                 ("{0} @ {1}", (a, b), a.bound * b.bound * width),
                 ("{0}.mean()", (a,), a.bound),
                 ("({0} * {1}).sum()", (a, b), a.bound * b.bound * width),
@@ -719,10 +739,17 @@ class Builder:
         of: tuple[Value, ...] = ()
         if sort == "index":
             text = self.choose(
-                ["mr.col_index <= mr.row_index", "(mr.row_index - mr.col_index).abs() <= 1", "mr.col_index + 1 > mr.row_index",
-                 "mr.row_index != mr.col_index", "mr.col_index < mr.num_cols - 1", "mr.col_index % 2 == mr.row_index % 2",
-                 "mr.col_index == mr.row_index", "mr.num_cols > mr.row_index + mr.col_index"]
-            )  # fmt: skip
+                [
+                    "mr.col_index <= mr.row_index",
+                    "(mr.row_index - mr.col_index).abs() <= 1",
+                    "mr.col_index + 1 > mr.row_index",
+                    "mr.row_index != mr.col_index",
+                    "mr.col_index < mr.num_cols - 1",
+                    "mr.col_index % 2 == mr.row_index % 2",
+                    "mr.col_index == mr.row_index",
+                    "mr.num_cols > mr.row_index + mr.col_index",
+                ]
+            )
             both["rows"] = "row" in text
         elif sort == "label":
             i, j = self.input("i"), self.input("j")
@@ -924,8 +951,9 @@ class Builder:
 
     def sample(self) -> None:
         text, of, _ = self.logit()
-        self.fold(f"mr.sample({text}, {self.choose(('5', self.input('seed').text))})", of, rows=self.over != "rows", cols=self.over != "cols",
-                  kind="int", bound=8, generic=False)  # fmt: skip
+        seed = self.choose(("5", self.input("seed").text))
+        where = {"rows": self.over != "rows", "cols": self.over != "cols"}  # the noise has both sides
+        self.fold(f"mr.sample({text}, {seed})", of, kind="int", bound=8, generic=False, **where)
 
     def truth(self) -> None:
         c, f = self.condition(), self.choose(("any", "all", "count"))
@@ -996,16 +1024,20 @@ def _words(text: str) -> set[str]:
 
 
 STEPS_AT_MOST = 10
-STEPS = ["unary"] * 5 + ["binary"] * 5 + ["reduction"] * 6 + ["where"] * 2 + [
-    "pair", "dot", "one_sided_vector", "one_sided_number", "pair_vector", "contract", "integer", "cast", "dropout"]  # fmt: skip
-REDUCTIONS = ["sum"] * 5 + ["softmax_mean"] * 4 + ["logsumexp"] * 2 + ["best"] * 3 + ["user"] * 3 + [
-    "topk", "topk", "weighted_mean", "sample", "truth", "var"]  # fmt: skip
+STEPS = (
+    "unary " * 5 + "binary " * 5 + "reduction " * 6 + "where " * 2 + "pair dot one_sided_vector one_sided_number "
+    "pair_vector contract integer cast dropout"
+).split()
+REDUCTIONS = (
+    "sum " * 5 + "softmax_mean " * 4 + "logsumexp " * 2 + "best " * 3 + "user " * 3 + "topk " * 2 + "weighted_mean "
+    "sample truth var"
+).split()
 
 
 def programs() -> st.SearchStrategy[Program]:
     """Random well-typed pair programs, ready to run.
 
-    The choices are read from a tape of bytes, past its end all 0, which is always the simplest choice; so programs are as
-    different as random bytes are, and shrinking the tape shrinks the program.
+    The choices are read from a tape of bytes, past its end all 0, which is always the simplest choice; so programs are
+    as different as random bytes are, and shrinking the tape shrinks the program.
     """
     return st.binary(min_size=200, max_size=200).map(lambda tape: Builder(tape).program())

@@ -110,7 +110,9 @@ class Soft(Accumulator):
         old = self.peak[:, at]
         peak = torch.maximum(old, logit.amax(self.dim).to(self.compute))
         safe = torch.where(peak.isinf(), 0.0, peak)  # guarded once per row, not per pair
-        out = tile.homes.get(root, logit) if owned[0] else torch.empty(tile.tile, dtype=self.compute, device=self.device)
+        out = (
+            tile.homes.get(root, logit) if owned[0] else torch.empty(tile.tile, dtype=self.compute, device=self.device)
+        )
         weight = torch.sub(logit, self.across(safe), out=out)
         hardware.exp_into(weight, weight)
         shrink = torch.exp(old - safe)

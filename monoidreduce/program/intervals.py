@@ -34,8 +34,13 @@ def _exactly_infinite(x: Interval) -> bool:
     return x[0] == x[1] and math.isinf(x[0])
 
 
-def unknown(*_: Interval) -> Interval:
-    return UNKNOWN
+def unknown(*args: Interval) -> Interval:
+    """A function that nothing is known of: at infinity it may be NaN."""
+    return NAN if any(map(_exactly_infinite, args)) else UNKNOWN
+
+
+def anything(*_: Interval) -> Interval:
+    return NAN
 
 
 def monotone(
@@ -78,8 +83,11 @@ def sub(x: Interval, y: Interval) -> Interval:
 
 
 def mul(x: Interval, y: Interval) -> Interval:
+    for one, other in ((x, y), (y, x)):
+        if _exactly_infinite(one) and other[0] <= 0 <= other[1]:
+            return NAN
     if FALSE in (x, y):
-        return NAN if _exactly_infinite(x) or _exactly_infinite(y) else FALSE
+        return FALSE
     ends = [_times(a, b) for a in x for b in y]
     return known(min(ends), max(ends))
 

@@ -1,7 +1,7 @@
 """Philox4x32-10: random numbers that depend on a counter and a key alone, in plain integer arithmetic.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The counter is (j, i, batch, 0), the key the seed's 64 bits.
-"""
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The counter is (j, i, batch, 0), the key the seed's
+64 bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other.
 
-    The number is (first word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it: never 0 or 1, and
-    fine near 0, so that the tail of an exponential or Gumbel number is there.
-    """
+    The number is (first word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it: never 0 or 1,
+    and fine near 0, so that the tail of an exponential or Gumbel number is there."""
     parts = [
         t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=j.device)
         for t in (seed, batch, i, j)

@@ -1,10 +1,10 @@
 """The table of primitives: each scalar operation stands here once, and nowhere else.
 
 A row holds how torch evaluates it (with ``out=``, so that engines may work in place), its text in a Triton kernel, its
-derivative, its interval rule and the torch names that mean it. A derivative is written in the language itself: it receives the cotangent
-``g``, the result ``y`` and the arguments as symbols and returns one cotangent per argument (``None``: no gradient).
-To add an operation, add a row; functions that are short combinations of others are one line in ``COMPOSITES``.
-"""
+derivative, its interval rule and the torch names that mean it. A derivative is written in the language itself: it
+receives the cotangent ``g``, the result ``y`` and the arguments as symbols and returns one cotangent per argument
+(``None``: no gradient). To add an operation, add a row; functions that are short combinations of others are one line in
+``COMPOSITES``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, _pow_gradient, names=("float_power",), triton="power({0}, {1})"),
+    _P("pow", torch.pow, _pow_gradient, iv.anything, names=("float_power",), triton="power({0}, {1})"),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -342,7 +342,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
-    "hardswish": lambda x, inplace=False: x * _clamp(x / 6 + 0.5, 0.0, 1.0),
+    "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),
     "tanhshrink": lambda x: x - torch.tanh(x),
     "cosh": lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
     "tan": lambda x: torch.sin(x) / torch.cos(x),

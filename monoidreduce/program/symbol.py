@@ -107,8 +107,10 @@ class Symbol:
 
     __len__ = __contains__ = __array__ = __iter__
 
-    def _value(self, asked: str, fix: str) -> NoReturn:
+    def _value(self, asked: str, fix: str) -> Any:
         """Numbers given at the call may be looked at (we trace again with their value); nothing else may."""
+        if self.expr.op == "const":
+            return self.expr.const
         under = topological([expr_of(self)])
         inputs = [e for e in under if e.op == "input"]
         if inputs and not any(e.rows or e.cols or e.op in ("reduce", "size", "nan") for e in under):
@@ -261,7 +263,7 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _truth(name: str) -> Callable:
-    """&, |, ^ and ~ are the logical operations; on whole numbers torch's are bitwise, which the language does not have."""
+    """&, |, ^ and ~ are the logical operations; torch's bitwise ones on whole numbers are not in the language."""
 
     def f(*args: Any) -> Symbol:
         exprs = [expr_of(a) for a in args]

@@ -73,8 +73,12 @@ def _trace_once(
     try:
         arguments: dict[str, Any] = {}
         for name, p in parameters.items():
-            if name in fixed or p.axis == "static" or name not in dtypes:
+            if p.axis == "static" or name not in dtypes:
                 arguments[name] = values.get(name)
+            elif name in fixed:
+                arguments[name] = Symbol(
+                    const(values[name])
+                )  # still a symbol, but one that answers if, int() and float()
             else:
                 arguments[name] = Symbol(p.expr(dtypes[name]))
         leaves: list[Symbol] = []

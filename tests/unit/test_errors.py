@@ -56,7 +56,7 @@ def fixed(q: Row[3], k: Col[3]):
     return mr.sum(q @ k)
 
 
-# Arguments -------------------------------------------------------------------------------------------------------------
+# Arguments -----------------------------------------------------------------------------------------------------------
 
 ARGUMENTS = [
     Mistake("missing", partial(attention, X, Y), mr.ArgumentError, ("'v'", 'v: Col["d"]')),
@@ -65,11 +65,15 @@ ARGUMENTS = [
     Mistake("list", partial(attention, [[1.0]], Y, V), mr.ArgumentError, ("q", 'Row["f"]', "list", "Give a tensor")),
     Mistake("none", partial(attention, None, Y, V), mr.ArgumentError, ("q", "None", "Give a tensor")),
     Mistake("text for a number", partial(tempered, X, Y, "hot"), mr.ArgumentError, ("t", "float", "'hot'", "number")),
-    Mistake("number for a tensor", partial(labelled, X, Y, 3, R[0]), mr.ArgumentError, ("target", "Row", "3", "tensor")),
+    Mistake(
+        "number for a tensor", partial(labelled, X, Y, 3, R[0]), mr.ArgumentError, ("target", "Row", "3", "tensor")
+    ),
     Mistake("vector for a number", partial(tempered, X, Y, R), mr.ShapeError, ("t", "(5,)", "0-dim", "mr.Batch")),
     Mistake("rank", partial(attention, R, Y, V), mr.ShapeError, ("q", 'Row["f"]', "[..., M, f]", "(5,)", "axis")),
     Mistake("rank of a column", partial(attention, X, Y, C), mr.ShapeError, ("v", 'Col["d"]', "[..., N, d]", "(7,)")),
-    Mistake("rank of a number", partial(labelled, X, Y, R[0], R[0]), mr.ShapeError, ("target", "Row", "[..., M]", "()")),
+    Mistake(
+        "rank of a number", partial(labelled, X, Y, R[0], R[0]), mr.ShapeError, ("target", "Row", "[..., M]", "()")
+    ),
     Mistake("letters", partial(attention, X[:, :2], Y, V), mr.ShapeError, ("q has 2", '"f"', "k has 3", "two letters")),
     Mistake("rows", partial(labelled, X, Y, R[:4], R[0]), mr.ShapeError, ("q has 5 rows", "target has 4", "equal")),
     Mistake("columns", partial(attention, X, Y, V[:6]), mr.ShapeError, ("k has 7 columns", "v has 6", "equal")),
@@ -81,7 +85,12 @@ ARGUMENTS = [
         ("batch", "k", "(4,)", "q", "(2,)", "equal or 1"),
     ),
     Mistake("dtypes", partial(attention, X.double(), Y, V), mr.DTypeError, ("q is float64", "k is float32", ".to(")),
-    Mistake("16 bits", partial(attention, X.half(), Y.bfloat16(), V.half()), mr.DTypeError, ("q is float16", "k is bfloat16")),
+    Mistake(
+        "16 bits",
+        partial(attention, X.half(), Y.bfloat16(), V.half()),
+        mr.DTypeError,
+        ("q is float16", "k is bfloat16"),
+    ),
     Mistake("complex", partial(attention, X.to(torch.cfloat), Y, V), mr.DTypeError, ("q", "complex64", "real")),
     Mistake("sparse", partial(attention, X.to_sparse(), Y, V), mr.DTypeError, ("q", "dense")),
     Mistake(
@@ -91,10 +100,10 @@ ARGUMENTS = [
         ("q", "float8_e4m3fn", "float32"),
     ),
     Mistake("devices", partial(attention, X, Y.to("meta"), V), mr.DeviceError, ("q on cpu", "k on meta", ".to(")),
-]  # fmt: skip
+]
 
 
-# Declarations ----------------------------------------------------------------------------------------------------------
+# Declarations --------------------------------------------------------------------------------------------------------
 
 
 def no_annotation(x):
@@ -134,7 +143,7 @@ DECLARATIONS = [
 ]
 
 
-# Bodies: each makes one mistake, on the line that ends with "# here" ---------------------------------------------------
+# Bodies: each makes one mistake, on the line that ends with "# here"
 
 KEPT: list = []
 COUNTER = itertools.count(1)
@@ -448,7 +457,7 @@ BODIES = [
 ]
 
 
-# The tests -------------------------------------------------------------------------------------------------------------
+# The tests -----------------------------------------------------------------------------------------------------------
 
 
 class NoWork(TorchDispatchMode):
@@ -626,7 +635,7 @@ def test_laws():
     raised(Mistake("law", lambda: mr.laws.check(Mean), mr.MonoidLawError, ("Mean", "breaks the law of")))
 
 
-# The classes -----------------------------------------------------------------------------------------------------------
+# The classes ---------------------------------------------------------------------------------------------------------
 
 BUILTIN = {
     "ArgumentError": TypeError,

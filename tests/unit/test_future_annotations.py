@@ -66,7 +66,7 @@ def test_a_name_that_nobody_knows():
     with pytest.raises(mr.DeclarationError, match=r"cannot read q: Rwo\[.f.\]"):
 
         @mr.op
-        def op(q: Rwo["f"], k: Col["f"]):  # noqa: F821
+        def op(q: Rwo["f"], k: Col["f"]):
             return mr.sum(q @ k)
 
 

@@ -1,7 +1,7 @@
 """A thousand random programs: the eager engine against the reference engine, and that against plain torch.
 
-Values, gradients and (one program in four) gradients of gradients, in float64, by small random tiles. The programs are the
-same on every run; one that fails is shrunk and printed as a script that reproduces it.
+Values, gradients and (one program in four) gradients of gradients, in float64, by small random tiles. The programs
+are the same on every run; one that fails is shrunk and printed as a script that reproduces it.
 """
 
 import collections
@@ -32,7 +32,7 @@ def test_engines_agree_on_random_programs(shard: int):
 
 
 def test_random_programs_use_the_whole_language():
-    """Every primitive, every composite and every reduction occurs in the programs, and so does every sort of program."""
+    """Every primitive, composite and reduction occurs in the programs, and so does every sort of program."""
     seen: collections.Counter = collections.Counter()
 
     @hypothesis.seed(0)
