@@ -65,7 +65,9 @@ class Accumulator:
         elif c.vector is None:
             total += weight.sum(self.dim)
         else:
-            hardware.accumulate(total, weight if self.over == "cols" else weight.mT, tile.get(c.vector))
+            vector = tile.get(c.vector)
+            weight = tile.multiplied(weight, vector.dtype)
+            hardware.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""

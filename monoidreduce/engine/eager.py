@@ -101,6 +101,7 @@ class _Chunk:
         numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
         numbers |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
         self.buffers = Buffers(elements, sizes.compute, sizes.device, numbers)
+        self.narrow = hardware.narrow_type([v for e, v in leaves.items() if e.feature is not None and e not in numbers])
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
@@ -167,7 +168,7 @@ class _Chunk:
             elif e.rows == rows:
                 v = v[:, part]
                 if e.feature is not None:
-                    values[e] = hardware.operand(v, compute)
+                    values[e] = hardware.operand(v, compute, self.narrow)
                 else:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)

@@ -32,10 +32,23 @@ def raise_16bit(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and not _cpu_multiplies(dtype)
 
 
-def operand(t: Tensor, compute: torch.dtype) -> Tensor:
+def narrow_type(vectors: list[Tensor]) -> torch.dtype | None:
+    """bfloat16 where a program's vectors are, and the hardware multiplies it: then all its products are done in it.
+
+    Not float16: what the program computes on one side (a vector over its row's sum) may fall below float16's range.
+    """
+    for v in vectors:
+        if v.dtype is torch.bfloat16 and not raise_16bit(v.device, v.dtype):
+            return torch.bfloat16
+    return None
+
+
+def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tensor:
     """A tile's vectors in the type they are multiplied in."""
-    if t.dtype == compute or not (t.dtype.is_floating_point or compute.is_floating_point):
+    if not (t.dtype.is_floating_point and compute.is_floating_point):
         return t
+    if narrow is not None:
+        return t.to(narrow)
     if t.dtype in SIXTEEN and not raise_16bit(t.device, t.dtype):
         return t
     return t.to(compute)
@@ -93,8 +106,7 @@ def _same(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(total: Tensor, weights: Tensor, vectors: Tensor) -> None:
-    """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], the running total in its own type."""
-    weights, vectors = _same(weights, vectors)
+    """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], of one type; the running total in its own."""
     if weights.dtype != total.dtype:
         total += torch.bmm(weights, vectors)
     elif total.shape[0] == 1 and total.is_contiguous():

@@ -53,6 +53,7 @@ class TileRun:
     offset: tuple[int, int]  # the tile's first row and column
     narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
     homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
+    rounded: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # the last weights rounded for a product
 
     def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
         for step in code.steps:
@@ -139,6 +140,15 @@ class TileRun:
         if e.feature is not None and e.cols:
             args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
         return args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+
+    def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tile in the type it is multiplied in; rounded once, however many products it enters."""
+        if weight.dtype == dtype or dtype not in hardware.SIXTEEN:
+            return weight.to(dtype)
+        key = (weight.data_ptr(), weight._version)
+        if key not in self.rounded:
+            self.rounded = {key: weight.to(dtype)}
+        return self.rounded[key]
 
     def full(self, e: Expr) -> Tensor:
         """A number as a whole tile, expanded where it does not vary."""

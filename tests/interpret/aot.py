@@ -95,7 +95,11 @@ CASES = [
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
     Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
     *(
-        Case(f"cross-entropy {d}", cross_entropy, lambda t, d=d: (*_pairs(d, 1)(t), torch.zeros(256, dtype=torch.int64), *_pairs(d, 1)(t)))
+        Case(
+            f"cross-entropy {d}",
+            cross_entropy,
+            lambda t, d=d: (*_pairs(d, 1)(t), torch.zeros(256, dtype=torch.int64), *_pairs(d, 1)(t)),
+        )
         for d in (64, 128, 256)
     ),
     Case("contrastive 128", contrastive, _pairs(128)),
@@ -126,7 +130,10 @@ class Compiled:
 def calls(case: Case, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
     """The launches of a case, forward and backward, none of them made."""
     found: list[launch.Call] = []
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in case.make(case.dtype)]
+    args = [
+        a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in case.make(case.dtype)
+    ]
     with (
         mock.patch.object(launch, "execute", found.append),
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs

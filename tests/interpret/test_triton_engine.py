@@ -26,7 +26,11 @@ from tests.layers_compare import assert_equal, assert_error_rule, cast, run
 
 SMALL = KernelPlan(16, 32, 4, 1)
 FALLS_BACK = {"mean_of_the_best", "nearest_neighbours", "attention_of_ones_own_monoid"}
-SLOW = {"grouped_query_attention", "maxsim", "chamfer"}  # the interpreter folds pairs one by one, or batches by the dozen
+SLOW = {
+    "grouped_query_attention",
+    "maxsim",
+    "chamfer",
+}  # the interpreter folds pairs one by one, or batches by the dozen
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
@@ -67,7 +71,9 @@ def test_float32_values_and_gradients(layer, seed):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 65), (65, 1), (16, 32), (17, 31)], ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("name", ["causal_attention", "relu_mlp", "label_smoothing", "moments", "gaussian_kernel", "pooling"])
+@pytest.mark.parametrize(
+    "name", ["causal_attention", "relu_mlp", "label_smoothing", "moments", "gaussian_kernel", "pooling"]
+)
 def test_ragged_sizes_in_float64(name, size, seed):
     args = draw(BY_NAME[name], *size, seed)
     with kernels():
@@ -111,7 +117,9 @@ def test_batches_broadcast_and_strides_are_only_viewed(seed):
     v = torch.randn(37, 40, dtype=torch.float64)[:, 3:20]
     with kernels():
         got = run(attention, (q, k, v))
-    assert_equal(got, run(plain_attention, (q, k, v.expand(2, 1, 37, 17))) if False else run(plain_attention, (q, k, v)))
+    assert_equal(
+        got, run(plain_attention, (q, k, v.expand(2, 1, 37, 17))) if False else run(plain_attention, (q, k, v))
+    )
 
 
 def test_random_numbers_are_those_of_the_table(seed):
@@ -167,7 +175,9 @@ def _conditions():
     return {"causal": leq, "window": near, "both": build.apply("logical_and", leq, near)}
 
 
-@pytest.mark.parametrize("name", ["causal_attention", "window_attention", "document_attention", "padded_attention", "prefix_attention"])
+@pytest.mark.parametrize(
+    "name", ["causal_attention", "window_attention", "document_attention", "padded_attention", "prefix_attention"]
+)
 @pytest.mark.parametrize("over", ["cols", "rows"])
 def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
     layer = BY_NAME[name]
@@ -299,4 +309,11 @@ def test_without_fallback_it_raises(seed):
     fold = program.passes[0].fold
     sizes = Sizes(9, 12, (), {"f": 3}, torch.device("cpu"), torch.float64)
     with pytest.raises(EngineError, match="no kernel"):
-        triton.run(fold, [torch.zeros(n, 3, dtype=torch.float64) if e.feature else torch.zeros(n) for e, n in zip(fold.leaves, (9, 12, 9, 12), strict=False)], sizes)
+        triton.run(
+            fold,
+            [
+                torch.zeros(n, 3, dtype=torch.float64) if e.feature else torch.zeros(n)
+                for e, n in zip(fold.leaves, (9, 12, 9, 12), strict=False)
+            ],
+            sizes,
+        )

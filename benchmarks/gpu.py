@@ -1,0 +1,414 @@
+"""The Triton engine on a GPU: first whether it is right, then how fast it is beside what users would pick instead.
+
+    python3 -m benchmarks.gpu --out DIR [--sweep] [--budget SECONDS] [--workers N]
+
+Correctness: every layer of the zoo and a few wide ones, in float32, bfloat16 and float16, values and gradients; the
+error against float64 may be at most twice that of plain torch in the same precision. Speed: attention beside PyTorch's
+own (cuDNN, flash) and FlexAttention; a perceptron and a contrastive loss beside ``torch.compile`` of the dense form.
+Prints a short table and writes ``gpu.json``, as far as it got, whenever it learns something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine.triton import KernelPlan, use_plan
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"], scale: float):
+    return mr.softmax_mean(q @ k * scale, v)
+
+
+@mr.op
+def attention64(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.125, v)
+
+
+@mr.op
+def attention128(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 128**-0.5, v)
+
+
+@mr.op
+def causal64(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
+
+
+@mr.op
+def causal128(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 128**-0.5, -torch.inf), v)
+
+
+@mr.op
+def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(torch.relu(x @ p) * q)
+
+
+@mr.op
+def contrastive(x: Row["d"], y: Col["d"]):
+    s = x @ y * 14.0
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+def dense_mlp(x, p, q):
+    return torch.relu(x @ p.mT) @ q
+
+
+def dense_contrastive(x, y):
+    return F.cross_entropy((x @ y.mT).float() * 14.0, torch.arange(len(x), device=x.device), reduction="none")
+
+
+# Correctness ----------------------------------------------------------------------------------------------------------
+
+
+def _wide_layers() -> dict[str, tuple[Callable, Callable, Callable]]:
+    """Layers with enough features for matrix products: op, plain form, inputs (M, N, generator, dtype)."""
+
+    def draw(*shapes, peak=1.0):
+        def make(gen, dtype):
+            made = [torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
+            return (made[0] * peak).to(dtype), *(t.to(dtype) for t in made[1:])
+
+        return make
+
+    def causal(q, k, v):
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        return torch.softmax(s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf), -1) @ v
+
+    full = lambda q, k, v: torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+    found: dict[str, tuple[Callable, Callable, Callable]] = {
+        "attention 64": (attention64, full, draw((2, 200, 64), (2, 333, 64), (2, 333, 64))),
+        "attention 64, peaked": (attention64, full, draw((200, 64), (333, 64), (333, 64), peak=8.0)),
+        "causal 128": (causal128, causal, draw((2, 3, 257, 128), (2, 1, 257, 128), (2, 1, 257, 128))),
+        "causal 64": (causal64, causal, draw((4, 512, 64), (4, 512, 64), (4, 512, 64))),
+        "mlp 64 → 111": (mlp, dense_mlp, draw((300, 64), (515, 64), (515, 111))),
+        "mlp 59 → 59": (mlp, dense_mlp, draw((300, 59), (515, 59), (515, 59))),
+        "contrastive 128": (contrastive, dense_contrastive, draw((300, 128), (300, 128), peak=0.1)),
+        "contrastive 256, peaked": (contrastive, dense_contrastive, draw((300, 256), (300, 256), peak=0.5)),
+    }
+    return found
+
+
+def _on_gpu(op: Callable) -> Callable:
+    """The op on the GPU, seen from the CPU: arguments and results travel, so do gradients."""
+
+    def call(*args: Any) -> Any:
+        out = op(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
+        home = lambda t: t.cpu()
+        if isinstance(out, torch.Tensor):
+            return home(out)
+        return {k: home(t) for k, t in out.items()} if isinstance(out, dict) else tuple(home(t) for t in out)
+
+    return call
+
+
+def check(name: str, precision: str) -> dict[str, str]:
+    """Judge one layer in one precision; an empty answer means that it is right."""
+    from tests.layers import BY_NAME
+    from tests.layers_compare import assert_error_rule, cast, run
+
+    dtype = PRECISIONS[precision]
+    torch.set_num_threads(1)
+    told: list[str] = []
+    try:
+        trials = []
+        for seed in range(2):
+            gen = torch.Generator().manual_seed(seed)
+            if name in BY_NAME:
+                layer = BY_NAME[name]
+                op, dense, args = layer.op, layer.dense, layer.make(59, 111, gen, dtype)
+            else:
+                op, dense, draw = _wide_layers()[name]
+                args = draw(gen, dtype)
+            with warnings.catch_warnings(record=True) as heard, mr.use(engine="triton"):
+                warnings.simplefilter("always")
+                got = run(_on_gpu(op), args)
+            told += [str(w.message) for w in heard if isinstance(w.message, mr.errors.FallbackWarning)]
+            trials.append((got, run(dense, args), run(dense, cast(args, torch.float64))))
+        assert_error_rule(trials, ulps=8.0)
+    except Exception as error:
+        kind = type(error).__name__
+        where = traceback.format_exc()[-1500:] if not isinstance(error, AssertionError) else ""
+        return {"name": name, "precision": precision, "problem": f"{kind}: {str(error)[:600]}", "where": where}
+    return {"name": name, "precision": precision, "fallback": told[0]} if told else {}
+
+
+def correctness(workers: int, save: Callable[[str, Any], None]) -> None:
+    from tests.layers import ZOO
+
+    asked = [(n, p) for p in PRECISIONS for n in [*_wide_layers(), *(layer.name for layer in ZOO)]]
+    began = time.time()
+    answers = []
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for answer in pool.map(check, *zip(*asked, strict=True)):
+            if answer:
+                answers.append(answer)
+                save("problems", [a for a in answers if "problem" in a])
+                if "problem" in answer:
+                    print(f"  {answer['precision']:9} {answer['name']}: {answer['problem'][:200]}", flush=True)
+    wrong = sum("problem" in a for a in answers)
+    fell = sorted({a["name"] for a in answers if "fallback" in a})
+    print(
+        f"{len(asked)} cases, {wrong} wrong, {time.time() - began:.0f} s; fell back: {', '.join(fell) or 'none'}",
+        flush=True,
+    )
+    save("cases", len(asked))
+    save("wrong", wrong)
+    save("fallbacks", fell)
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+
+def bench(fn: Callable[[], Any]) -> float:
+    """Median milliseconds."""
+    from triton.testing import do_bench
+
+    return float(do_bench(fn, warmup=20, rep=80, return_mode="median"))
+
+
+def both(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, float]:
+    """Milliseconds of forward, and of forward with backward."""
+    given = [a.detach().requires_grad_() for a in args]
+    g = torch.randn_like(fn(*given))
+
+    def whole() -> None:
+        torch.autograd.grad(fn(*given), given, g)
+
+    with torch.no_grad():
+        forward = bench(lambda: fn(*args))
+    return forward, bench(whole)
+
+
+SHAPES = [
+    ("full", 4, 16, 4096, 128),
+    ("causal", 4, 16, 4096, 128),
+    ("full", 4, 32, 4096, 64),
+    ("causal", 4, 32, 4096, 64),
+    ("causal", 1, 16, 16384, 128),
+]
+
+
+def _attention(kind: str, d: int) -> mr.Op:
+    return {"full64": attention64, "full128": attention128, "causal64": causal64, "causal128": causal128}[f"{kind}{d}"]
+
+
+def _qkv(b: int, h: int, s: int, d: int) -> list[torch.Tensor]:
+    return [torch.randn(b, h, s, d, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def peers(kind: str) -> dict[str, Callable]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def sdpa(backend: Any) -> Callable:
+        def call(q, k, v):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=kind == "causal")
+
+        return call
+
+    return {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION), "flash": sdpa(SDPBackend.FLASH_ATTENTION)}
+
+
+def flex(kind: str, s: int) -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if kind == "causal":
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, s, s, device="cuda")
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict]) -> None:
+    for kind, b, h, s, d in SHAPES:
+        if not clock():
+            return
+        args = _qkv(b, h, s, d)
+        row: dict[str, Any] = {"work": f"attention {kind} {b}×{h}×{s}×{d}"}
+        with mr.use(engine="triton"):
+            row["ours"] = _guarded(lambda a=args, k=kind, w=d: both(_attention(k, w), a))
+        for name, fn in peers(kind).items():
+            row[name] = _guarded(lambda f=fn, a=args: both(f, a))
+        if clock():
+            row["Flex"] = _guarded(lambda k=kind, n=s, a=args: both(flex(k, n), a))
+        _show(row)
+        rows.append(row)
+        save("speed", rows)
+
+
+def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict]) -> None:
+    def made(*shapes):
+        return [torch.randn(*s, device="cuda", dtype=torch.bfloat16) * s[-1] ** -0.25 for s in shapes]
+
+    works = [
+        ("mlp 16384×16384 D128", mlp, dense_mlp, made((16384, 128), (16384, 128), (16384, 128))),
+        ("contrastive N32768 D128", contrastive, dense_contrastive, made((32768, 128), (32768, 128))),
+        ("contrastive N32768 D256", contrastive, dense_contrastive, made((32768, 256), (32768, 256))),
+        ("mlp 16384×65536 D64", mlp, dense_mlp, made((16384, 64), (65536, 64), (65536, 64))),
+    ]
+    for name, op, dense, args in works:
+        if not clock():
+            return
+        row: dict[str, Any] = {"work": name}
+        with mr.use(engine="triton"):
+            row["ours"] = _guarded(lambda o=op, a=args: both(o, a))
+        row["torch.compile"] = _guarded(lambda f=dense, a=args: both(torch.compile(f, dynamic=False), a))
+        _show(row)
+        rows.append(row)
+        save("speed", rows)
+    small = [torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    with mr.use(engine="triton"):
+        row = {"work": "attention 1×2×128×64: host time", "ours": _guarded(lambda: both(attention64, small))}
+    _show(row)
+    rows.append(row)
+    save("speed", rows)
+
+
+def _guarded(measure: Callable[[], tuple[float, float]]) -> list[float] | str:
+    try:
+        return [round(t, 4) for t in measure()]
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _show(row: dict[str, Any]) -> None:
+    cells = [
+        f"{k} {v[0]:.3f} / {v[1]:.3f}" if isinstance(v, list) else f"{k} {str(v)[:60]}"
+        for k, v in row.items()
+        if k != "work"
+    ]
+    print(f"{row['work']:36} {'   '.join(cells)}", flush=True)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+CANDIDATES = {
+    "forward": [
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 3),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (64, 128, 4, 3),
+    ],
+    "row gradient": [
+        (128, 64, 8, 3),
+        (128, 64, 8, 2),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 32, 8, 3),
+        (128, 32, 4, 3),
+    ],
+    "column gradients": [
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (64, 32, 4, 3),
+        (64, 64, 8, 2),
+        (128, 32, 8, 2),
+        (128, 64, 8, 2),
+        (128, 32, 8, 3),
+    ],
+}
+SWEPT = [("full", 4, 16, 4096, 128), ("causal", 4, 16, 4096, 128), ("causal", 4, 32, 4096, 64)]
+
+
+def _swept(case: tuple, part: str, plan: tuple, quick: bool) -> float:
+    """Milliseconds of forward or backward with one kernel's plan changed; ``quick``: compile, and no more."""
+    kind, b, h, s, d = case
+    op = _attention(kind, d)
+    args = [a.requires_grad_() for a in (_qkv(1, 1, 512, d) if quick else _qkv(b, h, s, d))]
+    over = "rows" if part == "column gradients" else "cols"
+    with mr.use(engine="triton"):
+        if part == "forward":
+            with use_plan({over: KernelPlan(*plan)}), torch.no_grad():
+                return 0.0 if op(*args) is not None and quick else bench(lambda: op(*args))
+        y = op(*args)
+        g = torch.randn_like(y)
+        with use_plan({over: KernelPlan(*plan)}):
+            backward = lambda: torch.autograd.grad(y, args, g, retain_graph=True)
+            return 0.0 if backward() and quick else bench(backward)
+
+
+def _compile_one(job: tuple) -> None:
+    try:
+        _swept(*job, quick=True)
+    except Exception:
+        pass  # too large for the hardware: measured, it will say so
+
+
+def sweep(workers: int, clock: Callable[[], bool], save: Callable[[str, Any], None]) -> None:
+    jobs = [(case, part, plan) for case in SWEPT for part, plans in CANDIDATES.items() for plan in plans]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        list(pool.map(_compile_one, jobs))
+    found: dict[str, dict[str, Any]] = {}
+    for case, part, plan in jobs:
+        if not clock():
+            break
+        key = f"{case[0]} D{case[4]} {part}"
+        try:
+            found.setdefault(key, {})[str(plan)] = round(_swept(case, part, plan, quick=False), 4)
+        except Exception as error:
+            found.setdefault(key, {})[str(plan)] = type(error).__name__
+        torch.cuda.empty_cache()
+    for key, times in found.items():
+        ranked = sorted((t, p) for p, t in times.items() if isinstance(t, float))
+        print(f"{key:32} " + "   ".join(f"{p} {t:.3f}" for t, p in ranked[:4]), flush=True)
+    save("sweep", found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--budget", type=float, default=440.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def save(key: str, value: Any) -> None:
+        results[key] = value
+        results["seconds"] = round(time.time() - began)
+        (options.out / "gpu.json").write_text(json.dumps(results, indent=1))
+
+    clock = lambda: time.time() - began < options.budget
+    torch._dynamo.config.cache_size_limit = 256  # FlexAttention goes dense, silently, after 8 recompilations
+    if options.correct:
+        correctness(options.workers, save)
+    rows: list[dict] = []
+    time_attention(clock, save, rows)
+    time_others(clock, save, rows)
+    if options.sweep and clock():
+        sweep(options.workers, clock, save)
+    print(f"{time.time() - began:.0f} s in all; {options.out / 'gpu.json'}")
+
+
+if __name__ == "__main__":
+    main()
