@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -89,7 +89,8 @@ class Program:
     """The text of an op and of its arguments, the tiles to run it by, and how often to differentiate it."""
 
     parameters: tuple[tuple[str, str, str], ...]  # name, annotation, the argument as an expression
-    lines: tuple[str, ...]
+    assignments: tuple[tuple[str, str], ...]  # name, text
+    returned: tuple[str, ...]
     seed: int
     tiles: plan.Tiles
     second: bool
@@ -97,7 +98,8 @@ class Program:
     @property
     def source(self) -> str:
         heads = ", ".join(f"{name}: {annotation}" for name, annotation, _ in self.parameters)
-        return "\n".join([f"def program({heads}):", *(f"    {line}" for line in self.lines)])
+        lines = [f"{name} = {text}" for name, text in self.assignments] + [f"return {', '.join(self.returned)}"]
+        return "\n".join([f"def program({heads}):", *(f"    {line}" for line in lines)])
 
     def op(self) -> mr.Op:
         scope = dict(NAMESPACE)
@@ -113,11 +115,57 @@ class Program:
         return values
 
     def check(self) -> None:
-        """Both engines give the same, else an AssertionError that holds the script."""
+        """The engines and plain torch give the same, else an AssertionError with a short script that shows it."""
+        what = self.failure()
+        if what:
+            small = self.shrunk(_kind(what))
+            raise AssertionError(f"{small.failure()}\n\nTo reproduce, run:\n\n{small}")
+
+    def failure(self) -> str:
         try:
             check(self.op(), self.arguments(), self.tiles, self.second)
         except Exception as error:
-            raise AssertionError(f"{type(error).__name__}: {error}\n\nTo reproduce, run:\n\n{self}") from error
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def shrunk(self, kind: str) -> Program:
+        """A simpler program that fails in the same way; the simplest that single steps lead to."""
+        for candidate in self.simpler():
+            if _kind(candidate.failure()) == kind:
+                return candidate.shrunk(kind)
+        return self
+
+    def simpler(self) -> Iterator[Program]:
+        """Programs with one result, one line or one complication less."""
+        if len(self.returned) > 1:
+            yield from (replace(self, returned=(name,)).pruned() for name in self.returned)
+        if self.second:
+            yield replace(self, second=False)
+        inputs = {name for name, _, _ in self.parameters}
+        for k, (name, text) in enumerate(self.assignments):
+            earlier = inputs | {n for n, _ in self.assignments[:k]}
+            for word in sorted(_words(text) & earlier):
+                swap = lambda t, name=name, word=word: re.sub(rf"\b{name}\b", word, t)
+                later = tuple((n, swap(t)) for n, t in self.assignments[k + 1 :])
+                yield replace(
+                    self, assignments=self.assignments[:k] + later, returned=tuple(map(swap, self.returned))
+                ).pruned()
+        if self.tiles != plan.Tiles(1, 8, 8):
+            yield replace(self, tiles=plan.Tiles(1, 8, 8))
+
+    def pruned(self) -> Program:
+        """Without the lines and parameters that nothing needs; a floating row and a column stay, they say the sizes."""
+        needed, kept = set(self.returned), []
+        for name, text in reversed(self.assignments):
+            if name in needed:
+                kept.append((name, text))
+                needed |= _words(text)
+        for side in ("Row", "Col"):
+            floats = [n for n, a, text in self.parameters if a.startswith(side) and "float64" in text]
+            if not needed.intersection(floats):
+                needed.update(floats[:1])
+        parameters = tuple(p for p in self.parameters if p[0] in needed)
+        return replace(self, parameters=parameters, assignments=tuple(reversed(kept)))
 
     def __str__(self) -> str:
         given = [f"{name} = {text}" for name, _, text in self.parameters]
@@ -143,6 +191,15 @@ class Program:
         )
 
     __repr__ = __str__
+
+
+def _kind(failure: str) -> str:
+    """The first line of a message without its numbers."""
+    return re.sub(r"[\d.-]+", "", failure.split("\n")[0])
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])[a-z]\w*", text))
 
 
 # Comparing -----------------------------------------------------------------------------------------------------------
@@ -430,15 +487,12 @@ class Builder:
         for _ in range(1 + self.below(STEPS_AT_MOST)):
             getattr(self, self.choose(STEPS))()
         self.reduction()
-        returned = self.returned()
-        lines = self.pruned(returned)
-        used = {word for line in lines for word in _words(line)}
-        for side, name in (("rows", "r"), ("cols", "c")):  # so that sizes and the type of arithmetic are known
-            if not any(INPUTS[n].axis == side and INPUTS[n].kind == "float" for n in used & self.inputs.keys()):
-                used.add(self.input(name).text)
-        parameters = tuple((n, INPUTS[n].annotation, text) for n, text in self.inputs.items() if n in used)
+        for name in ("r", "c"):  # so that there is always a floating row and a column
+            self.input(name)
+        parameters = tuple((n, INPUTS[n].annotation, text) for n, text in self.inputs.items())
         tiles = plan.Tiles(self.choose((1, 2, 3)), self.choose((2, 1, 3, 8)), self.choose((2, 1, 3, 8)))
-        return Program(parameters, tuple(lines), self.below(100), tiles, second=self.chance(4))
+        seed, second = self.below(100), self.chance(4)
+        return Program(parameters, tuple(self.lines), self.returned(), seed, tiles, second).pruned()
 
     # Drawing
 
@@ -995,32 +1049,13 @@ class Builder:
 
     # Leaving
 
-    def returned(self) -> list[str]:
+    def returned(self) -> tuple[str, ...]:
         """The latest results that no later line uses."""
-        used = {word for _, text in self.lines for word in _words(text)}
         ends = [
             v.text for v in self.values if v.text in self.reduced and not v.is_pair and v.kind not in ("topk", "monoid")
         ]
-        free = [name for name in ends if name not in used]
-        return (free or ends)[-4:]
-
-    def pruned(self, returned: list[str]) -> list[str]:
-        """The lines that what is returned needs."""
-        needed, kept = set(returned), []
-        for name, text in reversed(self.lines):
-            if name in needed:
-                kept.append(f"{name} = {text}")
-                needed |= _words(text)
-        end = (
-            f"return {returned[0]}"
-            if len(returned) == 1
-            else self.choose(("return {}", "return [{}]")).format(", ".join(returned))
-        )
-        return [*reversed(kept), end]
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\w.])[a-z]\w*", text))
+        free = [name for name in ends if name not in self.used]
+        return tuple((free or ends)[-4:])
 
 
 STEPS_AT_MOST = 10

@@ -53,7 +53,7 @@ class TileRun:
     offset: tuple[int, int]  # the tile's first row and column
     narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
     homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
-    rounded: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # the last weights rounded for a product
+    rounded: tuple[tuple[int, int], Tensor, Tensor] | None = None  # the last weights rounded for a product
 
     def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
         for step in code.steps:
@@ -146,9 +146,9 @@ class TileRun:
         if weight.dtype == dtype or dtype not in hardware.SIXTEEN:
             return weight.to(dtype)
         key = (weight.data_ptr(), weight._version)
-        if key not in self.rounded:
-            self.rounded = {key: weight.to(dtype)}
-        return self.rounded[key]
+        if self.rounded is None or self.rounded[0] != key:
+            self.rounded = key, weight, weight.to(dtype)  # the weight is kept, so that its address stays its own
+        return self.rounded[2]
 
     def full(self, e: Expr) -> Tensor:
         """A number as a whole tile, expanded where it does not vary."""

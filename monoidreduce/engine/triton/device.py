@@ -59,7 +59,7 @@ def arctan(x):
     total = 1.0 / 5 - s * total
     total = 1.0 / 3 - s * total
     total = 4.0 * (y - y * s * total)
-    return tl.where(big, tl.where(x > 0.0, 1.5707963267948966, -1.5707963267948966) - total, total)
+    return tl.where(big, sign(x) * 1.5707963267948966 - total, total)
 
 
 def power(x, n):
