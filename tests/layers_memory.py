@@ -59,9 +59,9 @@ class Watch(TorchDispatchMode):
         self.total -= self.live.pop(key, 0)
 
 
-def usage(function: Callable, args: Sequence[Any]) -> Usage:
+def usage(function: Callable, args: Sequence[Any], *, backward: bool = True) -> Usage:
     """What a call and its backward allocate; the cotangents are ones, expanded."""
-    given = [a.detach().requires_grad_() if is_float(a) else a for a in args]
+    given = [a.detach().requires_grad_(backward) if is_float(a) else a for a in args]
     with Watch(given) as watch:
         values = [v for v in flatten(function(*given)) if v.requires_grad]
         if values:

@@ -128,12 +128,13 @@ _ROWS = [
     _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p, domain=-1.0), triton="log1p({0})"),
     _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})"),
     _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})"),
-    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh)),
+    _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh), triton="sinh({0})"),
     _P(
         "erfc",
         torch.erfc,
         lambda g, y, x: (-(g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),),
         lambda x: iv.neg(_monotone(lambda v: -math.erfc(v), -2.0, 0.0)(x)),
+        triton="erfc({0})",
     ),
     _P(
         "atan",
@@ -307,6 +308,7 @@ _ROWS = [
         torch.nan_to_num,
         lambda g, y, x, nan, posinf, neginf: (torch.where(torch.isfinite(x), g, 0.0),),
         attributes={"nan": 0.0, "posinf": None, "neginf": None},
+        triton="nan_to_num({0}, {nan}, {posinf}, {neginf})",
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),

@@ -142,6 +142,18 @@ def test_a_leading_tile_that_is_all_hidden(seed):
     assert (expected.values["value 1"] == -math.inf).any() and expected.values["value 0"].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "binary_cross_entropy", "z_loss"])
+def test_an_index_that_no_column_has_matches_nothing(name, seed):
+    """Written with torch.where, a class beyond the columns is no error: it adds 0, and gets and gives no gradient."""
+    layer = BY_NAME[name]
+    args = list(layer.args(19, 37, seed))
+    args[1][:6] = torch.tensor([-1, 37, -100, 10**6, -37, -(2**40)])
+    result = run(layer.op, args)
+    assert_equal(result, reference(layer, args))
+    args[1][:6] = torch.tensor([37] * 6)
+    assert_equal(run(layer.op, args), result)
+
+
 # NaN, infinities, huge numbers
 
 

@@ -65,6 +65,18 @@ def test_second_derivatives_build_no_matrix_either(name):
     assert_never_dense(gradients, make(layer, 2048, 2048), 2048, 2048)
 
 
+def test_broadcast_and_sliced_batches_are_viewed_not_copied(monkeypatch):
+    """Heads that share keys, and every other key of a longer cache: neither is laid out anew."""
+    heads, few, many, f = 8, 4, 4096, 32
+    q = torch.randn(heads, heads, few, f)
+    cache = torch.randn(heads, 1, 2 * many, f)
+    k, v = cache[:, :, ::2], cache[:, :, 1::2]
+    monkeypatch.setattr(tiles, "ELEMENTS", 2**14)
+    monkeypatch.setattr(tiles, "choose", lambda *_, **__: tiles.Tiles(1, few, 2**12))
+    used = usage(BY_NAME["scaled_attention"].op, (q, k, v, 1.0), backward=False)
+    assert used.peak < k.numel() * 4, f"{used.culprit} took {used.largest:,} of {used.peak:,} bytes"
+
+
 # The helpers must catch what they are for
 
 

@@ -20,7 +20,7 @@ def sigmoid(x):
 def expm1(x):
     # Kahan: the rounding of exp(x) cancels against its own logarithm
     u = tl.exp(x)
-    near = (u - 1.0) * x / tl.log(u)
+    near = (u - 1.0) * (x / tl.log(u))
     far = tl.where((u == 0.0) | (u == float("inf")), u - 1.0, near)
     return tl.where(u == 1.0, x, far)
 
@@ -37,6 +37,52 @@ def tanh(x):
     gap = expm1(-2.0 * tl.abs(x))
     y = -gap / (2.0 + gap)
     return tl.where(x < 0.0, -y, y)
+
+
+def sinh(x):
+    # small numbers from exp - 1, large ones from exp alone
+    a = tl.abs(x)
+    t = expm1(tl.where(a > 30.0, 0.0, a))
+    y = tl.where(a > 30.0, tl.exp(a - 0.6931471805599453), 0.5 * (t + t / (t + 1.0)))
+    return tl.where(x < 0.0, -y, y)
+
+
+def erfc(x):
+    # t exp(-x² + P(t)) with t = 2 / (2 + |x|): Chebyshev's series of P, summed by Clenshaw's rule
+    z = tl.abs(x)
+    t = 2.0 / (2.0 + z)
+    y = 4.0 * t - 2.0
+    d = y * 0.0
+    e = y * 0.0
+    d, e = y * d - e + -2.8e-17, d
+    d, e = y * d - e + 1.21e-16, d
+    d, e = y * d - e + -9.4e-17, d
+    d, e = y * d - e + -1.523e-15, d
+    d, e = y * d - e + 7.106e-15, d
+    d, e = y * d - e + 3.81e-16, d
+    d, e = y * d - e + -1.12708e-13, d
+    d, e = y * d - e + 3.13092e-13, d
+    d, e = y * d - e + 8.94487e-13, d
+    d, e = y * d - e + -6.886027e-12, d
+    d, e = y * d - e + 2.394038e-12, d
+    d, e = y * d - e + 9.6467911e-11, d
+    d, e = y * d - e + -2.27365122e-10, d
+    d, e = y * d - e + -9.91364156e-10, d
+    d, e = y * d - e + 5.059343495e-9, d
+    d, e = y * d - e + 6.529054439e-9, d
+    d, e = y * d - e + -8.5238095915e-8, d
+    d, e = y * d - e + 1.5626441722e-8, d
+    d, e = y * d - e + 1.303655835580e-6, d
+    d, e = y * d - e + -1.624290004647e-6, d
+    d, e = y * d - e + -2.0278578112534e-5, d
+    d, e = y * d - e + 4.2523324806907e-5, d
+    d, e = y * d - e + 3.66839497852761e-4, d
+    d, e = y * d - e + -9.46595344482036e-4, d
+    d, e = y * d - e + -9.561514786808631e-3, d
+    d, e = y * d - e + 1.9476473204185836e-2, d
+    d, e = y * d - e + 6.4196979235649026e-1, d
+    tail = t * tl.exp(-z * z + 0.5 * (-1.3026537197817094 + y * d) - e)
+    return tl.where(x < 0.0, 2.0 - tail, tail)
 
 
 def arctan(x):
@@ -100,6 +146,11 @@ def nearest(x):
     return tl.where(half, y - 1.0, y)
 
 
+def nan_to_num(x, nan, posinf, neginf):
+    finite = tl.where(x == float("inf"), posinf, tl.where(x == float("-inf"), neginf, x))
+    return tl.where(x != x, nan, finite)
+
+
 def remainder(a, b):
     # of the divisor's sign, as in Python
     if a.dtype.is_floating():
@@ -123,7 +174,7 @@ def uniform(seed, batch, i, j):
     c0 = (zero + j).to(tl.uint32)
     c1 = (zero + i).to(tl.uint32)
     c2 = (zero + batch).to(tl.uint32)
-    word, w1, w2, w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
+    word, _w1, _w2, _w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
     return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
 
 
