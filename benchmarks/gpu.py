@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import math
 import multiprocessing
@@ -354,10 +355,9 @@ def _swept(case: tuple, part: str, plan: tuple, quick: bool) -> float:
 
 
 def _compile_one(job: tuple) -> None:
-    try:
-        _swept(*job, quick=True)
-    except Exception:
-        pass  # too large for the hardware: measured, it will say so
+    case, part, plan = job
+    with contextlib.suppress(Exception):  # too large for the hardware: measured, it will say so
+        _swept(case, part, plan, quick=True)
 
 
 def sweep(workers: int, clock: Callable[[], bool], save: Callable[[str, Any], None]) -> None:

@@ -220,6 +220,17 @@ def dilated_attention(q: Row["f"], k: Col["f"], v: Col["d"], stride: int):
     return mr.softmax_mean(torch.where(seen, q @ k, -torch.inf), v)
 
 
+def _graph(x, a, b, v):
+    x = F.normalize(x - x.amax(-1, keepdim=True), p=1, dim=-1)
+    return torch.softmax(F.leaky_relu((x @ a).unsqueeze(-1) + b.unsqueeze(-2), 0.2), -1) @ v
+
+
+@layer(_graph, lambda d: (d.rows(4), d.normal(4), d.cols(), d.cols(3)))
+def graph_attention(x: Row["f"], a: mr.Batch["f"], b: Col, v: Col["d"]):
+    x = F.normalize(x - x.amax(), p=1, dim=-1)
+    return mr.softmax_mean(F.leaky_relu(x @ a + b, 0.2), v)
+
+
 def _slots(q, k, v):
     share = torch.softmax(q @ k.mT, -2)
     return share @ v / share.sum(-1, keepdim=True)

@@ -61,13 +61,14 @@ class Layer:
     draw: Callable[[Draw], tuple]
     differentiable: bool = True
     least_cols: int = 1  # fewer are refused (a top-k) or leave the plain form undefined
+    least_rows: int = 0
 
     def make(self, M: int, N: int, gen: torch.Generator, dtype: torch.dtype) -> tuple:
         return self.draw(Draw(M, N, gen, dtype))
 
     def args(self, M: int, N: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple:
-        """Inputs of at least as many columns as the layer needs."""
-        return self.make(M, max(N, self.least_cols), torch.Generator().manual_seed(seed), dtype)
+        """Inputs of at least as many rows and columns as the layer needs."""
+        return self.make(max(M, self.least_rows), max(N, self.least_cols), torch.Generator().manual_seed(seed), dtype)
 
     @property
     def parameters(self) -> list[Any]:

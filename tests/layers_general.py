@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from tests.layers_attention import noise
-from tests.layers_base import gaps, layer, pairs
+from tests.layers_base import at_target, gaps, layer, pairs
 
 # Perceptrons: every column is a hidden unit
 
@@ -113,6 +113,37 @@ def categorical_sample(q: Row["f"], k: Col["f"], seed: int):
     return mr.sample(q @ k, seed)
 
 
+# Gathers and scatters: sums against an index that equals a given one
+
+
+@layer(F.embedding, lambda d: (d.targets(), d.cols(3)))
+def embedding_lookup(word: Row, table: Col["d"]):
+    return mr.sum(torch.where(mr.col_index == word, table, 0.0))
+
+
+def _segments(x, label, like):
+    total = torch.zeros(len(like), x.shape[-1], dtype=x.dtype).index_add(0, label, x)
+    return total * like.unsqueeze(-1), torch.bincount(label, minlength=len(like))
+
+
+@layer(_segments, lambda d: (d.rows(3), d.targets(), d.cols()))
+def segment_sums(x: Row["d"], label: Row, like: Col):
+    hit = mr.col_index == label
+    return mr.sum(torch.where(hit, x, 0.0), over="rows") * like, mr.count(hit, over="rows")
+
+
+def _target_scores(x, target, other, w):
+    s = torch.tanh(x @ w.mT)
+    return at_target(s, target) - at_target(s, other).square()
+
+
+@layer(_target_scores, lambda d: (d.rows(5), d.targets(), d.targets(), d.cols(5)))
+def target_scores(x: Row["d"], target: Row, other: Row, w: Col["d"]):
+    s = torch.tanh(x @ w)
+    chosen, rejected = (mr.sum(torch.where(mr.col_index == t, s, 0.0)) for t in (target, other))
+    return chosen - rejected**2
+
+
 # Monoids of one's own
 
 
@@ -168,6 +199,17 @@ class Power(mr.Monoid):
 )
 def norm_of_ones_own_monoid(x: Row["f"], y: Col["f"]):
     return mr.reduce(Power, v=2 + torch.tanh(x @ y)).v
+
+
+def _column_monoids(q, k, v):
+    return (k @ q.mT).topk(3).values, *_log_wsum(k, q, v)
+
+
+@layer(_column_monoids, lambda d: (d.rows(5), d.cols(5), d.rows(3)), least_rows=3)
+def monoids_over_rows(q: Row["f"], k: Col["f"], v: Row["d"]):
+    s = q @ k
+    total = mr.reduce(LogWSum, z=s, v=v, over="rows")
+    return mr.topk(s, 3, over="rows").values, total.z, total.v
 
 
 @layer(lambda x, y: (1 + 0.25 * torch.tanh(x @ y.mT)).prod(-1), lambda d: (d.rows(4), d.cols(4)))
@@ -253,6 +295,28 @@ def table_of_functions(x: Row["f"], y: Col["f"], c: float):
     s = torch.sigmoid(x @ y) + 0.5
     r = s.reciprocal() + torch.log(s) * torch.rsqrt(s) + torch.exp2(-s) - torch.expm1(-s * c)
     return mr.sum(r), mr.sum(torch.log2(s)), mr.mean(torch.erf(s), over="rows"), mr.sum(torch.cos(s))
+
+
+def _steps(a, b):
+    gap = gaps(a, b)
+    steep = torch.sinh(gap / 2) + torch.erfc(gap) * gap.sign() + torch.floor(2 * gap) * gap
+    edges = torch.ceil(gap) + torch.trunc(gap) * b.unsqueeze(-2) + torch.div(gap, 0.75, rounding_mode="floor")
+    odd = torch.where(gap.abs() > 0.5, gap, torch.nan)
+    return (
+        (steep + edges).sum(-1),
+        odd.nan_to_num(0.25).sum(-1),
+        torch.where(odd.isnan() | odd.isinf(), gap, 0.0).sum(-1),
+    )
+
+
+@layer(_steps, lambda d: (d.rows(), d.cols()))
+def steps_and_holes(a: Row, b: Col):
+    gap = a - b
+    steep = torch.sinh(gap / 2) + torch.erfc(gap) * gap.sign() + torch.floor(2 * gap) * gap
+    edges = torch.ceil(gap) + torch.trunc(gap) * b + torch.div(gap, 0.75, rounding_mode="floor")
+    odd = torch.where(gap.abs() > 0.5, gap, torch.nan)
+    holes = mr.sum(torch.where(odd.isnan() | odd.isinf(), gap, 0.0))
+    return mr.sum(steep + edges), mr.sum(odd.nan_to_num(0.25)), holes
 
 
 def _rows_and_sides(x, y, a):

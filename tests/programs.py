@@ -81,6 +81,14 @@ class Blend(mr.Monoid):
 NAMESPACE |= {"Turn": Turn, "Either": Either, "Blend": Blend}
 
 
+def signed(*shape: int) -> torch.Tensor:
+    """Random numbers between -1 and 1."""
+    return torch.rand(shape, dtype=torch.float64) * 2 - 1
+
+
+NAMESPACE["signed"] = signed
+
+
 # A program and its text ----------------------------------------------------------------------------------------------
 
 
@@ -108,11 +116,7 @@ class Program:
 
     def arguments(self) -> dict[str, Any]:
         torch.manual_seed(self.seed)
-        values = {name: eval(text, dict(NAMESPACE)) for name, _, text in self.parameters}
-        for value in values.values():
-            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-                value.requires_grad_()
-        return values
+        return {name: eval(text, dict(NAMESPACE)) for name, _, text in self.parameters}
 
     def check(self) -> None:
         """The engines and plain torch give the same, else an AssertionError with a short script that shows it."""
@@ -161,7 +165,7 @@ class Program:
                 kept.append((name, text))
                 needed |= _words(text)
         for side in ("Row", "Col"):
-            floats = [n for n, a, text in self.parameters if a.startswith(side) and "float64" in text]
+            floats = [n for n, a, text in self.parameters if a.startswith(side) and "signed" in text]
             if not needed.intersection(floats):
                 needed.update(floats[:1])
         parameters = tuple(p for p in self.parameters if p[0] in needed)
@@ -169,7 +173,6 @@ class Program:
 
     def __str__(self) -> str:
         given = [f"{name} = {text}" for name, _, text in self.parameters]
-        floats = [name for name, _, text in self.parameters if "float64" in text]
         return "\n".join(
             [
                 "import torch",
@@ -177,14 +180,13 @@ class Program:
                 "import monoidreduce as mr",
                 "from monoidreduce import Batch, Col, Row",
                 "from monoidreduce.plan.tiles import Tiles",
-                "from tests.programs import Blend, Either, Turn, check",
+                "from tests.programs import Blend, Either, Turn, check, signed",
                 "",
                 "@mr.op",
                 self.source,
                 "",
                 f"torch.manual_seed({self.seed})",
                 *given,
-                *(f"{name}.requires_grad_()" for name in floats),
                 f"arguments = dict({', '.join(f'{n}={n}' for n, _, _ in self.parameters)})",
                 f"check(program, arguments, {self.tiles}, second={self.second})",
             ]
@@ -252,8 +254,8 @@ def everything(op: Callable, arguments: dict[str, Any], second: bool) -> dict[st
     roots = outputs
     for order in ("gradient", "second gradient")[: 1 + second]:
         generator = torch.Generator().manual_seed(len(found))
-        cotangents = [torch.rand(o.shape, generator=generator, dtype=torch.float64) - 0.3 for o in roots]
-        live = [(o, g) for o, g in zip(roots, cotangents, strict=True) if o is not None and o.requires_grad]
+        cotangents = [cotangent(o, k, generator) for k, o in enumerate(roots)]
+        live = [(o, g) for o, g in zip(roots, cotangents, strict=True) if o.requires_grad and g is not None]
         grads: Iterable[torch.Tensor | None] = [None] * len(inputs)
         if live and inputs:
             ys, gs = zip(*live, strict=True)
@@ -261,6 +263,14 @@ def everything(op: Callable, arguments: dict[str, Any], second: bool) -> dict[st
         roots = [torch.zeros_like(v) if g is None else g for v, g in zip(inputs.values(), grads, strict=True)]
         found.update({f"{order} of {n}": g.detach() for n, g in zip(inputs, roots, strict=True)})
     return found
+
+
+def cotangent(y: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor | None:
+    """A random cotangent; for the second result one number for all, as of a sum, and for the third none."""
+    if k == 2:
+        return None
+    shape = y.shape if k != 1 else ()
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.3).expand(y.shape)
 
 
 def flat(value: Any) -> Iterable[torch.Tensor]:
@@ -558,8 +568,9 @@ class Builder:
                 if declared.kind == "int"
                 else str(self.choose((0.5, 1.0, -0.7)))
             )
+        grad = "" if self.chance(6) else ".requires_grad_()"
         if declared.axis == "tensor":
-            return "torch.rand((), dtype=torch.float64)"
+            return f"signed(){grad}"
         own = self.choose((self.batch, (), (1,) * len(self.batch)))
         lengths = {"rows": (self.rows,), "cols": (self.cols,), "batch": ()}[declared.axis]
         width = () if declared.feature is None else (self.widths[declared.feature],)
@@ -570,11 +581,11 @@ class Builder:
             return f"torch.randint(-1, {1 + (self.cols if declared.axis == 'rows' else self.rows)}, ({shape},))"
         if width and lengths and self.chance(5):
             turned = ", ".join(map(str, (*own, *width, *lengths)))
-            return f"(torch.rand({turned}, dtype=torch.float64) * 2 - 1).mT"
+            return f"signed({turned}).mT{grad}"
         if own != self.batch and self.chance(5):
             whole = ", ".join(map(str, (*self.batch, *lengths, *width)))
-            return f"(torch.rand({shape or '()'}, dtype=torch.float64) * 2 - 1).expand({whole or '()'})"
-        return f"torch.rand({shape or '()'}, dtype=torch.float64) * 2 - 1"
+            return f"signed({shape}).expand({whole or '()'}){grad}"
+        return f"signed({shape}){grad}"
 
     def fit(self, v: Value, limit: float) -> str:
         """The text of a value no larger than ``limit``."""
@@ -673,7 +684,7 @@ class Builder:
         text, bound = self.choose(JUMPY if jumpy else BINARY)
         a = self.generic() if jumpy else self.number()
         b = self.number()
-        apart = not (a.roots & b.roots) and (a.generic or b.generic)
+        apart = not (a.roots & b.roots) and (a.generic or b.generic) and bound is not max
         parts = {"a": self.fit(a, 6), "b": self.fit(b, 2), "p": self.positive(a), "q": self.positive(b)}
         if self.chance(8) and not jumpy:
             text, number = (
@@ -947,7 +958,7 @@ class Builder:
     def ranked(self) -> tuple[str, tuple[Value, ...]]:
         """A number without near ties."""
         a = self.field()
-        if a.generic:
+        if a.generic and (a.cols if self.over == "cols" else a.rows):
             return a.text, (a,)
         return f"{self.fit(a, 8)} + mr.uniform(99)", (a, Value("", rows=True, cols=True))
 

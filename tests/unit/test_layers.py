@@ -112,6 +112,20 @@ def test_second_derivatives(layer, seed, monkeypatch):
     assert torch.autograd.gradgradcheck(function, floats, fast_mode=True)
 
 
+def test_what_is_detached_is_a_constant(seed):
+    @mr.op
+    def fixed_weights(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        s = q @ k
+        return mr.softmax_mean(s.detach(), v) * mr.logsumexp(s).detach() + mr.sum(torch.tanh(s) * v.detach())
+
+    def plain(q, k, v):
+        s = q @ k.mT
+        return torch.softmax(s.detach(), -1) @ v * s.logsumexp(-1, keepdim=True).detach() + torch.tanh(s) @ v.detach()
+
+    args = BY_NAME["scaled_attention"].args(59, 111, seed)[:3]
+    assert_equal(run(fixed_weights, args), run(plain, args))
+
+
 def third(function, args):
     """Directional derivatives thrice, by the same random directions."""
     gen = torch.Generator().manual_seed(5)

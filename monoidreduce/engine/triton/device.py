@@ -154,7 +154,11 @@ def nan_to_num(x, nan, posinf, neginf):
 def remainder(a, b):
     # of the divisor's sign, as in Python
     if a.dtype.is_floating():
-        return a - tl.floor(a / b) * b
+        a, b = tl.broadcast(a, b)
+        q = a / b
+        r = tl.fma(-tl.where(q < 0.0, tl.ceil(q), tl.floor(q)), b, a)
+        r = tl.where(tl.abs(r) >= tl.abs(b), r - tl.where((r < 0.0) == (b < 0.0), b, -b), r)  # q was rounded
+        return tl.where((r != 0.0) & ((r < 0.0) != (b < 0.0)), r + b, r)
     else:
         r = a % b
         return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)

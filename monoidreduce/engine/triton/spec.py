@@ -24,6 +24,7 @@ class Spec:
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
     types: tuple[str, ...]  # per leaf: its tensor's type, or "number" for a Python number
+    rooms: tuple[int, ...]  # per leaf: features that may be read, zeros after its own; 0 where only its own
     letters: tuple[tuple[str, int], ...]
     compute: str  # float32 or float64
     narrow: str | None  # the 16-bit type of matrix products, if leaves have one
@@ -34,6 +35,10 @@ class Spec:
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
         return dict(zip(self.fold.leaves, self.types, strict=True))
+
+    @cached_property
+    def room_of(self) -> Mapping[Expr, int]:
+        return dict(zip(self.fold.leaves, self.rooms, strict=True))
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:

@@ -1,0 +1,100 @@
+"""The Triton engine: one generated kernel per direction of a fold, for GPUs.
+
+``run`` has the contract of every engine: this fold, on these tensors, of these sizes. A fold that has no kernel (a
+top-k, a monoid with vectors, more features than registers hold) is handed to ``fallback`` with a warning that says
+why. Importing this room does not import Triton: the generated text does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import EngineError, FallbackWarning
+from ...plan import tiles
+from ...program.expr import Expr
+from ...program.lower import Fold
+from .. import batching
+from ..evaluate import Sizes
+from ..pick import run_pick
+from ..tilecode import in_tiles
+from . import launch
+from .plan import KernelPlan, use_plan
+from .spec import Unsupported
+
+__all__ = ["KernelPlan", "available", "run", "use_plan"]
+
+_told: set[tuple[Fold, str]] = set()
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def run(
+    fold: Fold, leaves: list[Any], sizes: Sizes, fallback: Callable[..., list[Tensor]] | None = None
+) -> list[Tensor]:
+    """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
+    try:
+        return _run(fold, leaves, sizes)
+    except Unsupported as reason:
+        if fallback is None:
+            raise EngineError(
+                detail=f"the Triton engine cannot run this fold: {reason}", fix='Use mr.use(engine="eager")'
+            ) from None
+        if (fold, str(reason)) not in _told:
+            _told.add((fold, str(reason)))
+            warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
+        return fallback(fold, leaves, sizes)
+
+
+def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    if not available():
+        raise Unsupported("Triton is not installed")
+    if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+    given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
+    batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
+    results: dict[Expr, list[Tensor]] = {}
+    for over, folds, picks in _directions(fold):
+        for r in picks:
+            results[r] = [_pick(r, values, batch, sizes)]
+        if folds.reductions:
+            found = launch.run(folds, over, values, batch, sizes)
+            for (r, _), value in zip(folds.outputs, found, strict=True):
+                results.setdefault(r, []).append(value)
+    return [o.view(*sizes.batch, *o.shape[len(batch) :]) for r in fold.reductions for o in results[r]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
+    """Per direction: what one kernel folds, and the picks that are gathers of their own."""
+    found = []
+    for over in ("cols", "rows"):
+        mine = tuple(dict.fromkeys(r for r in fold.reductions if r.attrs[1] == over))
+        whole = Fold(fold.leaves, mine)
+        picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
+        found.append((over, Fold(fold.leaves, tuple(r for r in mine if r not in picks)), picks))
+    return tuple(found)
+
+
+def _pick(r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> Tensor:
+    """A gather needs no kernel of ours."""
+    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+    feature = r.args[2].feature
+    tail = () if feature is None else (sizes.of(str(feature)),)
+    out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
+    for where in batching.outer(batch):
+        part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
+        run_pick(r, part, sizes, batch[-1], out[where], tiles.ELEMENTS)
+    return out

@@ -1,0 +1,234 @@
+"""From one direction of a fold to the text of one kernel.
+
+A program instance owns ``KEPT`` indices of the kept axis of one batch element and walks the folded axis in tiles of
+``FOLDED``, its state in registers: no atomics, one fixed order. Two loops share the state. The first meets whole tiles
+on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end.
+The same text serves every length, plan and batch size, and equal programs have equal texts.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from dataclasses import dataclass
+
+from ...program.expr import Expr, topological
+from ...program.reductions import KINDS as OUTPUTS
+from . import device, kinds
+from .kinds import Kind, known
+from .skip import preferred
+from .spec import TINY, Spec, padded
+from .values import Values
+
+_HEADER = '''"""{title}
+
+{leaves}
+
+Written by monoidreduce; the same program always gives the same text.
+"""
+
+import triton
+import triton.language as tl
+'''
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's text, what to call it with, and what decides its best tiles."""
+
+    name: str
+    text: str
+    leaves: tuple[Expr, ...]  # in the order of the arguments
+    kept_width: int  # features of the blocks held from the kept side
+    folded_width: int  # features of the blocks met in each tile
+    state_width: int  # features of the running sums
+    kept_blocks: int
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(spec: Spec) -> Kernel:
+    """Write the kernel of a spec; raises Unsupported where there is none."""
+    v = Values(spec)
+    reductions = [kinds.make(place, r, v) for place, r in enumerate(spec.fold.reductions)]
+    truths = preferred(spec.fold) if spec.bounds else {}
+    plain = _turn(v, reductions, truths, masked=False)
+    general = _turn(v, reductions, {}, masked=True)
+    end = v.loop(False)
+    stores = _stores(reductions, v)
+    name = f"fold_over_{spec.over}"
+    used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
+    body = [
+        *_opening(spec),
+        *v.before,
+        "",
+        "# running values",
+        *(line for r in reductions for line in r.start()),
+        "",
+        *_loops(spec, plain, general),
+        "",
+        "# results",
+        *end,
+        *stores,
+    ]
+    helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
+    arguments, unspecialized = _arguments(spec, used)
+    lines = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}({', '.join(arguments)}):",
+        *(f"    {line}" if line else "" for line in body),
+    ]
+    own = _own("\n".join(helpers))
+    text = "\n".join([_header(spec, used), *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
+    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
+    kept = [e for e in v.blocks if not spec.folds(e)]
+    folded = [e for e in v.blocks if spec.folds(e)]
+    return Kernel(name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept))
+
+
+def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
+    """The body of a loop: what one tile adds to every reduction."""
+    lines = v.loop(masked)
+    for r in reductions:
+        fields = tuple(known(f, truths) for f in r.reduction.args)
+        lines.append(f"# {_described(r.reduction)}")
+        r.step(fields)
+    return lines
+
+
+def _described(r: Expr) -> str:
+    kind, over, _ = r.attrs
+    text = f"{kind} over {over} of {', '.join(map(repr, r.args))}"
+    return text if len(text) <= 110 else f"{text[:107]}..."
+
+
+def _header(spec: Spec, used: list[Expr]) -> str:
+    title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
+    lines = []
+    for e in used:
+        side = "row" if e.rows else "column" if e.cols else "batch element"
+        what = "a number" if e.feature is None else f'a vector over "{e.feature}" ({spec.width(e.feature)})'
+        kind = spec.type_of[e]
+        lines.append(f"{e.attrs[0]}: {what} {'given at the call' if kind == 'number' else f'per {side}, {kind}'}")
+    return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
+
+
+def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
+    """The kernel's parameters, in the order in which ``launch.py`` gives them."""
+    count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    names = [f"out{k}" for k in range(count)]
+    numbers = []
+    for e in used:
+        x = str(e.attrs[0])
+        if spec.type_of[e] == "number":
+            numbers.append(f"{x}_number")
+            names.append(f"{x}_number")
+            continue
+        names.append(f"{x}_ptr")
+        names += [f"{x}_b{k}" for k in range(spec.rank)]
+        names += [f"{x}_s"] if e.rows or e.cols else []
+        names += [f"{x}_f"] if e.feature is not None else []
+    sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
+    names += sizes
+    names += ["bounds", "bounds_b"] if spec.bounds else []
+    constants = ["KEPT", "FOLDED", "INT", "PRECISION", "RAGGED"]
+    return [*names, *(f"{c}: tl.constexpr" for c in constants)], [*numbers, *sizes]
+
+
+def _opening(spec: Spec) -> list[str]:
+    lines = [
+        "tile = tl.program_id(0) % tiles",
+        "batch = tl.program_id(0) // tiles",
+    ]
+    rest = "batch"
+    for k in range(spec.rank - 1, 0, -1):
+        lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
+        lines.append(f"rest{k} = {rest} // n{k}")
+        rest = f"rest{k}"
+    lines.append(f"b0 = tl.cast({rest}, tl.int64)")
+    return [
+        *lines,
+        "kept_at = tile * KEPT + tl.arange(0, KEPT)",
+        "kept_in = kept_at < kept_size",
+        "kept_lane = tl.arange(0, KEPT).to(INT)",
+        "folded_lane = tl.arange(0, FOLDED).to(INT)",
+    ]
+
+
+def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
+    """The two loops: whole tiles, then those before and after them."""
+    if spec.bounds:
+        lines = [
+            "# the tiles to visit: first, whole_first, whole_last, last; the others are known to be idle",
+            "edges = bounds + batch * bounds_b + tile * 4",
+            *(f"{n} = tl.load(edges + {k})" for k, n in enumerate(("first", "whole_first", "whole_last", "last"))),
+        ]
+        count = "(whole_first - first) + (last - whole_last)"
+        turn = "turn = first + t + tl.where(t < whole_first - first, 0, whole_last - whole_first)"
+    else:
+        lines = ["whole_first = 0", "whole_last = folded_size // FOLDED"]
+        count = "1"
+        turn = "turn = whole_last + t"
+    lines += [
+        "for t in range(whole_first, whole_last):",
+        "    start = t * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in plain),
+        "if RAGGED:",
+        f"    for t in range(0, {count}):",
+        f"        {turn}",
+        "        start = turn * FOLDED",
+        "        folded_at = start + tl.arange(0, FOLDED)",
+        "        folded_in = folded_at < folded_size",
+        *(f"        {line}" for line in general),
+    ]
+    return lines
+
+
+def _stores(reductions: list[Kind], v: Values) -> list[str]:
+    lines = ["out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT"]
+    at = 0
+    for r in reductions:
+        for texts, feature in r.finish():
+            out = f"out{at}"
+            at += 1
+            if feature is None:
+                lines.append(f"tl.store({out} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
+                continue
+            width = v.spec.width(feature)
+            if width <= TINY:
+                for f, text in enumerate(texts):
+                    lines.append(f"tl.store({out} + (out_at + kept_lane) * {width} + {f}, {text}, mask=kept_in)")
+                continue
+            lane, exists = v.lane(feature)
+            mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+            place = f"(out_at + kept_lane[:, None]) * {width} + {lane}[None, :]"
+            lines.append(f"tl.store({out} + {place}, {texts[0]}, mask={mask})")
+    return lines
+
+
+@functools.cache
+def _library() -> dict[str, str]:
+    """The helper functions of ``device.py``, by name, in their order."""
+    source = inspect.getsource(device)
+    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    return {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+
+
+def _copied(text: str) -> list[str]:
+    """The helpers that a text uses, and those that they use, callees first."""
+    library = _library()
+    wanted: set[str] = set()
+    stack = [text]
+    while stack:
+        here = stack.pop()
+        for name, source in library.items():
+            if name not in wanted and re.search(rf"(?<![\w.]){name}(?!\w)", here):
+                wanted.add(name)
+                stack.append(source)
+    return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
+
+
+def _own(text: str) -> str:
+    return re.sub(r"(?m)^def ", "@triton.jit\ndef ", text) + "\n\n" if text else "\n"

@@ -1,0 +1,370 @@
+"""How each kind of reduction is folded in a kernel: its state before the loop, one tile's step, its results.
+
+The state is what computes best (a running maximum, sums not yet divided), in blocks of one number or one vector per
+kept index. Every kind answers ``start``, ``step`` and ``finish`` with lines of text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...program import build
+from ...program.build import apply
+from ...program.expr import Expr, const, node, topological
+from ...program.symbol import Symbol, expr_of
+from ..tilecode import Contraction, contractions
+from .spec import TINY, Spec, Unsupported, padded
+from .values import LOG2E, Values, is_one, linear, literal
+
+
+class Total:
+    """A running sum of a number or a vector: one block, or one number per feature where features are few."""
+
+    def __init__(self, name: str, feature: Any, dtype: str, v: Values, lanes: bool):
+        self.name, self.v, self.feature = name, v, feature
+        self.kind = v.float if dtype == "float" else "tl.int64"
+        self.width = 0 if feature is None else v.spec.width(feature)
+        self.tiny = feature is not None and self.width <= TINY
+        self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
+        if feature is not None and not self.tiny:
+            v.lane(feature)
+            v.state_width += padded(self.width)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.name}_{f}" for f in range(self.width)] if self.tiny else [self.name]
+
+    def start(self) -> list[str]:
+        shape = "[KEPT, FOLDED]" if self.lanes else "[KEPT]"
+        if self.feature is not None and not self.tiny:
+            shape = f"[KEPT, {padded(self.width)}]"
+        return [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
+
+    def scale(self, factor: str) -> list[str]:
+        block = self.feature is not None and not self.tiny
+        return [f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names]
+
+    def add(self, c: Contraction, weight: str | None) -> None:
+        """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
+        v = self.v
+        if c.walk:
+            self._add_walk(lambda f: v.component(c.weight, f), c.weight, weight)
+        elif c.minus is not None:
+            assert c.vector is not None and weight is not None
+            self._add_gap(c.vector, c.minus, weight)
+        elif c.vector is None:
+            assert weight is not None
+            self._sum(self.name, weight)
+        elif c.vector.op != "leaf" or self.tiny:
+            vector = c.vector
+            self._add_walk(lambda f: v.component(vector, f), vector, weight)
+        else:
+            assert weight is not None
+            self._product(weight, v.block(c.vector))
+
+    def _sum(self, name: str, block: str) -> None:
+        self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
+
+    def _product(self, weight: str, block: str) -> None:
+        v, kind = self.v, self.v.operand_type()
+        weight = weight if kind == v.spec.compute else f"({weight}).to(tl.{kind})"
+        v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
+
+    def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
+        v = self.v
+        zeros = f"tl.zeros([KEPT, FOLDED], {v.float})"
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                v.number(n)
+        if self.tiny:
+            for k, name in enumerate(self.names):
+                part = component(str(k))
+                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0"))
+            return
+        lane, _ = v.lane(self.feature)
+        with v.walk(self.width) as f:
+            part = component(f)
+            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0")
+            v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], 0.0)")
+
+    def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
+        """Σ weight (x_i - y_j): few features one by one; else by a product centred on the tile, so less cancels."""
+        v = self.v
+        gap = apply("sub", x, y)
+        if self.tiny:
+            return self._add_walk(lambda f: v.component(gap, f), gap, weight)
+        kept, folded, sign = (x, y, 1) if v.spec.folds(y) else (y, x, -1)
+        one, other = v.block(kept), v.block(folded)
+        weight = v.bind((weight, "gap"), weight, True)
+        if v.spec.narrow is None:
+            centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
+            one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
+        whole = f"tl.sum({weight}, 1)[:, None] * {one}"
+        v.inside.append(f"{self.name} += {whole}" if sign > 0 else f"{self.name} -= {whole}")
+        self._product(f"{'-' if sign > 0 else ''}{weight}", other)
+
+    def result(self) -> list[str]:
+        return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
+
+
+class Kind:
+    """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
+
+    def __init__(self, place: int, reduction: Expr, v: Values):
+        self.place, self.reduction, self.v = place, reduction, v
+        self.kind, self.over, self.params = reduction.attrs
+        self.name = f"{self.kind}{place}"
+        self.helpers: list[str] = []  # functions of its own that the kernel calls
+        self.prepare()
+
+    def prepare(self) -> None: ...
+
+    def start(self) -> list[str]:
+        raise NotImplementedError
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        """Per result: its text (one per feature where features are few) and its feature."""
+        raise NotImplementedError
+
+
+class Sum(Kind):
+    def prepare(self) -> None:
+        x = self.reduction.args[0]
+        self.total = Total(self.name, x.feature, "int" if x.dtype == "bool" else x.dtype, self.v, self.v.spec.lanes)
+
+    def start(self) -> list[str]:
+        return self.total.start()
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        for c in contractions(fields[0], self.over):
+            self.total.add(c, None if c.walk else self._weight(c.weight))
+
+    def _weight(self, w: Expr) -> str:
+        text = self.v.full(w)
+        text = f"{text}.to(tl.int32)" if w.dtype == "bool" else text
+        return self.v.bind((text, 0), self.v.seen(text, "0"), True) if self.v.masked else text
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        return [(self.total.result(), self.total.feature)]
+
+
+class Soft(Kind):
+    """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
+
+    With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
+    float32 the difference is taken first, so that large logits keep their digits.
+    """
+
+    def prepare(self) -> None:
+        n = self.name
+        self.fast = self.v.spec.narrow is not None
+        self.means = [
+            Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
+        ]
+
+    def start(self) -> list[str]:
+        n, kind = self.name, self.v.float
+        lines = [f'{n}_top = tl.full([KEPT], float("-inf"), {kind})', f"{n}_total = tl.zeros([KEPT], {kind})"]
+        return lines + [line for m in self.means for line in m.start()]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v, n = self.v, self.name
+        logit, scale = _scaled(fields[0]) if self.fast else (fields[0], 1.0)
+        s = v.full(logit)
+        s = v.bind((s, -math.inf), v.seen(s, 'float("-inf")'), True) if v.masked else s
+        factor = f" * {literal(scale * LOG2E)}" if self.fast else ""
+        power = "tl.exp2" if self.fast else "tl.exp"
+        v.inside += [
+            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+            f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
+            f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
+            f"{n}_shrink = {power}({n}_top - {n}_safe)",
+            f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
+            f"{n}_top = {n}_new",
+        ]
+        for mean, value in zip(self.means, fields[1:], strict=True):
+            v.inside += mean.scale(f"{n}_shrink")
+            for c in contractions(value, self.over):
+                plain = c.walk or is_one(c.weight)
+                part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
+                mean.add(c, part)
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        n = self.name
+        self.v.inside += [
+            f'{n}_peak = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)'
+            + (f" * {literal(1 / LOG2E)}" if self.fast else ""),
+            f"{n}_log = tl.log({n}_total)",
+            f"{n}_seen = tl.where({n}_total == 0.0, 1.0, {n}_total)  # a row that sees nothing has mean 0",
+        ]
+        results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
+        for m in self.means:
+            across = "[:, None]" if m.feature is not None and not m.tiny else ""
+            results.append(([f"{t} / {n}_seen{across}" for t in m.result()], m.feature))
+        return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
+
+
+def _scaled(logit: Expr) -> tuple[Expr, float]:
+    """A logit as (core) × (positive constant), the constant taken out of a ``where`` against minus infinity too."""
+    if logit.op == "where" and logit.args[2].const == -math.inf:
+        core, factor = linear(logit.args[1])
+        if factor > 0 and factor != 1:
+            return apply("where", logit.args[0], core, logit.args[2]), factor
+        return logit, 1.0
+    core, factor = linear(logit)
+    return (core, factor) if factor > 0 and core.is_pair else (logit, 1.0)
+
+
+class Pick(Kind):
+    """The number at one index of the folded axis, read from the tile that holds it."""
+
+    def prepare(self) -> None:
+        self.total = Total(self.name, None, "float", self.v, self.v.spec.lanes)
+
+    def start(self) -> list[str]:
+        return self.total.start()
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        target, value, _ = fields
+        hit = f"folded_at[None, :] == {self.v.number(target)}"
+        if self.v.masked:  # what lies beyond the axis is no match, whatever the index
+            hit = f"({hit}) & folded_in[None, :]"
+        self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        return [(self.total.result(), None)]
+
+
+class Best(Kind):
+    """The best value so far and its place; -1 until something better than infinity was seen."""
+
+    def prepare(self) -> None:
+        x = self.reduction.args[0]
+        self.type = self.v.float if x.dtype == "float" else "tl.int64"
+        self.worst = literal(-math.inf if self.params[0] else math.inf)
+        if x.dtype != "float":
+            self.worst = repr(-(2**63) if self.params[0] else 2**63 - 1)
+        self.better = "larger" if self.params[0] else "smaller"
+
+    def start(self) -> list[str]:
+        n = self.name
+        return [f"{n} = tl.full([KEPT], {self.worst}, {self.type})", f"{n}_at = tl.full([KEPT], -1, tl.int32)"]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v, n = self.v, self.name
+        worst = f"tl.full([1, 1], {self.worst}, {self.type})"
+        x = v.full(fields[0])
+        x = x if fields[0].dtype == "float" else f"{x}.to(tl.int64)"
+        v.inside += [
+            f"{n}_tile, {n}_place = tl.reduce(({v.seen(x, worst)}, tl.zeros([KEPT, FOLDED], tl.int32) "
+            f"+ folded_at[None, :]), 1, {self.better})",
+            f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_tile, {n}_place)",
+        ]
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        return [([self.name], None), ([f"{self.name}_at.to(tl.int64)"], None)]
+
+
+class Moments(Kind):
+    """Mean and sum of squared deviations; tiles are merged by Chan's formula."""
+
+    def start(self) -> list[str]:
+        n, kind = self.name, self.v.float
+        return [f"{n}_{part} = tl.zeros([KEPT], {kind})" for part in ("mean", "spread", "count")]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v, n = self.v, self.name
+        x = v.full(fields[0])
+        size = "tl.minimum(folded_size - start, FOLDED)" if v.masked else "FOLDED"
+        v.inside += [
+            f"{n}_n = tl.zeros([KEPT], {v.float}) + {size}",
+            f"{n}_tile = tl.sum({v.seen(x, '0.0')}, 1) / {n}_n",
+            f"{n}_dev = {v.seen(f'{x} - {n}_tile[:, None]', '0.0')}",
+            f"{n}_gap = {n}_tile - {n}_mean",
+            f"{n}_all = {n}_count + {n}_n",
+            f"{n}_spread += tl.sum({n}_dev * {n}_dev, 1) + {n}_gap * {n}_gap * ({n}_count * {n}_n / {n}_all)",
+            f"{n}_mean += {n}_gap * ({n}_n / {n}_all)",
+            f"{n}_count = {n}_all",
+        ]
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        n = self.name
+        return [([f'tl.where({n}_count == 0.0, float("nan"), {n}_mean)'], None), ([f"{n}_spread"], None)]
+
+
+class User(Kind):
+    """A monoid of numbers: its traced ``combine`` is a function that tl.reduce folds a tile with."""
+
+    def prepare(self) -> None:
+        (monoid,) = self.params
+        if any(f.feature is not None for f in self.reduction.args):
+            raise Unsupported(f"{monoid.__name__} has vector fields")
+        self.fields = list(monoid.fields())
+        self.identities = [literal(float(field.identity)) for field in monoid.fields().values()]
+        sides = [{n: _plain(f"{side}_{n}") for n in self.fields} for side in "ab"]
+        a, b = (monoid(**{n: Symbol(e) for n, e in side.items()}) for side in sides)
+        combined = monoid.combine(a, b)
+        inner = Values(self.v.spec)
+        inner.scalars = True
+        inner.outer |= {e: str(e.attrs[0]) for side in sides for e in side.values()}
+        results = [inner.number(apply("cast", expr_of(getattr(combined, n)), to="float")) for n in self.fields]
+        arguments = [str(e.attrs[0]) for side in sides for e in side.values()]
+        self.helpers = [f"def combine{self.place}({', '.join(arguments)}):"]
+        self.helpers += [f"    {line}" for line in inner.before] + [f"    return {', '.join(results)}"]
+
+    def start(self) -> list[str]:
+        kind = self.v.float
+        pairs = zip(self.fields, self.identities, strict=True)
+        return [f"{self.name}_{f} = tl.full([KEPT], {identity}, {kind})" for f, identity in pairs]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v = self.v
+        zeros = f"tl.zeros([KEPT, FOLDED], {v.float})"
+        blocks = [
+            v.seen(v.full(e) if e.is_pair else f"{zeros} + {v.number(e)}", f"tl.full([1, 1], {identity}, {v.float})")
+            for e, identity in zip(fields, self.identities, strict=True)
+        ]
+        elements = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
+        state = ", ".join(f"{self.name}_{f}" for f in self.fields)
+        tile = ", ".join(f"{self.name}_{f}_tile" for f in self.fields)
+        combine = f"combine{self.place}"
+        v.inside += [
+            f"{tile} = tl.reduce({elements}, 1, {combine})",
+            f"{state} = {combine}({state}, {tile})",
+        ]
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        return [([f"{self.name}_{f}"], None) for f in self.fields]
+
+
+def _plain(name: str) -> Expr:
+    return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="float")
+
+
+KINDS: dict[str, type[Kind]] = {
+    "sum": Sum,
+    "soft": Soft,
+    "pick": Pick,
+    "best": Best,
+    "moments": Moments,
+    "user": User,
+}
+
+
+def make(place: int, reduction: Expr, v: Values) -> Kind:
+    kind = KINDS.get(reduction.attrs[0])
+    if kind is None:
+        raise Unsupported(f"{reduction.attrs[0]} has no kernel")
+    return kind(place, reduction, v)
+
+
+def known(e: Expr, truths: dict[Expr, bool]) -> Expr:
+    """An expression with some conditions known."""
+    return build.substitute((e,), {c: const(t) for c, t in truths.items()})[0] if truths else e
+
+
+__all__ = ["Kind", "Spec", "known", "make"]

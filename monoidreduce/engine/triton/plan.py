@@ -1,0 +1,91 @@
+"""The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
+
+The defaults are tiles that win on one H200 in bf16 (``benchmarks/gpu.py --sweep``) and spill no registers
+(``tests/interpret/aot.py``); other cases follow from how much a program instance holds. Equal tiles combine in equal
+order: only a plan's tile sizes can change a result's last digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from .emit import Kernel
+
+SHARED = 232_448  # bytes of shared memory of a program instance on Hopper; 166,912 on Ampere
+_SPARE = 0.86  # what the estimate below may take of them: layouts and reductions need some too
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Tile sizes and how the hardware runs one."""
+
+    block_kept: int
+    block_folded: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+_override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
+
+
+@contextlib.contextmanager
+def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
+    """Fix the plan of kernels over ``"cols"`` or ``"rows"`` inside the block: for tests and for tuning."""
+    token = _override.set(plans)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def fixed_plan(over: str) -> KernelPlan | None:
+    """What ``use_plan`` asks for."""
+    return (_override.get() or {}).get(over)
+
+
+def choose(kernel: Kernel, over: str, item: int, shared: int = 0) -> KernelPlan:
+    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes."""
+    return fixed_plan(over) or _fitting(_default(kernel, item), kernel, item, (shared or SHARED) * _SPARE)
+
+
+def _default(kernel: Kernel, item: int) -> KernelPlan:
+    width = max(kernel.state_width, kernel.folded_width // 2, 16)
+    if not kernel.folded_width and not kernel.state_width:  # numbers and few features: all in registers
+        return KernelPlan(64, 32, 4, 2)
+    if item == 8:
+        return KernelPlan(32, 32, 4, 1) if width <= 128 else KernelPlan(16, 16, 4, 1)
+    if item == 4:
+        return KernelPlan(32, 32, 4, 2)  # one stage, or larger tiles, spill
+    if kernel.kept_blocks <= 1:  # a forward: one product, one contraction
+        return KernelPlan(64, 64, 4, 3 if width <= 128 else 2)
+    widest = kernel.kept_width // kernel.kept_blocks
+    if kernel.state_width <= widest:  # a row gradient: two products, one contraction
+        return KernelPlan(128, 64, 8, 3)
+    if widest <= 64:  # column gradients: two products, two contractions
+        return KernelPlan(64, 32, 4, 3)
+    return KernelPlan(128, 32, 8, 2) if widest <= 128 else KernelPlan(64, 32, 8, 2)
+
+
+def _fitting(plan: KernelPlan, kernel: Kernel, item: int, shared: float) -> KernelPlan:
+    """The plan, made smaller until its blocks fit in shared memory."""
+    while (smaller := shrink(plan)) is not None and _bytes(plan, kernel, item) > shared:
+        plan = smaller
+    return plan
+
+
+def _bytes(plan: KernelPlan, kernel: Kernel, item: int) -> int:
+    kept = plan.block_kept * kernel.kept_width
+    folded = plan.block_folded * kernel.folded_width * plan.num_stages
+    return (kept + folded + plan.block_kept * plan.block_folded) * item
+
+
+def shrink(plan: KernelPlan) -> KernelPlan | None:
+    """The next smaller plan, None at the smallest."""
+    if plan.num_stages > 1:
+        return replace(plan, num_stages=plan.num_stages - 1)
+    if plan.block_folded > 16:
+        return replace(plan, block_folded=plan.block_folded // 2)
+    return replace(plan, block_kept=plan.block_kept // 2) if plan.block_kept > 16 else None

@@ -1,0 +1,56 @@
+"""From a kernel's text to a function that can be launched.
+
+Triton reads a function's source from its file, so the text is written to a private folder, under the hash of its
+content. What runs is the text that was just written here, never whatever the file may hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import os
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+
+def folder() -> Path:
+    """The private folder of kernels: ``$MONOIDREDUCE_CACHE``, else in the user's cache, else a temporary one."""
+    asked = os.environ.get("MONOIDREDUCE_CACHE")
+    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "monoidreduce"
+    place = base / "kernels"
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.chmod(0o700)
+    except OSError:  # no home, a read-only one, or another user's
+        return _temporary()
+    return place
+
+
+@functools.cache
+def _temporary() -> Path:
+    return Path(tempfile.mkdtemp(prefix="monoidreduce-"))
+
+
+def write(text: str) -> Path:
+    """The file of a text: written whole or not at all."""
+    path = folder() / f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py"
+    if not path.exists() or path.read_text() != text:
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    return path
+
+
+@functools.lru_cache(maxsize=1024)
+def load(text: str) -> Any:
+    """The module of a text. Triton is imported by the text itself: nothing else here needs it."""
+    path = str(write(text))
+    module = types.ModuleType(Path(path).stem)
+    module.__file__ = path
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module

@@ -1,0 +1,357 @@
+"""Expressions as lines of a kernel.
+
+A number lives in a block that broadcasts to ``[KEPT, FOLDED]``: ``[KEPT, 1]`` on the kept side, ``[1, FOLDED]`` on the
+folded side. A vector is either a block ``[side, features]``, for matrix products, or is met feature by feature
+(:meth:`Values.component`). What does not vary along the folded axis is bound once, before the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...program.build import ONE
+from ...program.expr import Expr, const, topological, widest
+from ...program.primitives import PRIMITIVES
+from .spec import TINY, WIDEST, Spec, Unsupported, padded
+
+LOG2E = math.log2(math.e)
+_INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
+_SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def literal(value: float | int | bool) -> str:
+    if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):
+        return f'float("{value}")'
+    return repr(value)
+
+
+class Values:
+    """The names bound so far, before the loop and inside it, and the lines that bind them."""
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self.float = f"tl.{spec.compute}"
+        self.before: list[str] = []
+        self.inside: list[str] = []
+        self.outer: dict[object, str] = {}
+        self.inner: dict[object, str] = {}
+        self.masked = False  # whether this loop meets the end of the folded axis
+        self.count = 0
+        self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
+        self.state_width = 0  # features of all running sums
+        self.scalars = False  # inside a monoid's combine: plain literals only
+
+    def loop(self, masked: bool) -> list[str]:
+        """Start the body of another loop."""
+        self.inside, self.inner, self.masked = [], {}, masked
+        return self.inside
+
+    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
+        """Name a value, once; before the loop unless it varies along the folded axis."""
+        found = self.outer.get(key) or self.inner.get(key)
+        if found:
+            return found
+        if not name:
+            name, self.count = f"v{self.count}", self.count + 1
+        (self.inside if folded else self.before).append(f"{name} = {text}")
+        (self.inner if folded else self.outer)[key] = name
+        return name
+
+    # Numbers
+
+    def number(self, e: Expr) -> str:
+        """The text (a name or a literal) of a number."""
+        found = self.outer.get(e) or self.inner.get(e)
+        if found:
+            return found
+        if e.op in ("const", "nan"):
+            value = float("nan") if e.op == "nan" else e.const
+            if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
+                return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
+            return literal(value)
+        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
+
+    def full(self, e: Expr) -> str:
+        """A number as a whole ``[KEPT, FOLDED]`` block."""
+        text = self.number(e)
+        kind = {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[e.dtype]
+        return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
+
+    def seen(self, text: str, otherwise: str) -> str:
+        """A block with what lies beyond the folded axis replaced."""
+        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+
+    def _name(self, e: Expr) -> str:
+        return str(e.attrs[0]) if e.op == "leaf" and self.spec.type_of[e] != "number" else ""
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "leaf":
+            return self._leaf(e)
+        if e.op == "size":
+            axis = e.attrs[0]
+            if axis not in ("rows", "cols"):
+                return repr(self.spec.width(axis))
+            return "folded_size" if axis == self.spec.over else "kept_size"
+        if e.op in ("row_index", "col_index"):
+            return "folded_at[None, :]" if self.spec.folds(e) else "kept_at[:, None]"
+        if e.op in ("dot", "sqdist", "fsum"):
+            return self._over_features(e)
+        if e.op == "exp" and self.spec.narrow:
+            return self._exp(e.args[0])
+        return self._primitive(e, [self._argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
+
+    def _leaf(self, e: Expr) -> str:
+        name, kind = str(e.attrs[0]), self.spec.type_of[e]
+        if kind == "number":
+            text = f"{name}_number"
+            return f"tl.cast({text}, INT)" if e.dtype == "int" else f"({text} != 0)" if e.dtype == "bool" else text
+        if self.spec.folds(e):
+            mask = ", mask=folded_in, other=0" if self.masked else ""
+            text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
+        elif self.spec.keeps(e):
+            text = f"tl.load({self.pointer(e)} + kept_lane * {name}_s, mask=kept_in, other=0)[:, None]"
+        else:
+            text = f"tl.load({self.pointer(e)})"
+        return self._loaded(text, e, kind)
+
+    def _loaded(self, text: str, e: Expr, kind: str) -> str:
+        if e.dtype == "float":
+            return text if kind == self.spec.compute else f"{text}.to({self.float})"
+        return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
+
+    def pointer(self, e: Expr) -> str:
+        """Where a leaf's tile (or its batch element) begins."""
+        name = str(e.attrs[0])
+        batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
+        base = self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+        if self.spec.folds(e):
+            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+        if self.spec.keeps(e):
+            return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
+        return base
+
+    # Elementwise arithmetic
+
+    def _wants(self, e: Expr) -> list[str]:
+        """The number class in which a primitive takes each argument."""
+        p = PRIMITIVES[e.op]
+        if e.op == "where":
+            return ["bool", e.dtype, e.dtype]
+        if e.op in _COMPARE:
+            return [widest(e.args)] * len(e.args)
+        if e.op in ("cast", "detach", "uniform"):
+            return [a.dtype for a in e.args]
+        if p.result == "bool":
+            return ["float" if e.op in ("isnan", "isinf") else "bool"] * len(e.args)
+        if e.dtype == "bool" and e.op != "mul":
+            raise Unsupported(f"{e.op} of truth values")
+        return [e.dtype] * len(e.args)
+
+    def _argument(self, a: Expr, want: str) -> str:
+        if a.dtype == want:
+            return self.number(a)
+        return self.convert(self.number(a), a, want)
+
+    def convert(self, text: str, a: Expr, want: str) -> str:
+        """A number of one class as one of another."""
+        if a.dtype == want:
+            return text
+        if a.op == "const":
+            return self.number(const({"float": float, "int": int, "bool": bool}[want](a.const)))
+        if want == "bool":
+            return f"({text} != 0)"
+        return f"{text}.to({self.float})" if want == "float" else f"{text}.to(tl.int{32 if a.dtype == 'bool' else 64})"
+
+    def _primitive(self, e: Expr, args: list[str]) -> str:
+        p = PRIMITIVES[e.op]
+        if not p.triton:
+            raise Unsupported(f"{e.op} has no Triton text")
+        if e.op == "cast":
+            return self.convert(args[0], e.args[0], e.attrs[0])
+        if e.op == "nan_to_num":
+            most = torch.finfo(getattr(torch, self.spec.compute)).max
+            fill = [literal(d if v is None else v) for v, d in zip(e.attrs, (0.0, most, -most), strict=True)]
+            return p.triton.format(args[0], **dict(zip(p.attributes, fill, strict=True)))
+        if e.dtype == "int" and e.op in ("floor", "ceil", "round", "trunc"):
+            return args[0]
+        if e.op == "pow" and e.args[1].const in _SMALL_POWERS:
+            product = " * ".join([args[0]] * abs(int(e.args[1].const)))
+            return product if e.args[1].const > 0 else f"1.0 / ({product})"
+        if e.op in ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow"):  # these ask for a type
+            args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
+        if e.dtype == "int" and e.op in _INTEGER_GROWS:
+            args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
+        if e.op == "mul" and e.dtype == "bool":
+            return f"{args[0]} & {args[1]}"
+        if e.op == "uniform":
+            return f"{p.triton.format(*args)}.to({self.float})"
+        attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
+        return p.triton.format(*args, **attributes)
+
+    def _typed(self, text: str, a: Expr, e: Expr) -> str:
+        if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
+            return text
+        kind = self.float if e.dtype == "float" else "tl.int32" if abs(a.const) < 2**31 else "tl.int64"
+        return f"tl.full({'()' if self.scalars else '[1, 1]'}, {text}, {kind})"
+
+    def _exp(self, x: Expr) -> str:
+        """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
+
+        Only where products are of 16 bits: a fused multiply-subtract of large logits costs float32 its last digits.
+        """
+        if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
+            parts = []
+            for a in x.args:
+                core, factor = linear(a) if a.is_pair else (a, 1.0)
+                text = f"{self._argument(core, 'float')} * {literal(factor * LOG2E)}"
+                parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
+            return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
+        core, factor = linear(x)
+        return f"tl.exp2({self._argument(core, 'float')} * {literal(factor * LOG2E)})"
+
+    # Features
+
+    def _over_features(self, e: Expr) -> str:
+        """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""
+        if e.op == "fsum":
+            return self._walked(e.args[0], lambda f: self.component(e.args[0], f), e)
+        x, y = e.args
+        leaves = x.op == y.op == "leaf"
+        if self.spec.width(x.feature) > TINY and e.dtype == "float" and leaves:
+            if e.op == "dot":
+                return self.product(x, y)
+            if self.spec.narrow:  # products of 16-bit numbers are exact: cancellation costs less than their rounding
+                norms = [self._norm(v) for v in (x, y)]
+                return f"tl.maximum({norms[0]} + {norms[1]} - 2.0 * {self.product(x, y)}, 0.0)"
+
+        def part(f: str) -> str:
+            a, b = self.component(x, f), self.component(y, f)
+            if e.op == "dot":
+                return f"{a} * {b}"
+            gap = self.bind((e, f, "gap"), f"{a} - {b}", True)
+            return f"{gap} * {gap}"
+
+        return self._walked(x, part, e)
+
+    def _norm(self, v: Expr) -> str:
+        axis = "[None, :]" if self.spec.folds(v) else "[:, None]"
+        block = self.block(v)
+        text = f"tl.sum({block}.to({self.float}) * {block}.to({self.float}), 1){axis}"
+        return self.bind((v, "norm"), text, self.spec.folds(v))
+
+    def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
+        width = self.spec.width(vector.feature)
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                self.number(n)
+        if width <= TINY:
+            return " + ".join(part(str(f)) for f in range(width))
+        kind = self.float if e.dtype == "float" else "tl.int64"
+        total = self.bind((e, "total"), f"tl.zeros([KEPT, FOLDED], {kind})", True)
+        with self.walk(width) as f:
+            self.inside.append(f"{total} += {part(f)}")
+        return total
+
+    @contextmanager
+    def walk(self, width: int) -> Iterator[str]:
+        """The body of a loop over features; what it binds is forgotten after it."""
+        lines, names = self.inside, self.inner
+        f, self.count = f"f{self.count}", self.count + 1
+        self.inside, self.inner = [], dict(names)
+        yield f
+        lines += [f"for {f} in range(0, {width}):", *(f"    {line}" for line in self.inside)]
+        self.inside, self.inner = lines, names
+
+    def component(self, e: Expr, f: str) -> str:
+        """Feature ``f`` of a vector, as a number."""
+        if e.feature is None:
+            return self.number(e)
+        key = (e, f)
+        found = self.outer.get(key) or self.inner.get(key)
+        if found:
+            return found
+        folded = self.spec.folds(e) or not f.isdigit()
+        if e.op == "spread":
+            return self.number(e.args[0])
+        if e.op == "leaf":
+            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
+        return self.bind(key, self._primitive(e, args), folded)
+
+    def _leaf_component(self, e: Expr, f: str) -> str:
+        name = str(e.attrs[0])
+        at = f"{self.pointer(e)} + {f} * {name}_f"
+        if self.spec.folds(e):
+            mask = ", mask=folded_in, other=0" if self.masked else ""
+            text = f"tl.load({at} + folded_lane * {name}_s{mask})[None, :]"
+        elif self.spec.keeps(e):
+            text = f"tl.load({at} + kept_lane * {name}_s, mask=kept_in, other=0)[:, None]"
+        else:
+            text = f"tl.load({at})"
+        return self._loaded(text, e, self.spec.type_of[e])
+
+    # Blocks of vectors
+
+    def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
+        """The feature numbers of a block, and which of them exist, or may be read (None: all)."""
+        width = self.spec.width(feature)
+        if width > WIDEST:
+            raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
+        size = padded(width)
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        width = room or width
+        inside = self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
+        return lane, inside
+
+    def block(self, e: Expr) -> str:
+        """A leaf's vectors ``[side, features]``, in the type in which they are multiplied."""
+        name, kind = str(e.attrs[0]), self.spec.type_of[e]
+        folded = self.spec.folds(e)
+        self.blocks[e] = None
+        lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        side = "folded" if folded else "kept"
+        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
+        masks += [f"{exists}[None, :]"] if exists else []
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        text = f"tl.load({self.pointer(e)} + {side}_lane[:, None] * {name}_s + {lane}[None, :] * {name}_f{mask})"
+        wanted = self.operand_type()
+        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        return self.bind((e, "block"), text, folded, f"{name}_block")
+
+    def operand_type(self) -> str:
+        return self.spec.narrow or self.spec.compute
+
+    def options(self) -> str:
+        """How matrix products are done, as further arguments of tl.dot."""
+        kind = self.operand_type()
+        return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
+
+    def product(self, x: Expr, y: Expr) -> str:
+        """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
+        kept, folded = (y, x) if self.spec.folds(x) else (x, y)
+        return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
+
+
+def linear(e: Expr) -> tuple[Expr, float]:
+    """e as (core) × (constant)."""
+    factor = 1.0
+    while True:
+        if e.op == "neg":
+            e, factor = e.args[0], -factor
+        elif e.op == "mul" and e.args[0].op == "const":
+            factor, e = factor * e.args[0].const, e.args[1]
+        elif e.op in ("mul", "div") and e.args[1].op == "const" and e.args[1].const != 0:
+            k = e.args[1].const
+            e, factor = e.args[0], factor * k if e.op == "mul" else factor / k
+        else:
+            return e, factor
+
+
+def is_one(e: Expr) -> bool:
+    """Whether a weight is the constant 1."""
+    return e is ONE
