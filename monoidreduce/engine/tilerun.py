@@ -199,11 +199,11 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     if x.shape[-1] <= FEW_FEATURES:
         return _sqdist_direct(out, x, y)
     centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
-    x, y = x - centre, y - centre
-    (xh, xl), (yh, yl) = _norms(x), _norms(y)
+    cx, cy = x - centre, y - centre
+    (xh, xl), (yh, yl) = _norms(cx), _norms(cy)
     one = torch.ones((), dtype=x.dtype, device=x.device)
-    left = torch.cat([x * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
-    right = torch.cat([y, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
+    left = torch.cat([cx * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
+    right = torch.cat([cy, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
     hardware.dot_into(out, left, right, 1)
     close = out < 1e-2 * (xh + yh.amax(1, keepdim=True))  # here cancellation may have cost two digits
     count = int(close.sum())

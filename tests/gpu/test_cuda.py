@@ -6,11 +6,12 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine.registry import FOLDERS
 from tests.layers import ZOO
-from tests.layers_compare import assert_error_rule, cast, is_float, run
+from tests.layers_compare import assert_equal, assert_error_rule, cast, is_float, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SIZES = [(1, 1), (59, 111), (257, 128)]
+ENGINES = sorted(set(FOLDERS) - {"auto"})
+SIZES = [(59, 111), (257, 128)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -19,9 +20,7 @@ def on_gpu(args):
 
 
 def back(result):
-    return type(result)(
-        {k: v.cpu() for k, v in result.values.items()}, {k: v.cpu() for k, v in result.grads.items()}
-    )
+    return type(result)({k: v.cpu() for k, v in result.values.items()}, {k: v.cpu() for k, v in result.grads.items()})
 
 
 def gpu_run(layer, engine, args):
@@ -30,29 +29,33 @@ def gpu_run(layer, engine, args):
     def call(*given):
         with mr.use(engine=engine):
             out = layer.op(*on_gpu(given))
-        return [t.cpu() for t in (out.values() if isinstance(out, dict) else [out] if isinstance(out, torch.Tensor) else out)]
+        return [
+            t.cpu()
+            for t in (out.values() if isinstance(out, dict) else [out] if isinstance(out, torch.Tensor) else out)
+        ]
 
     return back(run(call, args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("engine", sorted(FOLDERS))
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layer", ZOO, ids=repr)
 def test_layer_within_the_error_rule(layer, engine, dtype):
-    trials = []
     for M, N in SIZES:
-        if N < layer.least_cols:
-            continue
+        trials = []
         for number in range(2):
             args = layer.make(M, N, torch.Generator().manual_seed(number), dtype)
             truth = run(layer.dense, cast(args, torch.float64))
             assert any(is_float(a) for a in args)
             trials.append((gpu_run(layer, engine, args), run(layer.dense, args), truth))
-        assert_error_rule(trials)
-        trials.clear()
+        if dtype is torch.float64:
+            for ours, _, truth in trials:
+                assert_equal(ours, truth)
+        else:
+            assert_error_rule(trials)
 
 
-@pytest.mark.parametrize("engine", sorted(FOLDERS))
+@pytest.mark.parametrize("engine", ENGINES)
 def test_repeats_bit_for_bit(engine):
     layer = next(entry for entry in ZOO if entry.differentiable)
     args = layer.make(257, 511, torch.Generator().manual_seed(0), torch.float32)
