@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
+import sys
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +127,8 @@ def _on_gpu(op: Callable) -> Callable:
 
 def check(name: str, precision: str) -> dict[str, str]:
     """Judge one layer in one precision; an empty answer means that it is right."""
+    if importlib.util.find_spec("pytest") is None:  # the rules are the tests' own, but need no runner
+        sys.modules.setdefault("pytest", types.SimpleNamespace(MonkeyPatch=object))  # type: ignore[arg-type]
     from tests.layers import BY_NAME
     from tests.layers_compare import assert_error_rule, cast, run
 

@@ -127,6 +127,12 @@ class Op:
                         detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
                         fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
                     )
+            elif (
+                p.python is int and isinstance(value, float | int) and not (value == value // 1 and abs(value) < 2**63)
+            ):
+                raise ArgumentError(
+                    detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
+                )
             elif not isinstance(value, int | float) and not hasattr(value, "item"):
                 raise ArgumentError(
                     detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a number"
@@ -143,7 +149,9 @@ class Op:
                 dtypes[name] = _number_class(value.dtype)
             else:
                 plain[name] = value.item() if hasattr(value, "item") else value
-                as_float = p.python is float or isinstance(plain[name], float)
+                if p.python is int and not isinstance(plain[name], bool):
+                    plain[name] = values[name] = int(plain[name])
+                as_float = p.python is float and not isinstance(plain[name], bool)
                 dtypes[name] = "bool" if isinstance(plain[name], bool) else "float" if as_float else "int"
         key = (tuple(sorted(dtypes.items())), tuple((n, v) for n, v in plain.items() if n not in dtypes))
         for traced, fixed in self._traces.get(key, ()):

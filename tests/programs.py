@@ -684,7 +684,7 @@ class Builder:
         text, bound = self.choose(JUMPY if jumpy else BINARY)
         a = self.generic() if jumpy else self.number()
         b = self.number()
-        apart = not (a.roots & b.roots) and (a.generic or b.generic) and bound is not max
+        apart = not (a.roots & b.roots) and a.generic and b.generic and bound is not max
         parts = {"a": self.fit(a, 6), "b": self.fit(b, 2), "p": self.positive(a), "q": self.positive(b)}
         if self.chance(8) and not jumpy:
             text, number = (
@@ -1072,12 +1072,15 @@ class Builder:
 
 STEPS_AT_MOST = 14
 STEPS = (
-    "unary " * 5 + "binary " * 5 + "reduction " * 6 + "where " * 2 + "pair dot one_sided_vector one_sided_number "
-    "pair_vector contract integer cast dropout"
+    "unary " * 5
+    + "binary " * 5
+    + "reduction " * 6
+    + "where " * 2
+    + "one_sided_vector one_sided_number " * 2
+    + "pair dot pair_vector contract integer cast dropout"
 ).split()
 REDUCTIONS = (
-    "sum " * 5 + "softmax_mean " * 4 + "logsumexp " * 2 + "best " * 3 + "user " * 3 + "topk " * 2 + "weighted_mean "
-    "sample truth var"
+    "sum " * 5 + "softmax_mean " * 4 + "best user " * 3 + "logsumexp topk " * 2 + "weighted_mean sample truth var"
 ).split()
 
 

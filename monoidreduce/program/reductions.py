@@ -269,9 +269,9 @@ class TopK(NamedTuple):
 
 def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     """The k largest x (or smallest), best first, with their columns; -1 marks places that only saw infinity."""
+    if isinstance(k, float) or int(k) < 1:
+        raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for a whole number, at least one")
     k, largest = int(k), bool(largest)
-    if k < 1:
-        raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for at least one")
     return TopK(*_reduce("topk", over, (k, largest), x, name="topk"))
 
 
@@ -300,7 +300,10 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
 
 def uniform(seed: Any) -> Any:
     """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j)."""
-    return Symbol(build.apply("uniform", expr_of(seed), index("batch"), index("row"), index("col")))
+    key = expr_of(seed)
+    if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
+        raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
+    return Symbol(build.apply("uniform", key, index("batch"), index("row"), index("col")))
 
 
 def gumbel(seed: Any) -> Any:

@@ -63,6 +63,11 @@ class Symbol:
             return lambda condition, other: call("where", (condition, self, other), {})
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
+    def __round__(self, digits: int | None = None) -> Symbol:
+        if digits:
+            raise TraceError(detail=f"round(..., {digits}) was asked of a symbol", fix="Scale, round and scale back")
+        return call("round", (self,), {})
+
     def __pos__(self) -> Symbol:
         return self
 
@@ -176,7 +181,6 @@ for _name, _primitive in {
     "neg": "neg",
     "abs": "abs",
     "invert": "bitwise_not",
-    "round": "round",
     "floor": "floor",
     "ceil": "ceil",
     "trunc": "trunc",
@@ -309,8 +313,19 @@ def _unknown(name: str) -> NoReturn:
             detail=f"{name} writes in place",
             fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result",
         )
+    if name in _REDUCTIONS:  # torch's own, over an axis that is not there
+        raise UnknownFunctionError(
+            name=name, nearest=_REDUCTIONS[name], fix="To fold over columns or rows use {nearest}"
+        )
     near = difflib.get_close_matches(name, functions(), n=1, cutoff=0.0)
     raise UnknownFunctionError(name=name, nearest=near[0])
+
+
+_REDUCTIONS = {
+    **{n: f"mr.{n}" for n in ("max", "min", "argmax", "argmin", "logsumexp", "topk", "any", "all", "var")},
+    "softmax": "mr.softmax_mean", "log_softmax": "mr.logsumexp", "count_nonzero": "mr.count", "std": "mr.var(...).sqrt()",
+    "prod": "mr.reduce(mr.monoids.Prod, ...)", "multinomial": "mr.sample", "cross_entropy": "mr.logsumexp", "dropout": "mr.dropout",
+}  # fmt: skip
 
 
 def call(name: str, args: tuple, kwargs: dict) -> Any:

@@ -347,6 +347,30 @@ def too_few_asked(x: Row["f"], y: Col["f"]):
     return mr.topk(x @ y, 0).values  # here
 
 
+def fractional_k(x: Row["f"], y: Col["f"]):
+    return mr.topk(x @ y, 2.7).values  # here
+
+
+def fractional_seed(x: Row["f"], y: Col["f"]):
+    return mr.sample(x @ y, 1.5)  # here
+
+
+def huge_seed(x: Row["f"], y: Col["f"]):
+    return mr.sum(mr.dropout(x @ y, 0.5, 2**70))  # here
+
+
+def rounded_to_digits(x: Row["f"], y: Col["f"]):
+    return mr.sum(round(x @ y, 2))  # here
+
+
+def torch_max(x: Row["f"], y: Col["f"]):
+    return torch.max(x @ y)  # here
+
+
+def torch_logsumexp(x: Row["f"], y: Col["f"]):
+    return torch.logsumexp(x @ y, 1)  # here
+
+
 def strange_axis(x: Row["f"], y: Col["f"]):
     return mr.sum(x @ y, over="x")  # here
 
@@ -446,6 +470,12 @@ BODIES = [
     (vector_as_a_logit, mr.UnreducedError, ("mr.softmax_mean", 'vector over "f"', "x @ y")),
     (variance_of_a_vector, mr.UnreducedError, ("mr.var", 'vector over "f"', "x @ y")),
     (too_few_asked, mr.ArgumentError, ("k = 0", "at least one")),
+    (fractional_k, mr.ArgumentError, ("topk", "k = 2.7")),
+    (fractional_seed, mr.ArgumentError, ("seed", "1.5")),
+    (huge_seed, mr.ArgumentError, ("seed", f"{2**70}", "64 bits")),
+    (rounded_to_digits, mr.TraceError, ("round",)),
+    (torch_max, mr.UnknownFunctionError, ("no max", "mr.max")),
+    (torch_logsumexp, mr.UnknownFunctionError, ("no logsumexp", "mr.logsumexp")),
     (strange_axis, mr.ArgumentError, ("sum", "over='x'", 'over="cols"', 'over="rows"')),
     (strange_axis_of_topk, mr.ArgumentError, ("topk", "over='columns'", 'over="cols"')),
     (impossible_dropout, mr.ArgumentError, ("p = 1.5", "between 0 and 1")),

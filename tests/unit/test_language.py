@@ -828,6 +828,21 @@ def test_a_number_that_is_looked_at_is_fixed():
     assert op(X, Y, np.bool_(True), 3)[1] == 0
 
 
+def test_a_number_that_was_looked_at_is_still_a_number():
+    """Fixed or not, it may stand wherever torch wants a tensor."""
+
+    @mr.op
+    def op(x: Row["f"], y: Col["f"], t: float, k: int):
+        s = torch.minimum(x @ y, t) if t > 0 else torch.logaddexp(t, x @ y)
+        return mr.sum(s), mr.topk(torch.maximum(s, k), k).values, mr.sum(mr.dropout(s, t * 0, 3))
+
+    s = X @ Y.T
+    low = torch.minimum(s, torch.tensor(0.5))
+    for got, expected in zip(op(X, Y, 0.5, 2), (low.sum(1), low.clamp(min=2).topk(2).values, low.sum(1)), strict=True):
+        torch.testing.assert_close(got, expected, check_dtype=False)
+    torch.testing.assert_close(op(X, Y, -0.5, 2)[0], torch.logaddexp(torch.tensor(-0.5), s).sum(1))
+
+
 def test_number_classes_trace_apart():
     """Whole numbers and floats are different programs: 5 // 2 is not 5.0 / 2."""
 

@@ -12,6 +12,7 @@ import ast
 import functools
 import inspect
 import re
+import textwrap
 from dataclasses import dataclass
 
 from ...program.expr import Expr, topological
@@ -21,6 +22,8 @@ from .kinds import Kind, known
 from .skip import preferred
 from .spec import TINY, Spec, padded
 from .values import Values
+
+CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")  # what ``launch.execute`` fixes when it compiles
 
 _HEADER = '''"""{title}
 
@@ -73,10 +76,13 @@ def kernel(spec: Spec) -> Kernel:
         *stores,
     ]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    arguments, unspecialized = _arguments(spec, used)
+    names, unspecialized = _arguments(spec, used)
     lines = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {name}({', '.join(arguments)}):",
+        f"def {name}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
+        "):",
         *(f"    {line}" if line else "" for line in body),
     ]
     own = _own("\n".join(helpers))
@@ -115,7 +121,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
 
 
 def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
-    """The kernel's parameters, in the order in which ``launch.py`` gives them."""
+    """The kernel's run-time parameters, in the order in which ``launch.py`` gives them; those not to specialize on."""
     count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
     numbers = []
@@ -132,8 +138,7 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     names += sizes
     names += ["bounds", "bounds_b"] if spec.bounds else []
-    constants = ["KEPT", "FOLDED", "INT", "PRECISION", "RAGGED"]
-    return [*names, *(f"{c}: tl.constexpr" for c in constants)], [*numbers, *sizes]
+    return names, [*numbers, *sizes]
 
 
 def _opening(spec: Spec) -> list[str]:

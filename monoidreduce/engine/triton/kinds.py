@@ -68,7 +68,8 @@ class Total:
 
     def _product(self, weight: str, block: str) -> None:
         v, kind = self.v, self.v.operand_type()
-        weight = weight if kind == v.spec.compute else f"({weight}).to(tl.{kind})"
+        if kind != v.spec.compute:
+            weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
         v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
 
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:

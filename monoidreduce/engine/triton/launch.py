@@ -123,14 +123,15 @@ def describe(
     types, rooms, casts = [], [], []
     for e in fold.leaves:
         v = values[e]
-        kind = v.dtype if isinstance(v, Tensor) else None
+        kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
         room = 0
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a kernel's own numbers are float32
         elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
                 kind = narrow  # rounded once here, not in every tile
-            if v.stride(-1) == 1 and kind.itemsize * v.shape[-1] % 16 and v.shape[-1] <= WIDEST:
+            row = v.shape[-1] * (2 if narrow else v.element_size())
+            if v.stride(-1) == 1 and row % 16 and v.shape[-1] <= WIDEST:
                 room = -(-v.shape[-1] // 16) * 16  # rows that begin on 16 bytes load four times faster
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
