@@ -29,6 +29,7 @@ demo: $(STAMP)  ## what the library does, shown
 # Two workers with one thread each: torch's own threads would fight over the cores.
 test: lint types  ## lint, types, unit tests, the examples in docstrings and in the README
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import datetime
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -33,6 +35,8 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine.triton import KernelPlan, use_plan
+
+from .cpu import environment
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -386,6 +390,47 @@ def sweep(workers: int, clock: Callable[[], bool], save: Callable[[str, Any], No
     save("sweep", found)
 
 
+def _environment(commit: str | None) -> dict[str, str]:
+    """What was measured, on what, and how to measure it again."""
+    found = environment()
+    found["machine"] = torch.cuda.get_device_name()
+    found["versions"] += f", triton {importlib.metadata.version('triton')}"
+    found["commit"] = commit or found["commit"]
+    found["command"] = "python -m benchmarks.gpu " + " ".join(sys.argv[1:])
+    return found
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as a table: milliseconds forward / forward+backward, and ours over theirs."""
+    lines = [f"- {k}: {v}" for k, v in results["environment"].items()]
+    if "cases" in results:
+        wrong = ", ".join(f"{p['name']} ({p['precision']})" for p in results.get("problems", ())) or "none"
+        lines.append(f"- checked against float64 first: {results['cases']} cases; outside the rule: {wrong}")
+        lines.append(
+            f"- run by the eager engine, having no kernel: {', '.join(results.get('fallbacks', ())) or 'none'}"
+        )
+    lines += [
+        "",
+        "Times in ms, forward / forward+backward, bfloat16; ratio = ours / theirs: below 1 we are faster.",
+        "",
+    ]
+    lines += ["| work | ours | against | theirs | ratio |", "|---|---|---|---|---|"]
+    for row in results.get("speed", ()):
+        ours = row["ours"]
+        if isinstance(ours, str):
+            lines.append(f"| {row['work']} | {ours} | | | |")
+            continue
+        peers_of = {k: v for k, v in row.items() if k not in ("work", "ours") and not isinstance(v, str)}
+        for name, theirs in peers_of.items() or [("–", None)]:
+            cells = [row["work"], f"{ours[0]:.3f} / {ours[1]:.3f}", name]
+            if theirs is None:
+                lines.append("| " + " | ".join([*cells, "", ""]) + " |")
+            else:
+                ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True))
+                lines.append("| " + " | ".join([*cells, f"{theirs[0]:.3f} / {theirs[1]:.3f}", ratio]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -393,15 +438,18 @@ def main() -> None:
     parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--budget", type=float, default=440.0, help="seconds after which nothing new is begun")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
+    parser.add_argument("--commit", help="what was measured, where the machine has no git")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results: dict[str, Any] = {"environment": _environment(options.commit)}
+    stem = options.out / f"gpu-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
 
     def save(key: str, value: Any) -> None:
         results[key] = value
         results["seconds"] = round(time.time() - began)
-        (options.out / "gpu.json").write_text(json.dumps(results, indent=1))
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(markdown(results))
 
     clock = lambda: time.time() - began < options.budget
     torch._dynamo.config.cache_size_limit = 256  # FlexAttention goes dense, silently, after 8 recompilations
@@ -412,7 +460,7 @@ def main() -> None:
     time_others(clock, save, rows)
     if options.sweep and clock():
         sweep(options.workers, clock, save)
-    print(f"{time.time() - began:.0f} s in all; {options.out / 'gpu.json'}")
+    print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from .cpu import RESULTS, markdown
+from . import cpu, gpu
+from .cpu import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -22,7 +23,10 @@ def filled(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         found = newest(match.group(1))
-        body = "Not measured yet.\n" if found is None else markdown(json.loads(found.read_text(encoding="utf-8")))
+        tables = {"cpu": cpu.markdown, "gpu": gpu.markdown}
+        body = "Not measured yet.\n"
+        if found is not None:
+            body = tables[match.group(1)](json.loads(found.read_text(encoding="utf-8")))
         return f"<!-- results: {match.group(1)} -->\n{body}<!-- end results -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end results -->", table, text, flags=re.S)

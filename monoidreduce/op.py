@@ -184,6 +184,8 @@ def _padded(value: Any, p: Parameter, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
     own = value.dim() - (p.axis in ("rows", "cols")) - (p.feature is not None)
+    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64):
+        value = value.long()  # indices are int64 everywhere
     return value[(None,) * (rank - own)] if rank > own else value
 
 

@@ -136,7 +136,7 @@ def assert_error_rule(
         free = ulps * torch.finfo(trials[0][0].all()[name].dtype).eps * size
         for norm, a, b in (("largest", ours.max(), theirs.max()), ("root mean square", _rms(ours), _rms(theirs))):
             if a > factor * b + free:
-                got, _, truth = trials[int(ours.flatten(1).amax(1).argmax())]
+                got, _, truth = trials[int(ours.reshape(len(trials), -1).amax(1).argmax())]
                 place = worst(got.all()[name], truth.all()[name])
                 limits = f"plain torch {b:.3e}, allowed {factor * b + free:.3e}"
                 raise AssertionError(f"{name}: {norm} error {a:.3e}, {limits}; {place}")

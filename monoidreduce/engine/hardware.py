@@ -84,9 +84,22 @@ def is_narrow(x: Tensor, y: Tensor) -> bool:
 
 
 def narrow_dot(x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """alpha · x @ yᵀ with 16-bit operands: accumulated in float32, rounded once."""
+    """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; kept so on GPUs, elsewhere rounded once."""
     x, y = _same(x, y)
+    if x.device.type == "cuda" and _keeps_float32():
+        return torch.bmm(x, y.mT, out_dtype=torch.float32).mul_(alpha)  # type: ignore[call-overload]
     return torch.bmm(x if alpha == 1 else x * alpha, y.mT)
+
+
+@functools.cache
+def _keeps_float32() -> bool:
+    """Whether this torch's 16-bit products on a GPU can return float32 (since 2.8 or so)."""
+    probe = torch.ones((1, 16, 16), dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.bmm(probe, probe, out_dtype=torch.float32)  # type: ignore[call-overload]
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _integer_product(x: Tensor, y: Tensor) -> Tensor:

@@ -323,8 +323,9 @@ def _unknown(name: str) -> NoReturn:
 
 _REDUCTIONS = {
     **{n: f"mr.{n}" for n in ("max", "min", "argmax", "argmin", "logsumexp", "topk", "any", "all", "var")},
-    "softmax": "mr.softmax_mean", "log_softmax": "mr.logsumexp", "count_nonzero": "mr.count", "std": "mr.var(...).sqrt()",
-    "prod": "mr.reduce(mr.monoids.Prod, ...)", "multinomial": "mr.sample", "cross_entropy": "mr.logsumexp", "dropout": "mr.dropout",
+    "softmax": "mr.softmax_mean", "log_softmax": "mr.logsumexp", "cross_entropy": "mr.logsumexp",
+    "std": "mr.var(...).sqrt()", "count_nonzero": "mr.count", "prod": "mr.reduce(mr.monoids.Prod, ...)",
+    "multinomial": "mr.sample", "dropout": "mr.dropout",
 }  # fmt: skip
 
 

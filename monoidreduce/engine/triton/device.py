@@ -18,18 +18,35 @@ def sigmoid(x):
 
 
 def expm1(x):
-    # Kahan: the rounding of exp(x) cancels against its own logarithm
-    u = tl.exp(x)
-    near = (u - 1.0) * (x / tl.log(u))
-    far = tl.where((u == 0.0) | (u == float("inf")), u - 1.0, near)
-    return tl.where(u == 1.0, x, far)
+    # Taylor near 0, where exp(x) - 1 cancels. (Kahan's way needs a log exact near 1; a GPU's fast one is not.)
+    s = 1.0 + x / 12.0
+    s = 1.0 + s * x * (1.0 / 11.0)
+    s = 1.0 + s * x * (1.0 / 10.0)
+    s = 1.0 + s * x * (1.0 / 9.0)
+    s = 1.0 + s * x * (1.0 / 8.0)
+    s = 1.0 + s * x * (1.0 / 7.0)
+    s = 1.0 + s * x * (1.0 / 6.0)
+    s = 1.0 + s * x * (1.0 / 5.0)
+    s = 1.0 + s * x * (1.0 / 4.0)
+    s = 1.0 + s * x * (1.0 / 3.0)
+    s = 1.0 + s * x * (1.0 / 2.0)
+    return tl.where(tl.abs(x) < 0.35, s * x, tl.exp(x) - 1.0)
 
 
 def log1p(x):
-    # Kahan: the rounding of 1 + x cancels against its own difference from 1
-    u = 1.0 + x
-    near = tl.log(u) * (x / (u - 1.0))
-    return tl.where(u == 1.0, x, tl.where(tl.abs(u) == float("inf"), tl.log(u), near))
+    # 2 atanh(x / (2 + x)) near 0, where the rounding of 1 + x and a GPU's fast log both lose digits
+    z = x / (2.0 + x)
+    z2 = z * z
+    s = 1.0 / 19.0 + z2 * (1.0 / 21.0)
+    s = 1.0 / 17.0 + z2 * s
+    s = 1.0 / 15.0 + z2 * s
+    s = 1.0 / 13.0 + z2 * s
+    s = 1.0 / 11.0 + z2 * s
+    s = 1.0 / 9.0 + z2 * s
+    s = 1.0 / 7.0 + z2 * s
+    s = 1.0 / 5.0 + z2 * s
+    s = 1.0 / 3.0 + z2 * s
+    return tl.where(tl.abs(x) < 0.3, 2.0 * (z + z * z2 * s), tl.log(1.0 + x))
 
 
 def tanh(x):
