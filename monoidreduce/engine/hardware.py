@@ -87,7 +87,7 @@ def narrow_dot(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; kept so on GPUs, elsewhere rounded once."""
     x, y = _same(x, y)
     if x.device.type == "cuda" and _keeps_float32():
-        return torch.bmm(x, y.mT, out_dtype=torch.float32).mul_(alpha)  # type: ignore[call-overload]
+        return torch.bmm(x, y.mT, out_dtype=torch.float32).mul_(alpha)
     return torch.bmm(x if alpha == 1 else x * alpha, y.mT)
 
 
@@ -96,7 +96,7 @@ def _keeps_float32() -> bool:
     """Whether this torch's 16-bit products on a GPU can return float32 (since 2.8 or so)."""
     probe = torch.ones((1, 16, 16), dtype=torch.bfloat16, device="cuda")
     try:
-        torch.bmm(probe, probe, out_dtype=torch.float32)  # type: ignore[call-overload]
+        torch.bmm(probe, probe, out_dtype=torch.float32)
     except (TypeError, RuntimeError):
         return False
     return True
