@@ -396,7 +396,9 @@ def _environment(commit: str | None) -> dict[str, str]:
     found["machine"] = torch.cuda.get_device_name()
     found["versions"] += f", triton {importlib.metadata.version('triton')}"
     found["commit"] = commit or found["commit"]
-    found["command"] = "python -m benchmarks.gpu " + " ".join(sys.argv[1:])
+    given = sys.argv[1:]
+    given[given.index("--out") + 1] = "DIR"  # where the results went is nobody's business
+    found["command"] = "python -m benchmarks.gpu " + " ".join(given)
     return found
 
 
