@@ -66,11 +66,14 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     shape, views = batching.merge(sizes.batch, list(given.values()))
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
     outputs = [_empty(r, k, shape, sizes) for r, k in fold.outputs]
+    constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
+    elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
+    buffers = Buffers(elements, sizes.compute, sizes.device, constants)
     for where in batching.outer(shape):
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip(given, views, strict=True)}
-            results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start).run()
+            results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
     return [o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs]
@@ -95,13 +98,13 @@ def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Ten
 class _Chunk:
     """The fold of one chunk of the batch: its accumulators, and the walk over its tiles."""
 
-    def __init__(self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int):
+    def __init__(
+        self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int, buffers: Buffers
+    ):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
-        elements = batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
-        numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
-        numbers |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
-        self.buffers = Buffers(elements, sizes.compute, sizes.device, numbers)
-        self.narrow = hardware.narrow_type([v for e, v in leaves.items() if e.feature is not None and e not in numbers])
+        self.buffers = buffers
+        vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
+        self.narrow = hardware.narrow_type(vectors)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
