@@ -1,9 +1,9 @@
 """The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
 
-The defaults are tiles that win on one H200 in bf16 (``benchmarks/gpu.py --sweep``) and spill no registers
-(``tests/interpret/aot.py``); other cases follow from how much a program instance holds. Equal tiles combine in equal
-order: only a plan's tile sizes can change a result's last digits.
-"""
+The defaults were chosen so that the kernels of attention, MLP and cross-entropy spill no registers on Hopper
+(``tests/interpret/aot.py``); they are not tuned yet: ``benchmarks/gpu.py --sweep`` tries others. Other cases follow
+from how much a program instance holds. Equal tiles combine in equal order: only a plan's tile sizes can change a
+result's last digits."""
 
 from __future__ import annotations
 
