@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..algebra import fold as fold_monoid
-from ..errors import NoGradientError, TopKError
+from ..errors import TopKError
+from ..program.reductions import no_gradient
 
 
 def _dim(over: str, vector: bool = False) -> int:
@@ -105,10 +106,7 @@ def _user(fields: list[Tensor], vectors: list[bool], over: str, params: tuple, s
 
 
 def _no_gradient(monoid: type) -> None:
-    raise NoGradientError(
-        detail=f"a gradient was asked of {monoid.__name__}, which has no local gradient",
-        fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
-    )
+    raise no_gradient(monoid)
 
 
 REDUCERS: dict[str, Callable[..., list[Any]]] = {

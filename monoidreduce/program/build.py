@@ -279,16 +279,15 @@ def fsum(x: Expr) -> Expr:
     return total
 
 
-def _feature_node(op: str, x: Expr, attrs: tuple = ()) -> Expr:
-    return node(
-        op,
-        (x,),
-        attrs,
-        rows=x.rows,
-        cols=x.cols,
-        feature=None,
-        dtype="float" if op == "fsum" and x.dtype == "float" else x.dtype,
-    )
+def _feature_node(op: str, x: Expr) -> Expr:
+    return node(op, (x,), (), rows=x.rows, cols=x.cols, feature=None, dtype=x.dtype)
+
+
+def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
+    """A row's vector and a column's over one letter, in that order; None for any other two."""
+    if a.feature is None or a.feature != b.feature or a.is_pair or b.is_pair:
+        return None
+    return (a, b) if a.rows and b.cols else (b, a) if a.cols and b.rows else None
 
 
 def dot(a: Expr, b: Expr) -> Expr:
@@ -304,24 +303,17 @@ def dot(a: Expr, b: Expr) -> Expr:
             detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
             fix="Give both the same letter",
         )
-    if (
-        not a.is_pair
-        and not b.is_pair
-        and (a.rows, a.cols) in ((True, False), (False, True))
-        and a.rows == b.cols
-        and a.cols == b.rows
-    ):
-        x, y = (a, b) if a.rows else (b, a)
-        return node("dot", (x, y), (), rows=True, cols=True, feature=None, dtype=widest((x, y)))
+    sides = _row_and_col(a, b)
+    if sides is not None:
+        return node("dot", sides, (), rows=True, cols=True, feature=None, dtype=widest(sides))
     return fsum(apply("mul", a, b))
 
 
 def sqdist(a: Expr, b: Expr) -> Expr:
     """|a - b|², with care for close points."""
-    if a.feature is not None and a.feature == b.feature and not a.is_pair and not b.is_pair and a.rows and b.cols:
-        return node("sqdist", (a, b), (), rows=True, cols=True, feature=None, dtype="float")
-    if a.feature is not None and a.feature == b.feature and not a.is_pair and not b.is_pair and a.cols and b.rows:
-        return sqdist(b, a)
+    sides = _row_and_col(a, b)
+    if sides is not None:
+        return node("sqdist", sides, (), rows=True, cols=True, feature=None, dtype="float")
     return fsum(apply("square", apply("sub", a, b)))
 
 

@@ -105,17 +105,22 @@ def _pick_pullback(over: str, params: tuple, fields: list, results: list, g: lis
     return [None, torch.where(hit, inner, 0.0), weight * g[0]]
 
 
+def no_gradient(monoid: type) -> NoGradientError:
+    """What to say of a monoid whose gradient was asked for and that has none."""
+    return NoGradientError(
+        detail=f"a gradient was asked of {monoid.__name__}, which has no local gradient",
+        fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
+    )
+
+
 def _user_pullback(over: str, params: tuple, fields: list, results: list, g: list) -> list:
     (monoid,) = params
     names = list(monoid.fields())
     if not monoid.has_gradient:
-        raise NoGradientError(
-            detail=f"a gradient was asked of {monoid.__name__}, which has no local gradient",
-            fix="Add pullback(c, a, g) (Theorem 2.1), or remove(c, a), to the monoid",
-        )
+        raise no_gradient(monoid)
     whole, part = (monoid(**dict(zip(names, values, strict=True))) for values in (results, fields))
     cotangents = monoid(**{n: 0.0 if v is None else v for n, v in zip(names, g, strict=True)})
-    if "pullback" in monoid.__dict__ or getattr(monoid, "pullback", None) is not getattr(Monoid, "pullback", None):
+    if monoid.gradient_road == "pullback":
         pulled = monoid.pullback(whole, part, cotangents)
         return [getattr(pulled, n) for n in names]
     return _pullback_from_remove(monoid, names, whole, part, cotangents)
