@@ -258,9 +258,9 @@ def fsum(x: Expr) -> Expr:
     if not x.is_pair:
         return _feature_node("fsum", x)
     if x.op == "square" and x.args[0].op == "sub":
-        a, b = x.args[0].args
-        if a.feature and b.feature and not a.is_pair and not b.is_pair and a.rows != b.rows:
-            return sqdist(a, b)
+        sides = _row_and_col(*x.args[0].args)
+        if sides is not None:
+            return sqdist(*sides)
     if x.op in ("add", "sub"):  # splitting keeps each part in its best form
         left, right = (fsum(a if a.feature is not None else spread(a, x.feature)) for a in x.args)
         return apply(x.op, left, right)

@@ -147,25 +147,3 @@ def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: 
                 order.append(current)
                 stack.pop()
     return order
-
-
-def structure(roots: Iterable[Expr]) -> str:
-    """A text that is equal for equal programs, in any process: the key of every cache."""
-    number: dict[Expr, int] = {}
-    lines = []
-    for e in topological(tuple(roots)):
-        number[e] = len(number)
-        attrs = ",".join(_attr_text(a) for a in e.attrs)
-        lines.append(
-            f"{e.op}[{attrs}]({','.join(str(number[a]) for a in e.args)})"
-            f":{int(e.rows)}{int(e.cols)}{e.feature}{e.dtype}"
-        )
-    return "\n".join(lines)
-
-
-def _attr_text(value: object) -> str:
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, tuple):
-        return "(" + ",".join(_attr_text(v) for v in value) + ")"
-    return f"{type(value).__name__}:{value!r}"
