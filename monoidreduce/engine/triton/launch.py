@@ -174,7 +174,7 @@ class Launch:
         key = (self.fold, self.over, self.lengths, self.blocks, tuple(asked.values()), device)
         if key not in _BOUNDS:
             edges = skip.bounds(self.fold, self.over, asked, self.lengths, self.blocks, torch.device("cpu"))
-            walks = edges[0, :, 3] - edges[0, :, 0]
+            walks = edges[0, :, -1] - edges[0, :, 0]
             _BOUNDS[key] = edges.to(device), int(walks[-1] > walks[0])
             while len(_BOUNDS) > 256:
                 del _BOUNDS[next(iter(_BOUNDS))]

@@ -38,6 +38,7 @@ class Values:
         self.spec = spec
         self.float = f"tl.{spec.compute}"
         self.before: list[str] = []
+        self.early: list[str] = []  # the beginning of the loop: loads whose wait then hides behind a product
         self.inside: list[str] = []
         self.outer: dict[object, str] = {}
         self.inner: dict[object, str] = {}
@@ -47,19 +48,18 @@ class Values:
         self.state_width = 0  # features of all running sums
         self.scalars = False  # inside a monoid's combine: plain literals only
 
-    def loop(self, masked: bool) -> list[str]:
+    def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
-        self.inside, self.inner, self.masked = [], {}, masked
-        return self.inside
+        self.early, self.inside, self.inner, self.masked = [], [], {}, masked
 
-    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
+    def bind(self, key: object, text: str, folded: bool, name: str = "", early: bool = False) -> str:
         """Name a value, once; before the loop unless it varies along the folded axis."""
         found = self.outer.get(key) or self.inner.get(key)
         if found:
             return found
         if not name:
             name, self.count = f"v{self.count}", self.count + 1
-        (self.inside if folded else self.before).append(f"{name} = {text}")
+        (self.early if folded and early else self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
 
@@ -75,7 +75,7 @@ class Values:
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
+        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e), early=e.op == "leaf")
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
@@ -127,13 +127,18 @@ class Values:
             return text if kind == self.spec.compute else f"{text}.to({self.float})"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
-    def pointer(self, e: Expr) -> str:
-        """Where a leaf's tile (or its batch element) begins."""
+    def base(self, e: Expr) -> str:
+        """Where a leaf's batch element begins."""
         name = str(e.attrs[0])
         batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
-        base = self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+        return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+
+    def pointer(self, e: Expr) -> str:
+        """Where a leaf's tile (or its batch element) begins."""
+        name, base = str(e.attrs[0]), self.base(e)
         if self.spec.folds(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+            text = f"{base} + tl.cast(start, tl.int64) * {name}_s"
+            return self.bind((e, "at"), text, True, f"{name}_at", early=e.feature is None)
         if self.spec.keeps(e):
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
@@ -213,9 +218,10 @@ class Values:
             if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
                 return f"{self._exp(x)} * decay({self.number(total)})"
             core, factor = self.linear(x.args[0])
+            pair = self._argument(core, "float")
             shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
             shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
-            return f"tl.exp2({self._argument(core, 'float')} * {factor} - {shift})"
+            return f"tl.exp2({pair} * {factor} - {shift})"
         if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
             parts = []
             for a in x.args:
