@@ -24,7 +24,7 @@ from ..program.reductions import KINDS
 from . import library
 from .evaluate import Sizes
 from .registry import FOLDERS
-from .script import Script, fit, script
+from .script import Script, missing, script
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -112,6 +112,7 @@ class _Traced(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
         context, leaves, results = _kept(ctx)
+        leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
         asked = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
@@ -124,8 +125,9 @@ class _Traced(torch.autograd.Function):
                 cotangents[k] = value
             return tuple(t for t in _gradients(context, leaves, results, asked, cotangents) if t is not None)
 
-        _, pull = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))
-        found = iter(pull(tuple(tangents_given)))
+        with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
+            _, pull = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))
+            found = iter(pull(tuple(tangents_given)))
         return tuple(next(found) if k in moving else None for k in range(len(results)))
 
     @staticmethod
@@ -138,6 +140,11 @@ class _Traced(torch.autograd.Function):
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
         results = _Traced.apply(replace(context, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)
+
+
+def _primal(value: Any) -> Any:
+    """Without the tangent of the present level, which would call ``jvp`` again."""
+    return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
@@ -191,12 +198,13 @@ def _gradients(
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    key = (asked, tuple(g is not None for g in cotangents))
+    numbers = tuple(not isinstance(v, Tensor) for v in leaves)
+    key = (asked, tuple(g is not None for g in cotangents), numbers)
     made = context.gradients.get(key)
     if made is None:
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
     pool = [*leaves, *results, *cotangents]
-    values = iter(made.script.run([pool[k] for k in made.sources], context.sizes, made.walk))
+    values = iter(made.script.run(context.sizes, made.walk, *(pool[k] for k in made.sources)))
     grads: list[Tensor | None] = [None] * len(leaves)
     for place, e in made.outputs:
         leaf = leaves[place]
@@ -206,15 +214,15 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]
+    fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
     results, cotangents, outputs = gradient(fold.reductions, fold.leaves, asked, given)
     program = lower(tuple(e for e in outputs if e is not None))
     names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
-    made = script(program)
+    made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
     lowered = iter(program.outputs)
     wanted = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if asked[k]]
-    return made, tuple(names[n] for n, _ in made.inputs), tuple(wanted)
+    return made, tuple(names[n] for n in made.inputs), tuple(wanted)
 
 
 def _zero(leaf: Tensor) -> Tensor:
@@ -228,8 +236,8 @@ def _as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr) -> Tensor:
     """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
-    if e.axes != expr.axes:
-        value = fit(value, e, expr)  # an axis that the gradient does not vary along has size 1
+    for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
+        value = value.unsqueeze(at)
     if value.shape != leaf.shape:
         value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
     return value if value.dtype == leaf.dtype else value.to(leaf.dtype)

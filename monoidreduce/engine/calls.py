@@ -23,7 +23,7 @@ from . import reference
 from .arguments import padded
 from .autograd import Walk
 from .evaluate import Sizes, from_layout
-from .script import Script, script
+from .script import Script, inputs, script
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
@@ -67,14 +67,15 @@ class Plan:
         engine: str,
     ) -> Plan:
         places = {name: k for k, name in enumerate(parameters)}
-        made = script(lower(traced.outputs))
+        program = lower(traced.outputs)
+        made = script(program, frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor)))
         rank = len(sizes.batch)
         return Plan(
             traced,
             made,
             sizes,
             Walk(engine),
-            tuple((places[n], _view(values[n], parameters[n], rank)) for n, _ in made.inputs),
+            tuple((places[n], _view(values[n], parameters[n], rank)) for n in made.inputs),
             tuple((places[n], values[n]) for n in traced.fixed),
             tuple(_shape(e, sizes, out) for e in traced.outputs),
         )
@@ -84,13 +85,13 @@ class Plan:
         return all(values[at] == v and type(values[at]) is type(v) for at, v in self.fixed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        given = [values[at] if view is None else view(values[at]) for at, view in self.given]
-        found = self.script.run(given, self.sizes, self.walk)
+        given = (values[at] if view is None else view(values[at]) for at, view in self.given)
+        found = self.script.run(self.sizes, self.walk, *given)
         return self._packed(found)
 
-    def dense(self, inputs: dict[str, Any], limit: int | None) -> Any:
+    def dense(self, given: dict[str, Any], limit: int | None) -> Any:
         """The same by the dense oracle, which shares nothing with the script but the arguments."""
-        found = reference.run(self.traced.outputs, inputs, self.sizes, limit)
+        found = reference.run(self.traced.outputs, given, self.sizes, limit)
         return self._packed([from_layout(v, e) for v, e in zip(found, self.traced.outputs, strict=True)])
 
     def _packed(self, found: list[Any]) -> Any:

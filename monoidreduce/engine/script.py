@@ -1,9 +1,9 @@
-"""A lowered program as a straight line of steps, compiled once and independent of sizes.
+"""A lowered program as a straight line of torch calls: written once as a Python function, independent of sizes.
 
 What ``evaluate.py`` finds out node by node at every call (the order, which arguments need an axis, which numbers need
 a tensor) is decided here once. Outside the passes every value lives on one side at most, so it is held as users hold
 it, ``[*batch, M or N, f]``: what is fed to a fold and what comes out of one needs no view at all. Differentiable by
-autograd, and traceable: a step is a torch call.
+autograd, and traceable.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from .evaluate import Sizes, cast, from_layout, to_layout
 
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes], Sequence[Tensor]]
-Step = Callable[[list[Value], Sizes, Folder], None]
 
 _KINDS = {"bool": torch.bool, "int": torch.int64}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
-# Primitives that take a Python number as their second argument, and what to call when it is the first.
+# Primitives whose second argument may be a Python number, and what to call when the first is one.
 _MIRRORED: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "mul": torch.mul,
@@ -46,125 +45,133 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Script:
-    """Steps over slots: inputs are put into theirs, the steps run in order, outputs are taken from theirs."""
+    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes."""
 
-    inputs: tuple[tuple[str, int], ...]
-    outputs: tuple[tuple[Expr, int], ...]
-    steps: tuple[Step, ...]
-    blank: tuple[Value, ...]  # the slots before a run: constants are there already
+    inputs: tuple[str, ...]
+    outputs: tuple[Expr, ...]
+    run: Callable[..., list[Value]]
+    text: str
 
-    def run(self, values: Sequence[Value], sizes: Sizes, folder: Folder) -> list[Value]:
-        """The outputs, given the inputs in order; ``folder`` runs the passes."""
-        slots = list(self.blank)
-        for (_, slot), value in zip(self.inputs, values, strict=True):
-            slots[slot] = value
-        for step in self.steps:
-            step(slots, sizes, folder)
-        return [slots[slot] for _, slot in self.outputs]
+
+def inputs(program: Lowered) -> tuple[str, ...]:
+    """The names of a program's inputs, in the order in which its script takes them."""
+    roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
+    return tuple(e.attrs[0] for e in topological(roots) if e.op in ("input", "leaf"))
 
 
 @functools.lru_cache(maxsize=4096)
-def script(program: Lowered) -> Script:
-    """Compile a program."""
-    slots: dict[Expr, int] = {}
-    blank: list[Value] = []
-    steps: list[Step] = []
-
-    def slot(e: Expr) -> int:
-        if e not in slots:
-            slots[e] = len(blank)
-            blank.append(e.attrs[0] if e.op == "const" else float("nan") if e.op == "nan" else None)
-        return slots[e]
-
-    def reach(roots: Sequence[Expr]) -> None:
-        for e in topological(roots, stop=done.__contains__):
-            if e not in done:
-                done.add(e)
-                place = slot(e)
-                if e.op not in ("input", "leaf", "const", "nan"):
-                    steps.append(_step(e, place, [slot(a) for a in e.args]))
-
-    done: set[Expr] = set()
+def script(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
+    """Write a program down; ``numbers`` are the inputs that are Python numbers."""
+    writer = _Writer(numbers)
     for p in program.passes:
-        reach(p.feeds)
-        steps.append(_pass(p.fold, [slot(e) for e in p.feeds], [[slot(e) for e in nodes] for nodes in p.results]))
-        done.update(e for nodes in p.results for e in nodes)
-    reach(program.outputs)
-    inputs = tuple((e.attrs[0], at) for e, at in slots.items() if e.op in ("input", "leaf"))
-    return Script(inputs, tuple((e, slots[e]) for e in program.outputs), tuple(steps), tuple(blank))
+        writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
+    returned = ", ".join(writer.of(e) for e in program.outputs)
+    names = inputs(program)
+    given = "".join(f", {writer.inputs.get(n, f'unused_{k}')}" for k, n in enumerate(names))
+    text = "\n    ".join([f"def run(S, folder{given}):", "C = S.compute", *writer.lines, f"return [{returned}]"])
+    exec(compile(text, "<script>", "exec"), writer.scope)
+    return Script(names, program.outputs, writer.scope["run"], text)
 
 
-def _pass(fold: Fold, feeds: list[int], results: list[list[int]]) -> Step:
-    def step(slots: list[Value], sizes: Sizes, folder: Folder) -> None:
-        for value, places in zip(folder(fold, [slots[f] for f in feeds], sizes), results, strict=True):
-            for place in places:
-                slots[place] = value
+class _Writer:
+    """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
-    return step
+    def __init__(self, numbers: frozenset[str]):
+        self.numbers = numbers
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"filled": _filled, "number": _number}
+        self.names: dict[Expr, str] = {}
+        self.inputs: dict[str, str] = {}
+        self.plain: set[Expr] = set()  # nodes whose values are Python numbers
+        self.views: dict[tuple[str, str], str] = {}
+
+    def of(self, e: Expr) -> str:
+        """The name of a node's value, written if it is not yet."""
+        for n in topological([e], stop=self.names.__contains__):
+            if n not in self.names:
+                self.names[n] = self._node(n)
+        return self.names[e]
+
+    def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
+        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S)")
+        for k, nodes in enumerate(results):
+            for e in nodes:
+                self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
+
+    def _line(self, expression: str) -> str:
+        self.lines.append(f"v{len(self.lines)} = {expression}")
+        return f"v{len(self.lines) - 1}"
+
+    def _keep(self, thing: Any) -> str:
+        name = f"k{len(self.scope)}"
+        self.scope[name] = thing
+        return name
+
+    def _node(self, e: Expr) -> str:
+        if e.op in ("input", "leaf"):
+            name = self.inputs[e.attrs[0]] = f"x{len(self.inputs)}"
+            if e.attrs[0] in self.numbers:
+                self.plain.add(e)
+            return name
+        if e.op in ("const", "nan"):
+            self.plain.add(e)
+            return self._keep(e.attrs[0] if e.op == "const" else float("nan"))
+        if e.op == "size":
+            self.plain.add(e)
+            return self._line(f"S.of({e.attrs[0]!r})")
+        if e.op in PRIMITIVES:
+            return self._primitive(e)
+        name = e.op.removesuffix("_index")
+        args = [self._raised(a) for a in e.args]
+        if name in _TEXTS and e.args[0] not in self.plain:
+            return self._line(_TEXTS[name].format(*args, *e.attrs))
+        return self._line(f"{self._keep(_OTHERS[name](e))}({', '.join(['S', *args])})")
+
+    def _raised(self, e: Expr) -> str:
+        """A value in the type of the arithmetic: 16-bit inputs are raised, once."""
+        name = self.names[e]
+        if e.op not in ("input", "leaf") or e.dtype != "float" or e in self.plain:
+            return name
+        return self._view(name, f"{name} if {name}.dtype is C else {name}.to(C)")
+
+    def _view(self, name: str, text: str) -> str:
+        if (name, text) not in self.views:
+            self.views[name, text] = self._line(text)
+        return self.views[name, text]
+
+    def _primitive(self, e: Expr) -> str:
+        numbers = sum(1 << k for k, a in enumerate(e.args) if a in self.plain)
+        if numbers == (1 << len(e.args)) - 1:
+            self.plain.add(e)
+            return self._line(f"number({self._keep(e)}, ({', '.join(self.names[a] for a in e.args)},))")
+        args = [self.names[a] if a in self.plain else self._fitted(a, e) for a in e.args]
+        if e.op == "cast":
+            return self._line(f"{self._keep(cast)}({args[0]}, {e.attrs[0]!r}, C)")
+        primitive = PRIMITIVES[e.op]
+        attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
+        function = self._keep(functools.partial(primitive.torch, **attributes) if attributes else primitive.torch)
+        direct, mirrored = _takes_numbers(e)
+        if numbers == 1 and mirrored is not None:
+            return self._line(f"{self._keep(mirrored)}({args[1]}, {args[0]})")
+        if numbers not in direct:
+            args = [f"filled({a}, {x.dtype!r}, S)" if x in self.plain else a for a, x in zip(args, e.args, strict=True)]
+        found = self._line(f"{function}({', '.join(args)})")
+        kinds = {x.dtype for x in e.args}
+        exact = e.dtype != "float" or ("float" in kinds and "int" not in kinds)
+        return found if exact else self._line(f"{found} if {found}.dtype is C else {found}.to(C)")
+
+    def _fitted(self, have: Expr, want: Expr) -> str:
+        """A raised value with the axes that ``want`` has and ``have`` has not, of size 1."""
+        name = self._raised(have)
+        for at in missing(have, want):
+            name = self._view(name, f"{name}.unsqueeze({at})")
+        return name
 
 
-def _step(e: Expr, place: int, args: list[int]) -> Step:
-    """One node: its value into its slot."""
-    if e.op in PRIMITIVES:
-        return _primitive(e, place, args)
-    evaluate = _reduce(e) if e.op == "reduce" else functools.partial(_OTHERS[e.op.removesuffix("_index")], e)
-    raised = [x.dtype == "float" for x in e.args]
-
-    def step(slots: list[Value], sizes: Sizes, folder: Folder) -> None:
-        values = [_raised(slots[a], sizes) if f else slots[a] for a, f in zip(args, raised, strict=True)]
-        slots[place] = evaluate(sizes, *values)
-
-    return step
-
-
-def _raised(value: Value, sizes: Sizes) -> Value:
-    """16-bit inputs in the type of the arithmetic."""
-    return value.to(sizes.compute) if isinstance(value, Tensor) and value.dtype != sizes.compute else value
-
-
-def fit(value: Tensor, have: Expr, want: Expr) -> Tensor:
-    """A view with the axes that ``want`` has and ``have`` has not, of size 1."""
+def missing(have: Expr, want: Expr) -> tuple[int, ...]:
+    """Where to insert the axes that ``want`` has and ``have`` has not."""
     vector, side = want.feature is not None, (want.rows or want.cols) and not (have.rows or have.cols)
-    if vector and have.feature is None:
-        value = value.unsqueeze(-1)
-    return value.unsqueeze(-2 if vector else -1) if side else value
-
-
-def _primitive(e: Expr, place: int, args: list[int]) -> Step:
-    primitive = PRIMITIVES[e.op]
-    attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-    floats = [x.dtype == "float" for x in e.args]
-    views = [x.axes != e.axes for x in e.args]
-    plain, mirrored = _takes_numbers(e)
-    wanted = list(zip(args, e.args, floats, views, strict=True))
-    is_float = e.dtype == "float"
-
-    def step(slots: list[Value], sizes: Sizes, folder: Folder) -> None:
-        values, numbers = [], 0
-        for k, (slot, x, floating, view) in enumerate(wanted):
-            value = slots[slot]
-            if not isinstance(value, Tensor):
-                numbers |= 1 << k
-            else:
-                if floating and value.dtype != sizes.compute:
-                    value = value.to(sizes.compute)
-                if view:
-                    value = fit(value, x, e)
-            values.append(value)
-        if numbers == (1 << len(values)) - 1:
-            slots[place] = _number(e, values)
-        elif e.op == "cast":
-            slots[place] = cast(values[0], e.attrs[0], sizes.compute)
-        elif numbers in plain:
-            slots[place] = primitive.torch(*values, **attributes)
-        elif numbers == 1 and mirrored is not None:
-            slots[place] = mirrored(values[1], values[0])
-        else:
-            made = [v if isinstance(v, Tensor) else filled(v, x, sizes) for v, x in zip(values, e.args, strict=True)]
-            found = primitive.torch(*made, **attributes)
-            slots[place] = found.to(sizes.compute) if is_float and found.dtype != sizes.compute else found
-
-    return step
+    return (*((-1,) if vector and have.feature is None else ()), *((-2 if vector else -1,) if side else ()))
 
 
 def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
@@ -174,8 +181,7 @@ def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
     """
     order = [_ORDER[x.dtype] for x in e.args]
     if e.op == "where":
-        alike = order[1] == order[2] != 0
-        return frozenset({0, 2, 4} if alike else {0}), None
+        return frozenset({0, 2, 4} if order[1] == order[2] > 0 else {0}), None
     if e.op in _MIRRORED or e.op == "div":
         second = order[0] >= order[1] and order[0] > (1 if e.op == "div" else 0)
         first = order[1] >= order[0] and order[1] > 0
@@ -183,18 +189,21 @@ def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
     return frozenset({0}), None
 
 
-def filled(value: Value, e: Expr, sizes: Sizes) -> Tensor:
+def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
     """A number as a tensor, filled where it is needed: no copy, no wait."""
-    return torch.full((), value, dtype=_KINDS.get(e.dtype, sizes.compute), device=sizes.device)
+    return torch.full((), value, dtype=_KINDS.get(kind, sizes.compute), device=sizes.device)
 
 
-def _number(e: Expr, values: list[Value]) -> Value:
+# Numbers
+
+
+def _number(e: Expr, values: tuple[Value, ...]) -> Value:
     """Arithmetic on numbers only: exact, in float64, and it stays a number."""
     if any(isinstance(v, torch.SymInt | torch.SymFloat) for v in values):  # a length that the compiler leaves open
         if e.op in _OPEN:
             return _OPEN[e.op](*values)
-        values = [int(v) if isinstance(v, torch.SymInt) else float(v) for v in values]
-    return _computed(e, tuple(values), tuple(map(repr, values)))  # the texts tell -0.0 from 0.0 and 1 from True
+        values = tuple(int(v) if isinstance(v, torch.SymInt) else float(v) for v in values)
+    return _computed(e, values, tuple(map(repr, values)))  # the texts tell -0.0 from 0.0 and 1 from True
 
 
 _OPEN: dict[str, Callable[..., Any]] = {
@@ -217,6 +226,8 @@ def _computed(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Val
 
 # What is no primitive
 
+_TEXTS = {"fsum": "{0}.sum(-1)", "famax": "{0}.amax(-1)", "famin": "{0}.amin(-1)", "component": "{0}[..., {1}]"}
+
 
 def _reduce(e: Expr) -> Callable[..., list[Value]]:
     """A reduction of a row or column vector, which torch does: its results, in the layout of ``evaluate.py``."""
@@ -226,7 +237,7 @@ def _reduce(e: Expr) -> Callable[..., list[Value]]:
     def evaluate(sizes: Sizes, *values: Value) -> list[Value]:
         ones = (1,) * len(sizes.batch)
         tensors = [
-            v if isinstance(v, Tensor) else filled(v, a, sizes).expand(*ones, *((1,) * (a.feature is not None)))
+            v if isinstance(v, Tensor) else _filled(v, a.dtype, sizes).expand(ones)
             for v, a in zip(values, e.args, strict=True)
         ]
         fields = [to_layout(v, a) for v, a in zip(tensors, e.args, strict=True)]
@@ -235,33 +246,32 @@ def _reduce(e: Expr) -> Callable[..., list[Value]]:
     return evaluate
 
 
-def _index(e: Expr, sizes: Sizes) -> Tensor:
-    if e.op == "batch_index":
-        return torch.arange(_count(sizes.batch), device=sizes.device).view(sizes.batch)
-    length = sizes.rows if e.op == "row_index" else sizes.cols
-    return torch.arange(length, device=sizes.device).view(*(1,) * len(sizes.batch), length)
+def _index(e: Expr) -> Callable[[Sizes], Tensor]:
+    def evaluate(sizes: Sizes) -> Tensor:
+        if e.op == "batch_index":
+            count = functools.reduce(operator.mul, sizes.batch, 1)
+            return torch.arange(count, device=sizes.device).view(sizes.batch)
+        length = sizes.rows if e.op == "row_index" else sizes.cols
+        return torch.arange(length, device=sizes.device).view(*(1,) * len(sizes.batch), length)
+
+    return evaluate
 
 
-def _count(batch: Sequence[int]) -> int:
-    return functools.reduce(operator.mul, batch, 1)
+def _spread(e: Expr) -> Callable[[Sizes, Value], Tensor]:
+    def evaluate(sizes: Sizes, x: Value) -> Tensor:
+        count = sizes.of(str(e.attrs[0]))
+        if not isinstance(x, Tensor):
+            return _filled(x, e.dtype, sizes).expand(*(1,) * len(sizes.batch), count)
+        return x.unsqueeze(-1).expand(*x.shape, count)
+
+    return evaluate
 
 
-def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
-    count = sizes.of(str(e.attrs[0]))
-    if not isinstance(x, Tensor):
-        return filled(x, e, sizes).expand(*(1,) * len(sizes.batch), count)
-    return x.unsqueeze(-1).expand(*x.shape, count)
-
-
-_OTHERS: dict[str, Callable[..., Value]] = {
-    "size": lambda e, sizes: sizes.of(e.attrs[0]),
+_OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
     "row": _index,
     "col": _index,
     "batch": _index,
-    "result": lambda e, sizes, found: from_layout(found[e.attrs[0]], e),
-    "fsum": lambda e, sizes, x: x.sum(-1),
-    "famax": lambda e, sizes, x: x.amax(-1),
-    "famin": lambda e, sizes, x: x.amin(-1),
-    "component": lambda e, sizes, x: x[..., e.attrs[0]],
+    "reduce": _reduce,
+    "result": lambda e: lambda sizes, found: from_layout(found[e.attrs[0]], e),
     "spread": _spread,
 }
