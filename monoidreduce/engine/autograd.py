@@ -133,10 +133,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, context: Context, *leaves: Any) -> tuple:
         """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
-        moved = [
-            v if not isinstance(v, Tensor) else v.unsqueeze(0) if d is None else v.movedim(d, 0)
-            for v, d in zip(leaves, in_dims[1:], strict=True)
-        ]
+        moved = library.in_front(leaves, in_dims[1:])
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
         results = _Traced.apply(replace(context, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)

@@ -72,7 +72,8 @@ def _run(
     for place, number in zip(places, numbers, strict=True):
         given.insert(place, number)
     sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
-    return list(FOLDERS[engine](_FOLDS[fold], given, sizes))
+    with torch.no_grad():  # gradients are autograd.py's business
+        return list(FOLDERS[engine](_FOLDS[fold], given, sizes))
 
 
 def _fake(
@@ -111,6 +112,26 @@ def shapes(fold: Fold, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]
 
 library.impl("fold", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("monoidreduce::fold", _fake, lib=library)
+
+
+def in_front(leaves: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Leaves with a mapped dimension as the first batch dimension; those that do not have it broadcast."""
+    return [
+        v if not isinstance(v, Tensor) else v.unsqueeze(0) if d is None else v.movedim(d, 0)
+        for v, d in zip(leaves, dims, strict=True)
+    ]
+
+
+def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
+    numbers, places, rows, cols, batch, *others = rest
+    moved = in_front(leaves, dims[2])
+    found = torch.ops.monoidreduce.fold(
+        fold, engine, moved, numbers, places, rows, cols, [info.batch_size, *batch], *others
+    )
+    return found, [0] * len(found)
+
+
+torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 
 
 @functools.lru_cache(maxsize=4096)
