@@ -213,7 +213,7 @@ def _gradients(
 def _gradient_program(
     fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
-    results, cotangents, outputs = gradient(fold.reductions, fold.leaves, asked, given)
+    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
     program = lower(tuple(e for e in outputs if e is not None))
     names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
     made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))

@@ -137,10 +137,11 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
-    order = topological((*fold.leaves, *fold.reductions))
+    parts = (fold.leaves, fold.reductions, fold.scales)
+    order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}
     lines = [_line(e, number) for e in order]
-    lines.append(f"{[number[e] for e in fold.leaves]} {[number[e] for e in fold.reductions]}")
+    lines += [str([number[e] for e in part]) for part in parts]
     found = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
     with _lock:
         _FOLDS[found] = fold
