@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import autograd, registry
-from .engine.arguments import check_kind, check_sizes, number_class, padded, shown, sizes_of
+from .engine import autograd, compiled, registry
+from .engine.arguments import check_kind, check_sizes, number_class, shown, sizes_of
 from .engine.calls import Plan, key_of
 from .engine.eager import walk
 from .engine.evaluate import Sizes
-from .errors import ArgumentError, MonoidReduceError
+from .errors import ArgumentError, MonoidReduceError, TraceError
 from .program import declare
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
@@ -46,6 +46,7 @@ class Op:
         }
         self._defaults = tuple(p.default for p in self.parameters.values())
         self._static = tuple(p.axis == "static" for p in self.parameters.values())
+        self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
         self._plans: dict[tuple, tuple[Plan, ...]] = {}
         self._lock = threading.Lock()
@@ -54,22 +55,19 @@ class Op:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled(args, kwargs)
         engine, key = registry.engine(), None
         values = self._lined_up(args, kwargs)
-        if values is not None and engine != "reference" and autograd.straight():
+        if values is not None and autograd.straight():
             key = key_of(values, self._static, engine)
             for plan in () if key is None else self._plans.get(key, ()):
                 if plan.serves(values):
                     return plan(values)
-        traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.of(traced, self.parameters, bound, sizes, out, engine)
-        if engine == "reference":
-            rank = len(sizes.batch)
-            inputs = {n: padded(v, self.parameters[n], rank) for n, v in bound.items() if v is not None}
-            return plan.dense(inputs, registry.settings().limit)
+        plan, bound = self._planned(args, kwargs, engine)
         if key is not None:
             self._keep(key, plan)
-        return plan(list(bound.values()))
+        return plan(bound)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
@@ -98,6 +96,11 @@ class Op:
 
     # Plans
 
+    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Plan, Sequence[Any]]:
+        """A plan by the long way, through every check, and the arguments in its order."""
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        return Plan.of(traced, self.parameters, bound, sizes, out, engine), list(bound.values())
+
     def _lined_up(self, args: tuple, kwargs: dict) -> Sequence[Any] | None:
         """The arguments in the order of the parameters; None where they do not fit, which binding explains."""
         if len(args) == len(self._defaults) == self._positional:
@@ -117,6 +120,45 @@ class Op:
             while len(self._plans) >= _PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = (plan, *self._plans.get(key, ())[: _CHOICES - 1])
+
+    # Inside torch.compile
+
+    def _compiled(self, args: tuple, kwargs: dict) -> Any:
+        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
+        choices: list[Any] = []
+        values, named = list(args), dict(kwargs)
+        for at, name in enumerate(self._choices):
+            if name is not None and at < len(values):
+                choices += (name, values[at])
+                values[at] = None
+            elif name is not None and name in named:
+                choices += (name, named.pop(name))
+        call = self._call_name(*choices)
+        results = compiled.in_graph(call, *values, **named)
+        return compiled.filled(getattr(self, self._form_name()), results)
+
+    @compiled.constant
+    def _call_name(self, *choices: Any) -> str:
+        return compiled.name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
+
+    @compiled.constant
+    def _form_name(self) -> str:
+        """The attribute where the form of the last results is kept: there dynamo can guard it."""
+        form = compiled.last_form()
+        name = f"_form_{form!r}"
+        setattr(self, name, form)
+        return name
+
+    def _run_in_graph(self, choices: compiled.Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+        chosen = dict(choices)
+        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
+        given, named = (*values, *args[len(values) :]), kwargs | chosen
+        try:
+            plan, bound = self._planned(*compiled.opened(given, named), registry.engine())
+        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
+            plan, bound = self._planned(*compiled.closed(given, named), registry.engine())
+        results = plan.results(bound)
+        return results, plan.traced.pack(list(range(len(results))))
 
     # Binding and checking
 
@@ -151,6 +193,8 @@ class Op:
                 plain[name] = value
             elif isinstance(value, Tensor):
                 dtypes[name] = number_class(value.dtype)
+            elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
+                dtypes[name] = "float" if p.python is float else "int"
             else:
                 plain[name] = value.item() if hasattr(value, "item") else value
                 if p.python is int and not isinstance(plain[name], bool):

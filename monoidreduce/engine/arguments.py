@@ -51,7 +51,7 @@ def check_kind(p: Parameter, value: Any) -> None:
             raise ArgumentError(
                 detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
             )
-        elif not isinstance(value, int | float) and not hasattr(value, "item"):
+        elif not isinstance(value, int | float | torch.SymInt) and not hasattr(value, "item"):
             raise ArgumentError(
                 detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a number"
             )

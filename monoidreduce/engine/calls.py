@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..program.declare import Parameter
-from ..program.expr import Expr
+from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import reference
+from . import reference, registry
 from .arguments import padded
 from .autograd import Walk
 from .evaluate import Sizes, from_layout
-from .script import Script, inputs, script
+from .script import inputs, script
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
@@ -50,10 +50,9 @@ class Plan:
     """One traced program on arguments of one kind."""
 
     traced: Traced
-    script: Script
     sizes: Sizes
-    walk: Walk
-    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of the script: which argument, and its view
+    run: Callable[..., list[Any]]
+    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which argument, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -67,15 +66,12 @@ class Plan:
         engine: str,
     ) -> Plan:
         places = {name: k for k, name in enumerate(parameters)}
-        program = lower(traced.outputs)
-        made = script(program, frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor)))
-        rank = len(sizes.batch)
+        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine)
         return Plan(
             traced,
-            made,
             sizes,
-            Walk(engine),
-            tuple((places[n], _view(values[n], parameters[n], rank)) for n in made.inputs),
+            run,
+            tuple((places[n], _view(values[n], parameters[n], len(sizes.batch))) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed),
             tuple(_shape(e, sizes, out) for e in traced.outputs),
         )
@@ -85,17 +81,32 @@ class Plan:
         return all(values[at] == v and type(values[at]) is type(v) for at, v in self.fixed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        given = (values[at] if view is None else view(values[at]) for at, view in self.given)
-        found = self.script.run(self.sizes, self.walk, *given)
-        return self._packed(found)
+        return self.traced.pack(self.results(values))
 
-    def dense(self, given: dict[str, Any], limit: int | None) -> Any:
-        """The same by the dense oracle, which shares nothing with the script but the arguments."""
-        found = reference.run(self.traced.outputs, given, self.sizes, limit)
-        return self._packed([from_layout(v, e) for v, e in zip(found, self.traced.outputs, strict=True)])
+    def results(self, values: Sequence[Any]) -> list[Tensor]:
+        """The results in order, before the body's own form is put on them."""
+        found = self.run(*(values[at] if view is None else view(values[at]) for at, view in self.given))
+        return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
 
-    def _packed(self, found: list[Any]) -> Any:
-        return self.traced.pack([as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)])
+
+def _walk(traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str) -> tuple[tuple[str, ...], Callable]:
+    """By passes: the names of the inputs, and what runs on them."""
+    program = lower(traced.outputs)
+    numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
+    made = script(program, numbers)
+    return made.inputs, functools.partial(made.run, sizes, Walk(engine))
+
+
+def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
+    """By the dense oracle, which shares nothing with the passes but the arguments."""
+    names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
+
+    def run(*given: Any) -> list[Any]:
+        known = dict(zip(names, given, strict=True))
+        found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
+        return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
+
+    return names, run
 
 
 def _view(value: Any, p: Parameter, rank: int) -> Callable[[Any], Any] | None:
@@ -115,7 +126,7 @@ def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None) -> tuple[tuple[int, .
     return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
 
 
-def as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
+def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
     """A result in its output's shape and type."""
     shape, dtype = output
     if not isinstance(value, Tensor):
