@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import autograd, compiled, registry
+from .engine import autocast, autograd, compiled, registry
 from .engine.arguments import check_kind, check_sizes, number_class, shown, sizes_of
 from .engine.calls import Plan, key_of
 from .engine.eager import walk
@@ -57,6 +57,9 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
+        device = autocast.region(args or kwargs.values())
+        if device is not None:
+            return autocast.run(self, self.parameters, device, args, kwargs)
         engine, key = registry.engine(), None
         values = self._lined_up(args, kwargs)
         if values is not None and autograd.straight():
@@ -121,6 +124,17 @@ class Op:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = (plan, *self._plans.get(key, ())[: _CHOICES - 1])
 
+    # An op is its function: a copy is itself, and it is pickled by name, as functions are
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Op:
+        return self
+
+    def __reduce__(self) -> str:
+        return self.function.__qualname__
+
     # Inside torch.compile
 
     def _compiled(self, args: tuple, kwargs: dict) -> Any:
@@ -153,6 +167,9 @@ class Op:
         chosen = dict(choices)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
+        device = autocast.region((*given, *named.values()))
+        if device is not None:
+            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
         try:
             plan, bound = self._planned(*compiled.opened(given, named), registry.engine())
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too

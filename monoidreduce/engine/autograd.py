@@ -21,7 +21,7 @@ from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import library
+from . import autocast, library
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -163,7 +163,10 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-    return None, *_gradients(context, leaves, results, asked, cotangents)
+    if autocast.region(results) is None:
+        return None, *_gradients(context, leaves, results, asked, cotangents)
+    with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
+        return None, *_gradients(context, leaves, results, asked, cotangents)
 
 
 @functools.lru_cache(maxsize=4096)
