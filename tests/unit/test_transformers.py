@@ -196,7 +196,7 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
 
 def train(model, steps):
     """Losses of some steps of plain SGD with momentum on fixed random text."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for step in range(steps):
         ids = tokens(batch=4, length=24, seed=step % 5)
