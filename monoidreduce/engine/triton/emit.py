@@ -104,17 +104,17 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
             r.bounded = bounded
         plain = _turn(v, reductions, truths, masked=False)
         general = _turn(v, reductions, {}, masked=True)
-        lines[bounded] = _loops(v.spec, plain, general)
+        lines[bounded] = _loops(v.spec, plain, general, ("near" if bounded else "far") if soft else None)
     if not soft:
         return lines[False]
     return [
         "# norms bound the logits: where the bound is near, it stands in for the running maximum",
         *bounds,
-        f"if {' & '.join(f'{r.name}_near' for r in soft)}:",
-        *(f"    {r.name}_top = {r.name}_bound" for r in soft),
-        *(f"    {line}" for line in lines[True]),
-        "else:",
-        *(f"    {line}" for line in lines[False]),
+        f"near = {' & '.join(f'{r.name}_near' for r in soft)}",
+        *(f'{r.name}_top = tl.where(near, {r.name}_bound, float("-inf"))' for r in soft),
+        *lines[True],
+        "# else there is one",
+        *lines[False],
     ]
 
 
@@ -175,17 +175,14 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
-    names += ["bounds", "bounds_b", "order"] if spec.bounds else []
+    names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
     names += [f"{name}_reach" for name, _ in reaches(spec)]
-    return names, [*numbers, *sizes]
+    return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
 
 
 def _opening(spec: Spec) -> list[str]:
-    tile = "tl.load(order + tl.program_id(0) % tiles)  # the longest walks begin first"
-    lines = [
-        f"tile = {tile if spec.bounds else 'tl.program_id(0) % tiles'}",
-        "batch = tl.program_id(0) // tiles",
-    ]
+    lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
+    lines += ["tile += flip * (tiles - 1 - 2 * tile)  # the longest walks begin first"] if spec.bounds else []
     if spec.split:
         lines += ["part = batch // batches", "batch = batch % batches"]
     rest = "batch"
@@ -224,19 +221,28 @@ def _range(spec: Spec) -> list[str]:
     return lines
 
 
-def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
-    """The two loops: whole tiles, then those before and after them."""
+def _loops(spec: Spec, plain: list[str], general: list[str], when: str | None) -> list[str]:
+    """The two loops: whole tiles, then those before and after them; not at all where ``when`` is false.
+
+    A condition is an empty range, not a branch: around loops a branch would cost them their pipelines.
+    """
     count, turn = "1", "turn = whole_last + t"
     if spec.bounds or spec.split:
         count = "(whole_first - first) + (last - whole_last)"
         turn = "turn = first + t + tl.where(t < whole_first - first, 0, whole_last - whole_first)"
+    stop, turns = "whole_last", count
+    lines = ["far = near == 0"] if when == "far" else []
+    if when:
+        stop, turns = f"{when}_last", f"{when}_turns"
+        lines += [f"{stop} = tl.where({when}, whole_last, whole_first)", f"{turns} = tl.where({when}, {count}, 0)"]
     return [
-        "for t in range(whole_first, whole_last):",
+        *lines,
+        f"for t in range(whole_first, {stop}):",
         "    start = t * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in plain),
         "if RAGGED:",
-        f"    for t in range(0, {count}):",
+        f"    for t in range(0, {turns}):",
         f"        {turn}",
         "        start = turn * FOLDED",
         "        folded_at = start + tl.arange(0, FOLDED)",
