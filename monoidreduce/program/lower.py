@@ -93,10 +93,15 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
     return replace
 
 
+def _is_fed(e: Expr) -> bool:
+    """What a pass is given: what lives on one side, and what is given per pair."""
+    return not e.is_pair or e.op in ("input", "leaf")
+
+
 def _make_pass(reductions: list[Expr], order: list[Expr]) -> Pass:
     feeds: dict[Expr, Expr] = {}
-    for e in topological([a for r in reductions for a in r.args], stop=lambda e: not e.is_pair):
-        if not e.is_pair and e.op not in _BUILTIN:
+    for e in topological([a for r in reductions for a in r.args], stop=_is_fed):
+        if _is_fed(e) and e.op not in _BUILTIN:
             feeds[e] = node("leaf", (), (f"x{len(feeds)}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
     fields = build.substitute(tuple(a for r in reductions for a in r.args), feeds)
     renamed, at = [], 0

@@ -62,6 +62,8 @@ def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
         raise Unsupported("Triton is not installed")
     if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+    if any(e.is_pair for e in fold.leaves):
+        raise Unsupported("an argument is given per pair")
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
     batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
