@@ -219,10 +219,11 @@ def _sizes(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Si
         raise DeviceError(
             detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
         )
-    sides = {n: d for n, d in floats.items() if parameters[n].axis != "pairs"} or floats
+    sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
     dtype = next(iter(sides.values()), None)
     compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
-    if len({d for n, d in floats.items() if n in sides or d != compute}) > 1:  # a Pair may have the arithmetic's type
+    kinds = {d for n, d in floats.items() if n in sides or d != compute}  # a Pair or Batch may have the arithmetic's
+    if len(kinds) > 1:
         raise DTypeError(
             detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items())
         )

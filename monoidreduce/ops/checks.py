@@ -144,3 +144,14 @@ def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 def reduced(loss: Tensor, how: Reduction) -> Tensor:
     """A loss per row, averaged, added up or as it is."""
     return loss.mean() if how == "mean" else loss.sum() if how == "sum" else loss
+
+
+def integers(name: str, value: Tensor) -> None:
+    """Numbers that count or name something."""
+    if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
+
+
+def drawn_seed() -> int:
+    """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
+    return int(torch.randint(2**63 - 1, ()))
