@@ -5,15 +5,19 @@ May import the errors, the algebra, the program and the decorator; never an engi
 
 from .attention import attention
 from .contrastive import contrastive_loss
-from .cross_entropy import cross_entropy
-from .distributions import cross_entropy_distributions, cross_entropy_given, entropy
+from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
+from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
+from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
 from .pooling import MaxPool, max_pool_product
-from .sampling import Sample, sample
+from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 
 __all__ = [
+    "CrossEntropy",
+    "LogProbs",
     "MaxPool",
     "Sample",
+    "TopK",
     "attention",
     "contrastive_loss",
     "cross_entropy",
@@ -21,6 +25,15 @@ __all__ = [
     "cross_entropy_given",
     "entropy",
     "gated_mlp",
+    "linear_argmax",
+    "linear_cross_entropy",
+    "linear_cross_entropy_soft",
+    "linear_entropy",
+    "linear_jsd",
+    "linear_kl",
+    "linear_logprobs",
+    "linear_sample",
+    "linear_topk",
     "max_pool_product",
     "mlp",
     "sample",

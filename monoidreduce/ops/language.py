@@ -7,11 +7,11 @@ gathers them here once, and every layer imports this module as ``mr`` and reads 
 from __future__ import annotations
 
 from ..op import op
-from ..program.declare import Col, Row
-from ..program.reductions import argmax, gumbel, logsumexp, max, softmax_mean, sum
+from ..program.declare import Col, Pair, Row
+from ..program.reductions import argmax, gumbel, logsumexp, max, softmax_mean, sum, topk
 from ..program.symbol import col_index, num_cols, row_index
 
 __all__ = [
-    "Col", "Row", "argmax", "col_index", "gumbel", "logsumexp", "max", "num_cols",
-    "op", "row_index", "softmax_mean", "sum",
+    "Col", "Pair", "Row", "argmax", "col_index", "gumbel", "logsumexp", "max", "num_cols",
+    "op", "row_index", "softmax_mean", "sum", "topk",
 ]  # fmt: skip
