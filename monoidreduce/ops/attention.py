@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DTypeError, ShapeError
-from . import checks, heads
+from . import checks, grouping
 from . import language as mr
 
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -156,15 +156,16 @@ def attention(
     options["causal"], options["lower_right"] = _alignment(causal, is_causal)
     options["left"], options["right"] = _limits(window)
     if lengths is not None:
-        options["lengths"] = heads.per_sequence("lengths", lengths, "[B] or [B, H]", 0, q)
+        options["lengths"] = grouping.per_sequence("lengths", lengths, "[B] or [B, H]", 0, q)
         _within("lengths", lengths, k)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
-    if _probability("dropout_p", dropout_p):
+    checks.between("dropout_p", dropout_p, 0, 1)
+    if dropout_p > 0:
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.drawn_seed() if seed is None else seed
         options["dropout_p"] = float(dropout_p)
-    layout = heads.Groups.of(q, k, v) if enable_gqa else None
+    layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
     result = _attention(q, k, v, scale, bool(return_lse), **options)
@@ -285,7 +286,7 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     else:
         rows = cols = documents
     row, col = (
-        heads.per_sequence("documents", t, "[L] or [B, L], or a pair of them", 1, side)
+        grouping.per_sequence("documents", t, "[L] or [B, L], or a pair of them", 1, side)
         for t, side in ((rows, q), (cols, k))
     )
     if row.shape[-1] != q.shape[-2] or col.shape[-1] != k.shape[-2]:
@@ -295,13 +296,6 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             fix="Give one number for each token, a pair of tensors where rows and columns are different tokens",
         )
     return row, col
-
-
-def _probability(name: str, value: Any) -> bool:
-    """Whether a probability is above 0."""
-    if not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
-        raise ArgumentError(detail=f"{name} was given {value!r}", fix="A probability is a number from 0 to 1")
-    return float(value) > 0
 
 
 def _within(name: str, lengths: Tensor, k: Tensor) -> None:
