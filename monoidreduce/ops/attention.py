@@ -7,6 +7,7 @@ import numbers
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError, DTypeError, ShapeError
@@ -77,7 +78,8 @@ def _attention(
     if sinks is None:
         return AttentionOutput(y, mr.logsumexp(s)) if return_lse else y
     z = mr.logsumexp(s)
-    y = y * torch.where(z == -torch.inf, 0.0, torch.sigmoid(z - sinks))
+    share = torch.exp(-F.softplus(sinks - z, threshold=50))  # 1 / (1 + exp(sinks - z)); its slope keeps its digits
+    y = y * torch.where(z == -torch.inf, 0.0, share)
     return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
@@ -143,6 +145,7 @@ def attention(
     >>> torch.allclose(attention(q, k, v, seen), F.scaled_dot_product_attention(q, k, v, seen), atol=1e-6)
     True
     """
+    checks.floating(q=q, k=k, v=v)
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
         scale = 1 / math.sqrt(max(features, 1))
@@ -192,6 +195,7 @@ def attention_decode(
 
     Shapes: ``q`` [B, H, M, f], ``k_cache`` [B, Hkv, N, f] and ``v_cache`` [B, Hkv, N, d] with Hkv dividing H, integers
     ``lengths`` [B], the new tokens counted in, give [B, H, M, d]. The other options are those of :func:`attention`.
+    What the caches hold beyond ``lengths`` does not matter, as long as it is finite.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` as
     :func:`attention` does.

@@ -232,6 +232,13 @@ def integers(name: str, value: Tensor) -> None:
         raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
 
 
+def floating(**tensors: Any) -> None:
+    """Tensors of floating numbers; what is no tensor is left to the op."""
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and not t.is_floating_point():
+            raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
+
+
 def drawn_seed() -> int:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
     return int(torch.randint(2**63 - 1, ()))
