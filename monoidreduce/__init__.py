@@ -16,7 +16,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
-from .program.declare import Batch, Col, Row
+from .program.declare import Batch, Col, Pair, Row
 from .program.reductions import (
     all as all,
 )
@@ -57,6 +57,7 @@ __all__ = [
     "Monoid",
     "MonoidReduce",
     "Op",
+    "Pair",
     "Row",
     "Scalar",
     "Tally",

@@ -22,18 +22,14 @@ def check_kind(p: Parameter, value: Any) -> None:
     """One argument against its declaration."""
     if value is None and p.optional:
         return
-    if p.axis in ("rows", "cols", "batch"):
+    if p.is_tensor:
         if not isinstance(value, Tensor):
             raise ArgumentError(
                 detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a tensor"
             )
-        least = (p.axis != "batch") + (p.feature is not None)
-        if value.dim() < least:
-            expected = {"rows": "..., M", "cols": "..., N", "batch": "..."}[p.axis] + (
-                f", {p.feature}" if p.feature else ""
-            )
+        if value.dim() < len(p.tail):
             raise ShapeError(
-                detail=f"{p.name} is declared {p}, so its shape is [{expected}], but it is {tuple(value.shape)}",
+                detail=f"{p.name} is declared {p}, so its shape is {p.shape}, but it is {tuple(value.shape)}",
                 fix="Add the missing axis, or change the declaration",
             )
         if value.is_complex() or value.is_sparse or value.is_quantized:
@@ -71,9 +67,9 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     """A tensor with all the batch dimensions there are (size 1 in front), a view; numbers and choices as they are."""
     if not isinstance(value, Tensor):
         return value.item() if hasattr(value, "item") else value
-    own = value.dim() - (p.axis in ("rows", "cols")) - (p.feature is not None)
-    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64):
-        value = value.long()  # indices are int64 everywhere
+    own = value.dim() - len(p.tail)
+    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and p.axis != "pairs":
+        value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
     return value[(None,) * (rank - own)] if rank > own else value
 
 
@@ -95,12 +91,10 @@ def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[
             continue
         if value.dtype.is_floating_point:
             floats[name] = value.dtype
-        tail = (p.axis in ("rows", "cols")) + (p.feature is not None)
-        own = tuple(value.shape[: value.dim() - tail])
-        if p.axis in ("rows", "cols"):
-            _agree(found, p.axis, name, value.shape[len(own)])
-        if p.feature is not None:
-            _agree(found, str(p.feature), name, value.shape[-1])
+        own = tuple(value.shape[: value.dim() - len(p.tail)])
+        for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
+            if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
+                _agree(found, axis, name, length)
         try:
             batch = torch.broadcast_shapes(batch, own)
         except RuntimeError:
@@ -113,17 +107,19 @@ def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[
         raise DeviceError(
             detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
         )
-    if len(set(floats.values())) > 1:
+    sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
+    dtype = next(iter(sides.values()), None)
+    compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
+    kinds = {d for n, d in floats.items() if n in sides or d != compute}  # a Pair or Batch may have the arithmetic's
+    if len(kinds) > 1:
         raise DTypeError(
             detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items())
         )
-    dtype = next(iter(floats.values()), None)
     if dtype is not None and dtype not in _FLOATS:
         raise DTypeError(
             detail=f"{next(iter(floats))} is {dtype}, which has no arithmetic here",
             fix="Use float64, float32, float16 or bfloat16",
         )
-    compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
     device = next(iter(devices.values()), torch.device("cpu"))
     sizes = {k: s for k, (_, s) in found.items()}
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype

@@ -133,7 +133,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, context: Context, *leaves: Any) -> tuple:
         """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
-        moved = library.in_front(leaves, in_dims[1:])
+        moved = library.in_front(context.fold, leaves, in_dims[1:], info.batch_size)
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
         results = _Traced.apply(replace(context, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)

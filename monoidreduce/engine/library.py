@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import EngineError
 from ..program.expr import Expr, topological
 from ..program.lower import Fold
 from ..program.reductions import KINDS
@@ -68,12 +69,9 @@ def _run(
     compute: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    given: list[Any] = list(leaves)
-    for place, number in zip(places, numbers, strict=True):
-        given.insert(place, number)
     sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
     with torch.no_grad():  # gradients are autograd.py's business
-        return list(FOLDERS[engine](_FOLDS[fold], given, sizes))
+        return list(FOLDERS[engine](_known(fold), _joined(leaves, numbers, places), sizes))
 
 
 def _fake(
@@ -91,19 +89,42 @@ def _fake(
     device: torch.device,
 ) -> list[Tensor]:
     sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes(_FOLDS[fold], sizes)]
+    given = _joined(leaves, numbers, places)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _shapes(_known(fold), given, sizes)]
+
+
+def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
+    """Tensors and numbers in the order of the fold's leaves."""
+    given: list[Any] = list(leaves)
+    for place, number in zip(places, numbers, strict=True):
+        given.insert(place, number)
+    return given
+
+
+def _known(name: str) -> Fold:
+    if name not in _FOLDS:
+        raise EngineError(
+            detail="a graph from another process names a fold that this process has not met",
+            fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
+        )
+    return _FOLDS[name]
 
 
 def _letters(names: str, lengths: list[int]) -> dict[str, int]:
     return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
 
 
-def shapes(fold: Fold, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each of a fold's results."""
-    found = []
+    found: list[tuple[tuple[int, ...], torch.dtype]] = []
     for r, k in fold.outputs:
         kind, over, params = r.attrs
         feature, dtype = KINDS[kind].outputs(r.args, params)[k]
+        if kind == "pair":  # a number per pair, in the shape of an argument
+            like = leaves[fold.leaves.index(r.args[1])]
+            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
+            found.append((tuple(like.shape), like.dtype if once else sizes.compute))
+            continue
         tail = () if feature is None else (sizes.of(str(feature)),)
         length = sizes.rows if over == "cols" else sizes.cols
         found.append(((*sizes.batch, length, *tail), sizes.compute if dtype == "float" else torch.int64))
@@ -114,19 +135,34 @@ library.impl("fold", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("monoidreduce::fold", _fake, lib=library)
 
 
-def in_front(leaves: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Leaves with a mapped dimension as the first batch dimension; those that do not have it broadcast."""
-    return [
-        v if not isinstance(v, Tensor) else v.unsqueeze(0) if d is None else v.movedim(d, 0)
-        for v, d in zip(leaves, dims, strict=True)
-    ]
+def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+    """Leaves with a mapped dimension as the first batch dimension.
+
+    Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape.
+    """
+    found: list[Any] = []
+    for e, v, d in zip(fold.leaves, leaves, dims, strict=True):
+        if isinstance(v, Tensor):
+            v = v.unsqueeze(0) if d is None else v.movedim(d, 0)
+            v = v.expand(size, *v.shape[1:]) if d is None and e.is_pair else v
+        found.append(v)
+    return found
 
 
 def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
     numbers, places, rows, cols, batch, *others = rest
-    moved = in_front(leaves, dims[2])
+    at = _joined(dims[2], [None] * len(places), places)
+    moved = in_front(_known(fold), _joined(leaves, numbers, places), at, info.batch_size)
     found = torch.ops.monoidreduce.fold(
-        fold, engine, moved, numbers, places, rows, cols, [info.batch_size, *batch], *others
+        fold,
+        engine,
+        [v for v in moved if isinstance(v, Tensor)],
+        numbers,
+        places,
+        rows,
+        cols,
+        [info.batch_size, *batch],
+        *others,
     )
     return found, [0] * len(found)
 

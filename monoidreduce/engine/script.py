@@ -169,9 +169,17 @@ class _Writer:
 
 
 def missing(have: Expr, want: Expr) -> tuple[int, ...]:
-    """Where to insert the axes that ``want`` has and ``have`` has not."""
-    vector, side = want.feature is not None, (want.rows or want.cols) and not (have.rows or have.cols)
-    return (*((-1,) if vector and have.feature is None else ()), *((-2 if vector else -1,) if side else ()))
+    """Where to insert the axes that ``want`` has and ``have`` has not, the last first."""
+    found, after = [], 0
+    for wanted, there in ((_vector(want), _vector(have)), (want.cols, have.cols), (want.rows, have.rows)):
+        after += wanted
+        if wanted and not there:
+            found.append(-after)
+    return tuple(found)
+
+
+def _vector(e: Expr) -> bool:
+    return e.feature is not None
 
 
 def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:

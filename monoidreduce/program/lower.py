@@ -109,6 +109,11 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
     return replace
 
 
+def _is_fed(e: Expr) -> bool:
+    """What a pass is given: what lives on one side, and what is given per pair."""
+    return not e.is_pair or e.op in ("input", "leaf")
+
+
 def _scales(
     reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
 ) -> dict[Expr, tuple[Expr, Expr]]:
