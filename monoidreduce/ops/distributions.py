@@ -53,11 +53,18 @@ def _kl(student, teacher):
 def _jsd(student, teacher, beta):
     """β KL(teacher ‖ m) + (1 - β) KL(student ‖ m) with m = β teacher + (1 - β) student.
 
-    Log-probabilities stop at -1e30, where exp is 0: differences of those that neither head sees are no NaN.
+    Log-probabilities stop at -1e30 and m at 1e-37, where nothing is added: what neither head sees is 0, not NaN.
     """
-    log_q, log_p = (torch.clamp(s - mr.logsumexp(s), min=-1e30) for s in (student, teacher))
-    m = torch.logaddexp(log_p + torch.log(beta), log_q + torch.log1p(-beta))
-    return mr.sum(beta * torch.exp(log_p) * (log_p - m) + (1 - beta) * torch.exp(log_q) * (log_q - m))
+    log_q, log_p = _log_softmax(student), _log_softmax(teacher)
+    log_m = torch.log(torch.clamp(beta * torch.exp(log_p) + (1 - beta) * torch.exp(log_q), min=1e-37))
+    of_teacher, of_student = mr.softmax_mean(teacher, log_p - log_m), mr.softmax_mean(student, log_q - log_m)
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+@no_type_check
+def _log_softmax(s):
+    z = mr.logsumexp(s)
+    return torch.clamp(s - torch.where(z == -math.inf, 0.0, z), min=-1e30)
 
 
 def _divergence(
