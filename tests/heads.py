@@ -1,4 +1,4 @@
-"""The vocabulary heads of ``monoidreduce.ops``: each with its options, plain torch that equals it, and a way to draw inputs.
+"""The vocabulary heads: each with its options, the plain torch that equals it, and a way to draw inputs.
 
 A *sample* is one value for every factor: sizes, layout, and the options that the function has. Options that are tensors
 (a bias, weights) are drawn where the sample says True; a number given as ``"tensor"`` becomes a 0-dim tensor, which has

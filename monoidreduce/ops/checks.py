@@ -24,9 +24,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """A choice by name."""
     if value not in choices:
-        raise ArgumentError(
-            detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}"
-        )
+        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
 
 
 def reduction(value: str) -> None:
@@ -182,11 +180,7 @@ def visible(t: Tensor) -> bool:
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return (
-        isinstance(target, Tensor)
-        and target.is_floating_point()
-        and target.shape == (*x.shape[:-1], len(weight))
-    )
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == (*x.shape[:-1], len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:

@@ -124,8 +124,8 @@ def linear_cross_entropy_soft(
     teacher_weight, teacher_bias) / temperature, -1), ...)``, without ever allocating either M × V matrix of logits, a
     softmax or a gradient of one. With ``direction="reverse"`` the student's distribution is taken against the teacher's
     logits. Gradients go to whichever arguments ask for one, student's, teacher's or both; what asks for none costs
-    nothing. For 16-bit inputs the loss is float32; for wider ones a first pass over the logits that are scored keeps the
-    digits of a small loss.
+    nothing. For 16-bit inputs the loss is float32; for wider ones a first pass over the logits that are scored keeps
+    the digits of a small loss.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``teacher_x`` [..., E], ``teacher_weight`` [V, E], ``bias`` and
     ``teacher_bias`` [V] give one number, or [...] with ``reduction="none"``; the mean is over rows. ``token_weights``
@@ -205,9 +205,9 @@ def linear_jsd(
 ) -> Tensor:
     """The generalised Jensen-Shannon divergence of two heads, of student q and teacher p.
 
-    The same as ``beta * KL(p ‖ m) + (1 - beta) * KL(q ‖ m)`` with the mixture ``m = beta * p + (1 - beta) * q``, without
-    ever allocating an M × V matrix of logits, of either softmax, of the mixture or a gradient of one. With ``beta`` 0 it
-    is KL(p ‖ q), with 1 KL(q ‖ p), as in generalised knowledge distillation. Everything else is as in
+    The same as ``beta * KL(p ‖ m) + (1 - beta) * KL(q ‖ m)`` with the mixture ``m = beta * p + (1 - beta) * q``,
+    without ever allocating an M × V matrix of logits, of either softmax, of the mixture or a gradient of one. With
+    ``beta`` 0 it is KL(p ‖ q), with 1 KL(q ‖ p), as in generalised knowledge distillation. Everything else is as in
     :func:`linear_cross_entropy_soft`; the two logsumexps are a first pass.
 
     Raises :class:`ArgumentError` for a ``beta`` outside 0 … 1, :class:`ShapeError`, :class:`DTypeError`,
