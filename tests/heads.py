@@ -6,6 +6,7 @@ a gradient. The plain forms build the logits on purpose; where torch has the los
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ def plain_divergence(kind: str) -> Callable:
         elif kind == "kl" or beta in (0, 1):
             loss = kl(log_p, log_q) if kind == "jsd" and beta == 1 else kl(log_q, log_p)
         else:
-            m = torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())
+            m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
             loss = beta * kl(m, log_p) + (1 - beta) * kl(m, log_q)
         return plain_reduced(loss, reduction, token_weights)
 

@@ -174,8 +174,12 @@ def kept(flat: Tensor, ignore_index: Any) -> Tensor | None:
 
 
 def visible(t: Tensor) -> bool:
-    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation."""
-    return t.device.type == "cpu"
+    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
+
+    Within torch.compile and torch.func there are no values to look at.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return t.device.type == "cpu" and not traced
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:

@@ -53,16 +53,18 @@ def _kl(student, teacher):
 def _jsd(student, teacher, beta):
     """β KL(teacher ‖ m) + (1 - β) KL(student ‖ m) with m = β teacher + (1 - β) student.
 
-    Log-probabilities stop at -1e30 and m at 1e-37, where nothing is added: what neither head sees is 0, not NaN.
+    log(p / m) = -log(β + (1 - β) q / p) is taken from the gap log q - log p, exact where the two are close. Beyond
+    80 nats a gap is cut off: the rarer side's probability, and all it adds, is below 1e-34.
     """
-    log_q, log_p = _log_softmax(student), _log_softmax(teacher)
-    log_m = torch.log(torch.clamp(beta * torch.exp(log_p) + (1 - beta) * torch.exp(log_q), min=1e-37))
-    of_teacher, of_student = mr.softmax_mean(teacher, log_p - log_m), mr.softmax_mean(student, log_q - log_m)
+    gap = torch.clamp(_log_softmax(student) - _log_softmax(teacher), -80.0, 80.0)
+    of_teacher = mr.softmax_mean(teacher, -torch.log1p((1 - beta) * torch.expm1(gap)))
+    of_student = mr.softmax_mean(student, -torch.log1p(beta * torch.expm1(-gap)))
     return beta * of_teacher + (1 - beta) * of_student
 
 
 @no_type_check
 def _log_softmax(s):
+    """What no one sees stops at -1e30: the gap of two such is 0, not NaN."""
     z = mr.logsumexp(s)
     return torch.clamp(s - torch.where(z == -math.inf, 0.0, z), min=-1e30)
 
