@@ -175,7 +175,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
 
 def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
-    found = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair]
+    found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()
