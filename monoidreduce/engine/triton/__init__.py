@@ -91,6 +91,8 @@ class Ready:
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        if any(e.is_pair for e in fold.leaves):
+            raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
         values, self.batch = self._merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]
