@@ -108,7 +108,9 @@ class Launch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
-        ragged = self.spec.bounds or self.spec.split or self.lengths[1] % self.plan.block_folded != 0
+        ragged = (
+            bool(self.spec.bounds or self.spec.split or self.reaches) or self.lengths[1] % self.plan.block_folded != 0
+        )
         self.how = (wide, describe.precision(), ragged, self.sizes.device)
 
     def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
