@@ -51,9 +51,10 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        if fallback is None:
+        if fallback is None or hardware.asked.get()[1]:
             raise EngineError(
-                detail=f"the Triton engine cannot run this fold: {reason}", fix='Use mr.use(engine="eager")'
+                detail=f"the Triton engine cannot run this fold: {reason}",
+                fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
             ) from None
         if (fold, str(reason)) not in _told:
             _told.add((fold, str(reason)))
@@ -69,7 +70,7 @@ def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
         sizes.batch,
         sizes.compute,
         sizes.device,
-        describe.precision(),
+        hardware.float32_precision(),
         overrides(),
     )
     key += tuple(
