@@ -25,7 +25,8 @@ from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import describe, launch, rows
+from . import describe as describe
+from . import launch, rows
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
