@@ -55,14 +55,9 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not straight():
+    if not plain(leaves):
         return _Traced.apply(context, *leaves)
-    asks = False
-    for v in leaves:
-        if isinstance(v, Tensor):
-            if type(v) not in _PLAIN:
-                return _Traced.apply(context, *leaves)
-            asks = asks or v.requires_grad
+    asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():
         return _Straight.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
@@ -75,6 +70,11 @@ def straight() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def plain(values: Sequence[Any]) -> bool:
+    """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
+    return straight() and all(type(v) in _PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
