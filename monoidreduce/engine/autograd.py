@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..errors import NoGradientError
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
@@ -159,6 +160,11 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
+        raise NoGradientError(
+            detail="batched cotangents (is_grads_batched=True, vectorize=True) are torch's older vmap, which hides them",
+            fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
+        )
     context, leaves, results = _kept(ctx)
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
