@@ -43,7 +43,9 @@ def key_of(values: Sequence[Any], kinds: Sequence[str], engine: str) -> tuple | 
             key += (value.dtype, value.shape, value.device, value.layout)
         elif kind is bool or value is None or (kind is float and declared != "int"):
             key.append(kind)
-        elif kind is int and -_LARGEST < value < _LARGEST:  # what is larger, or whole but no int, is looked at each time
+        elif (
+            kind is int and -_LARGEST < value < _LARGEST
+        ):  # what is larger, or whole but no int, is looked at each time
             key.append(kind)
         else:
             return None

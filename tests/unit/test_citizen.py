@@ -336,9 +336,7 @@ def test_forward_mode_outside_functorch():
 def test_the_older_vmap_is_refused():
     q, k, v = make((3, 2), (4, 2), (4, 2))
     with pytest.raises(mr.NoGradientError, match=r"torch\.func\.jacrev"):
-        torch.autograd.grad(
-            attention(q, k, v, 0.3), q, torch.ones(6, 3, 2, dtype=torch.float64), is_grads_batched=True
-        )
+        torch.autograd.grad(attention(q, k, v, 0.3), q, torch.ones(6, 3, 2, dtype=torch.float64), is_grads_batched=True)
 
 
 def test_transforms_of_losses():
@@ -392,7 +390,9 @@ def test_no_grad_and_inference_mode():
         inside = attention(q.clone(), k.clone(), v.clone(), 0.3)
     torch.testing.assert_close(inside, wanted)
     y = attention(q, k, v, 0.3)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), q), torch.autograd.grad(dense_attention(q, k, v, 0.3).sum(), q))
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), q), torch.autograd.grad(dense_attention(q, k, v, 0.3).sum(), q)
+    )
 
 
 def test_deterministic_algorithms():

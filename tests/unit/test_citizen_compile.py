@@ -255,9 +255,7 @@ def test_make_fx(mode):
 def test_a_fold_of_another_process_is_refused_by_name():
     sizes = Sizes(5, 7, (), {"f": 3}, torch.device("cpu"), torch.float32)
     with pytest.raises(mr.EngineError, match="another process"):
-        torch.ops.monoidreduce.fold(
-            "unheard of", "eager", [], [], [], 5, 7, [], "f", [3], sizes.compute, sizes.device
-        )
+        torch.ops.monoidreduce.fold("unheard of", "eager", [], [], [], 5, 7, [], "f", [3], sizes.compute, sizes.device)
 
 
 def test_names_of_folds_are_their_text():
