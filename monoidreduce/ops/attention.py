@@ -159,8 +159,7 @@ def attention(
     options["causal"], options["lower_right"] = _alignment(causal, is_causal)
     options["left"], options["right"] = _limits(window)
     if lengths is not None:
-        options["lengths"] = grouping.per_sequence("lengths", lengths, "[B] or [B, H]", 0, q)
-        _within("lengths", lengths, k)
+        options["lengths"] = grouping.lengths("lengths", lengths, k)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
     checks.between("dropout_p", dropout_p, 0, 1)
@@ -300,14 +299,3 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             fix="Give one number for each token, a pair of tensors where rows and columns are different tokens",
         )
     return row, col
-
-
-def _within(name: str, lengths: Tensor, k: Tensor) -> None:
-    """Lengths that the columns have; looked at where looking is free."""
-    if checks.visible(lengths) and lengths.numel():
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > k.shape[-2]:
-            raise ArgumentError(
-                detail=f"{name} holds {low if low < 0 else high}, but there are {k.shape[-2]} columns",
-                fix=f"Give numbers from 0 to {k.shape[-2]}",
-            )
