@@ -7,7 +7,7 @@
 ...     return mr.softmax_mean(q @ k, v)
 """
 
-from . import ops
+from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
@@ -77,6 +77,7 @@ __all__ = [
     "mean",
     "mk_GeMMMapReduce",
     "monoids",
+    "nn",
     "num_cols",
     "num_rows",
     "op",

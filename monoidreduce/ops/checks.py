@@ -24,9 +24,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """A choice by name."""
     if value not in choices:
-        raise ArgumentError(
-            detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}"
-        )
+        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
 
 
 def reduction(value: str) -> None:
@@ -176,17 +174,17 @@ def kept(flat: Tensor, ignore_index: Any) -> Tensor | None:
 
 
 def visible(t: Tensor) -> bool:
-    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation."""
-    return t.device.type == "cpu"
+    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
+
+    Within torch.compile and torch.func there are no values to look at.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return t.device.type == "cpu" and not traced
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return (
-        isinstance(target, Tensor)
-        and target.is_floating_point()
-        and target.shape == (*x.shape[:-1], len(weight))
-    )
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == (*x.shape[:-1], len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:

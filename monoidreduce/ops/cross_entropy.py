@@ -15,7 +15,7 @@ from . import language as mr
 
 
 class CrossEntropy(NamedTuple):
-    """What :func:`linear_cross_entropy` returns with ``return_lse`` or ``return_accuracy``; None for what was not asked.
+    """What :func:`linear_cross_entropy` returns with ``return_lse`` or ``return_accuracy``; what was not asked is None.
 
     ``lse``: the logsumexp of each row's logits; ``accuracy``: the share of rows whose largest logit is the target's.
     """
@@ -33,6 +33,7 @@ def _against_classes(
     target: mr.Row,
     ignore_index: int,
     accuracy: bool,
+    near: mr.Row | None = None,
     smoothing: float | None = None,
     z_loss: float | None = None,
     class_weights: mr.Col | None = None,
@@ -40,7 +41,8 @@ def _against_classes(
     softcap: float | None = None,
     temperature: float | None = None,
 ):
-    s = heads.logits(x, weight, bias, softcap, temperature)
+    whole = heads.logits(x, weight, bias, softcap, temperature)
+    s = whole if near is None else whole - near
     z, hit, share = mr.logsumexp(s), mr.col_index == target, 1.0
     loss = z - mr.sum(torch.where(hit, s, 0.0))
     if class_weights is not None:
@@ -48,20 +50,20 @@ def _against_classes(
         loss = share * loss
     if smoothing is not None:
         loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
-    rows = {"lse": z, "loss": heads.of_label(target, ignore_index, loss)}
-    rows["share"] = torch.where(target == ignore_index, 0.0, share)
+    lse, ignored = z if near is None else z + near, target == ignore_index
+    rows = {"lse": lse, "loss": heads.of_label(target, ignore_index, loss), "share": torch.where(ignored, 0.0, share)}
     if z_loss is not None:
-        rows["penalty"] = torch.where(target == ignore_index, 0.0, z_loss * z * z)
-        rows["counted"] = torch.where(target == ignore_index, 0.0, 1.0)
+        rows["penalty"] = torch.where(ignored, 0.0, z_loss * lse * lse)
     if accuracy:
-        rows["right"] = (mr.argmax(s) == target) & (target != ignore_index)
-        rows["counted"] = torch.where(target == ignore_index, 0.0, 1.0)
+        rows["right"] = (mr.argmax(whole) == target) & ~ignored
+    if z_loss is not None or accuracy:
+        rows["counted"] = torch.where(ignored, 0.0, 1.0)
     return rows
 
 
 @no_type_check
 def _mean_surprise(s, z, class_weights):
-    """Σ_j w_j (z - s_j) / V: what label smoothing adds for every class alike."""
+    """Σ_j w_j (z - s_j) / V: what label smoothing asks of every class alike."""
     if class_weights is None:
         return z - mr.sum(s) / mr.num_cols
     return (z * mr.sum(class_weights) - mr.sum(class_weights * s)) / mr.num_cols
@@ -125,26 +127,26 @@ def linear_cross_entropy(
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` and ``class_weights`` [V], ``target`` integers [...] or floating
     probabilities [..., V] (rows need not add up to 1) give one number, or [...] with ``reduction="none"``.
 
-    - ``ignore_index`` (-100 if left out): rows with this label have loss 0 and no gradient, and do not count in the mean,
-      which is NaN where none is left. On a CPU they cost nothing: they are left out before the fold.
-    - ``class_weights``, ``label_smoothing``, ``reduction``: torch's definitions. The mean over class indices is divided by
-      the weights of the labels, that over probabilities by the number of rows.
+    - ``ignore_index`` (-100 if left out): rows with this label have loss 0 and no gradient, and do not count in the
+      mean, which is NaN where none is left. On a CPU they cost nothing: they are left out before the fold.
+    - ``class_weights``, ``label_smoothing``, ``reduction``: torch's definitions. The mean over class indices is
+      divided by the weights of the labels, that over probabilities by the number of rows.
     - ``softcap``: a logit s becomes ``softcap * tanh(s / softcap)``; then ``temperature`` divides it. Numbers or 0-dim
       tensors, which get gradients.
     - ``z_loss``: adds ``z_loss * lse²`` to each row's loss; its mean is over the rows that count, each once.
     - ``token_weights`` [...]: multiply the rows' losses; the mean is divided by their sum too.
     - ``shift``: row t is to predict token t + shift, as ``x[..., :-shift, :]`` against ``target[..., shift:]``
       (``token_weights`` go with the target).
-    - ``return_lse``, ``return_accuracy``: return a :class:`CrossEntropy` with the rows' logsumexp [...], and the share of
-      rows, of those not ignored, whose largest logit is the target's (with ``reduction="sum"`` their number, with
+    - ``return_lse``, ``return_accuracy``: return a :class:`CrossEntropy` with the rows' logsumexp [...], and the share
+      of rows, of those not ignored, whose largest logit is the target's (with ``reduction="sum"`` their number, with
       ``"none"`` 0 or 1 for each).
 
     Coming from elsewhere, the first three arguments stay as they are:
     ``F.linear_cross_entropy(input, linear_weight, target, linear_bias=b, weight=c)`` has ``bias=b, class_weights=c`` (a
     ``linear_weight`` of more than two dimensions is not taken). ``LigerFusedLinearCrossEntropyLoss(ce_weight=c,
-    lse_square_scale=z, return_token_accuracy=a)(weight, x, target, bias)`` has x first, and ``class_weights=c, z_loss=z,
-    return_accuracy=a``. Cut Cross-Entropy's ``linear_cross_entropy(e, c, targets, bias, ignore_index, softcap,
-    reduction, shift)`` has the same names, given by keyword, and no filter: gradients are exact.
+    lse_square_scale=z, return_token_accuracy=a)(weight, x, target, bias)`` has x first, and ``class_weights=c,
+    z_loss=z, return_accuracy=a``. Cut Cross-Entropy's ``linear_cross_entropy(e, c, targets, bias, ignore_index,
+    softcap, reduction, shift)`` has the same names, given by keyword, and no filter: gradients are exact.
 
     Raises :class:`LabelError` for a label outside 0 … V - 1, before any work. On a GPU looking would cost a
     synchronisation: there such a row's loss is NaN, never finite. :class:`ShapeError`, :class:`DTypeError`,
@@ -234,10 +236,13 @@ def _of_labels(
 ) -> dict[str, Tensor]:
     """The numbers of each row; where looking is free, ignored rows are left out of the fold and get 0."""
     kept = None if whole else checks.kept(labels, ignore_index)
-    if kept is None:
-        return _against_classes(rows, weight, labels, ignore_index, **options)
-    found = _against_classes(rows.index_select(0, kept), weight, labels[kept], ignore_index, **options)
-    return {name: y.new_zeros(labels.shape).index_copy(0, kept, y) for name, y in found.items()}
+    if kept is not None:
+        found = _of_labels(rows.index_select(0, kept), weight, labels[kept], ignore_index, options, True)
+        return {name: y.new_zeros(labels.shape).index_copy(0, kept, y) for name, y in found.items()}
+    near = None
+    if options["smoothing"] is not None and heads.careful(rows) and len(weight):
+        near = _near(rows, weight, labels.clamp(0, len(weight) - 1), options)
+    return _against_classes(rows, weight, labels, ignore_index, near=near, **options)
 
 
 def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -255,7 +260,7 @@ def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict
 
 @torch.no_grad()
 def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
-    """The logit of each row's likeliest class: taken from there, no small loss is a gap of two large numbers."""
+    """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
     s = (rows * weight[best]).sum(-1)
     if options["bias"] is not None:
         s = s + options["bias"][best]

@@ -53,11 +53,20 @@ def _kl(student, teacher):
 def _jsd(student, teacher, beta):
     """β KL(teacher ‖ m) + (1 - β) KL(student ‖ m) with m = β teacher + (1 - β) student.
 
-    Log-probabilities stop at -1e30, where exp is 0: differences of those that neither head sees are no NaN.
+    log(p / m) = -log(β + (1 - β) q / p) is taken from the gap log q - log p, exact where the two are close. Beyond
+    80 nats a gap is cut off: the rarer side's probability, and all it adds, is below 1e-34.
     """
-    log_q, log_p = (torch.clamp(s - mr.logsumexp(s), min=-1e30) for s in (student, teacher))
-    m = torch.logaddexp(log_p + torch.log(beta), log_q + torch.log1p(-beta))
-    return mr.sum(beta * torch.exp(log_p) * (log_p - m) + (1 - beta) * torch.exp(log_q) * (log_q - m))
+    gap = torch.clamp(_log_softmax(student) - _log_softmax(teacher), -80.0, 80.0)
+    of_teacher = mr.softmax_mean(teacher, -torch.log1p((1 - beta) * torch.expm1(gap)))
+    of_student = mr.softmax_mean(student, -torch.log1p(beta * torch.expm1(-gap)))
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+@no_type_check
+def _log_softmax(s):
+    """What no one sees stops at -1e30: the gap of two such is 0, not NaN."""
+    z = mr.logsumexp(s)
+    return torch.clamp(s - torch.where(z == -math.inf, 0.0, z), min=-1e30)
 
 
 def _divergence(
@@ -117,8 +126,8 @@ def linear_cross_entropy_soft(
     teacher_weight, teacher_bias) / temperature, -1), ...)``, without ever allocating either M × V matrix of logits, a
     softmax or a gradient of one. With ``direction="reverse"`` the student's distribution is taken against the teacher's
     logits. Gradients go to whichever arguments ask for one, student's, teacher's or both; what asks for none costs
-    nothing. For 16-bit inputs the loss is float32; for wider ones a first pass over the logits that are scored keeps the
-    digits of a small loss.
+    nothing. For 16-bit inputs the loss is float32; for wider ones a first pass over the logits that are scored keeps
+    the digits of a small loss.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``teacher_x`` [..., E], ``teacher_weight`` [V, E], ``bias`` and
     ``teacher_bias`` [V] give one number, or [...] with ``reduction="none"``; the mean is over rows. ``token_weights``
@@ -198,9 +207,9 @@ def linear_jsd(
 ) -> Tensor:
     """The generalised Jensen-Shannon divergence of two heads, of student q and teacher p.
 
-    The same as ``beta * KL(p ‖ m) + (1 - beta) * KL(q ‖ m)`` with the mixture ``m = beta * p + (1 - beta) * q``, without
-    ever allocating an M × V matrix of logits, of either softmax, of the mixture or a gradient of one. With ``beta`` 0 it
-    is KL(p ‖ q), with 1 KL(q ‖ p), as in generalised knowledge distillation. Everything else is as in
+    The same as ``beta * KL(p ‖ m) + (1 - beta) * KL(q ‖ m)`` with the mixture ``m = beta * p + (1 - beta) * q``,
+    without ever allocating an M × V matrix of logits, of either softmax, of the mixture or a gradient of one. With
+    ``beta`` 0 it is KL(p ‖ q), with 1 KL(q ‖ p), as in generalised knowledge distillation. Everything else is as in
     :func:`linear_cross_entropy_soft`; the two logsumexps are a first pass.
 
     Raises :class:`ArgumentError` for a ``beta`` outside 0 … 1, :class:`ShapeError`, :class:`DTypeError`,

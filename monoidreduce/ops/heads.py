@@ -1,8 +1,8 @@
 """What all vocabulary heads share: the logits of a head in the pair language, and the checks of what makes them.
 
-A head is ``x`` [..., D], ``weight`` [V, D] and, optionally, ``bias`` [V], ``softcap`` and ``temperature``; its logits are
-``softcap · tanh((x @ weight.T + bias) / softcap) / temperature``, one number per row of x and class, never held as a
-matrix."""
+A head is ``x`` [..., D], ``weight`` [V, D] and, optionally, ``bias`` [V], ``softcap`` and ``temperature``; its logits
+are ``softcap · tanh((x @ weight.T + bias) / softcap) / temperature``, one number per row of x and class, never held as
+a matrix."""
 
 from __future__ import annotations
 
@@ -61,10 +61,8 @@ def careful(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype.itemsize > 2
 
 
-def check(
-    x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, *, prefix: str = ""
-) -> dict[str, Any]:
-    """Check the arguments of a head; returns those that an op may be given as they are, None for what changes nothing."""
+def check(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, *, prefix: str = "") -> dict[str, Any]:
+    """Check the arguments of a head; returns those that an op is given as they are, None where nothing changes."""
     checks.head(x, weight, bias, prefix)
     if softcap is not None:
         checks.positive(f"{prefix}softcap", softcap)

@@ -65,10 +65,10 @@ def linear_logprobs(
 ) -> Any:
     """The log-probability of each row's token, as PPO, GRPO and DPO need it.
 
-    The same as ``torch.log_softmax(F.linear(x, weight, bias) / temperature, -1).gather(-1, target[..., None])``, without
-    ever allocating the M × V logits, their softmax or their gradient. All options are of the same pass over the pairs,
-    but the entropy of inputs wider than 16 bits, which takes a second one to keep its digits. For 16-bit inputs the
-    results are float32.
+    The same as ``torch.log_softmax(F.linear(x, weight, bias) / temperature, -1).gather(-1, target[..., None])``,
+    without ever allocating the M × V logits, their softmax or their gradient. All options are of the same pass over
+    the pairs, but the entropy of inputs wider than 16 bits, which takes a second one to keep its digits. For 16-bit
+    inputs log-probability and entropy are float32, the top-k's log-probabilities of the inputs' type.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] and integers ``target`` [...] give [...]. A token equal to
     ``ignore_index`` has log-probability 0 and no gradient. ``softcap`` and ``temperature`` as in

@@ -60,9 +60,9 @@ def linear_sample(
     16-bit inputs it is float32.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give ``index`` (int64) and ``log_prob``, both [...]; rows
-    are counted through all leading dimensions. ``seed`` is an integer or a 0-dim tensor; ``softcap`` and ``temperature``
-    as in :func:`linear_cross_entropy`. Where there is nothing to draw (no classes, or all of minus infinite bias) the
-    index is -1 and the log-probability minus infinity.
+    are counted through all leading dimensions. ``seed`` is an integer or a 0-dim tensor; ``softcap`` and
+    ``temperature`` as in :func:`linear_cross_entropy`. Where there is nothing to draw (no classes, or all of minus
+    infinite bias) the index is -1 and the log-probability minus infinity.
 
     Raises :class:`ArgumentError` for a seed that is no integer or a temperature that is not above 0,
     :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
@@ -118,9 +118,9 @@ def linear_topk(
     ever allocating the M × V logits or their gradient. The values are differentiable. Among equal logits, which classes
     stand at the edge is not defined. A place that only saw minus infinity has the index -1.
 
-    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give ``values`` and ``indices`` (int64), both [..., k]; values
-    come in the type of x. ``softcap`` and ``temperature`` as in :func:`linear_cross_entropy`. With ``largest=False`` the k
-    smallest, smallest first.
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give ``values`` and ``indices`` (int64), both [..., k];
+    values come in the type of x. ``softcap`` and ``temperature`` as in :func:`linear_cross_entropy`. With
+    ``largest=False`` the k smallest, smallest first.
 
     Raises :class:`TopKError` for more than V classes, :class:`ArgumentError` for a k that is no integer above 0,
     :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
