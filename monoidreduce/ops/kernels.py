@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
 from .neighbours import root
@@ -279,6 +279,10 @@ def _masses(name: str, mass: Any, points: Tensor) -> Tensor:
     checks.tensor(name, mass, "[..., points]", 1)
     checks.floating(**{name: mass})
     checks.alike(**{"points": points, name: mass})
+    if mass.shape[-1] != count:
+        raise ShapeError(
+            detail=f"{name} has {mass.shape[-1]} masses for {count} points", fix="Give one mass for each point"
+        )
     if checks.visible(mass) and bool((mass.detach() < 0).any()):
         raise ArgumentError(detail=f"{name} holds {float(mass.detach().min()):g}", fix="Masses are 0 or more")
     return mass

@@ -101,10 +101,12 @@ def mlp(
     >>> torch.allclose(mlp(x, p, q, activation="tanh"), torch.tanh(x @ p.T) @ q, atol=1e-5)
     True
     """
-    rows = checks.flat(x, p, q)
+    checks.floating(x=x, p=p, q=q)
+    out_bias = _out(out_bias, q)
     options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed)}
+    rows = checks.flat(x, p, q)
     y = checks.unflat(_mlp(rows, p, q, _function(activation), **options), x, rows)
-    return _added(y, out_bias)
+    return y if out_bias is None else y + out_bias
 
 
 @mr.op
@@ -158,11 +160,13 @@ def gated_mlp(
     >>> torch.allclose(gated_mlp(x, gate, up, down), (F.silu(x @ gate.T) * (x @ up.T)) @ down, atol=1e-5)
     True
     """
-    rows = checks.flat(x, gate, up, down)
+    checks.floating(x=x, gate=gate, up=up, down=down)
+    out_bias = _out(out_bias, down)
     options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
     options |= _dropout(dropout_p, seed)
+    rows = checks.flat(x, gate, up, down)
     y = checks.unflat(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
-    return _added(y, out_bias)
+    return y if out_bias is None else y + out_bias
 
 
 def _hidden(name: str, bias: Any) -> Any:
@@ -179,14 +183,15 @@ def _dropout(p: Any, seed: Any) -> dict[str, Any]:
     return {"dropout_p": float(p), "seed": checks.drawn_seed() if seed is None else seed}
 
 
-def _added(y: Tensor, bias: Any) -> Tensor:
-    if bias is None:
-        return y
-    checks.tensor("out_bias", bias, "[N]", 1)
-    checks.alike(**{"the result": y, "out_bias": bias})
-    if bias.shape[-1] not in (1, y.shape[-1]):
-        raise ShapeError(
-            detail=f"out_bias has {bias.shape[-1]} numbers, but the result has {y.shape[-1]} features",
-            fix="Give one for each output feature",
-        )
-    return y + bias
+def _out(bias: Any, last: Any) -> Any:
+    """A bias for the output features, those of the last weight."""
+    if bias is not None:
+        checks.tensor("out_bias", bias, "[N]", 1)
+        checks.tensor("the last weight", last, "[K, N]", 2)
+        checks.alike(**{"the last weight": last, "out_bias": bias})
+        if bias.shape[-1] not in (1, last.shape[-1]):
+            raise ShapeError(
+                detail=f"out_bias has {bias.shape[-1]} numbers, but the result has {last.shape[-1]} features",
+                fix="Give one for each output feature",
+            )
+    return bias
