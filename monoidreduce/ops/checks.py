@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ def reduction(value: str) -> None:
 
 def whole(name: str, value: Any, least: int = -(2**63)) -> None:
     """An integer that fits 64 bits, or a 0-dim tensor of integers (which is not looked at)."""
+    if type(value) is int and least <= value < 2**63:
+        return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point() and not value.is_complex():
         return
     if not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
@@ -43,6 +45,8 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
 
 def positive(name: str, value: Any) -> None:
     """A plain number must be above zero and finite; a 0-dim tensor is not looked at."""
+    if type(value) is float and 0 < value < math.inf:
+        return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return
     if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
@@ -53,6 +57,8 @@ def positive(name: str, value: Any) -> None:
 
 def between(name: str, value: Any, least: float, most: float) -> None:
     """A plain number in a closed range."""
+    if type(value) is float and least <= value <= most and value < math.inf:
+        return
     if not isinstance(value, numbers.Real) or not least <= float(value) <= most or math.isinf(value):
         bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
         raise ArgumentError(detail=f"{name} was given {_shown(value)}", fix=f"Give a number {bounds}")
@@ -144,14 +150,26 @@ def classes(x: Tensor, weight: Tensor, target: Any) -> None:
     per_row("target", target, x)
 
 
-def labels(target: Tensor, count: int, ignore_index: Any) -> Tensor:
-    """Class indices below ``count`` as int64 [M]; each is looked at where looking is free (see :func:`visible`)."""
+class Labels(NamedTuple):
+    """Class indices as int64 [M], whether they were looked at, and the rows that are not ignored (None: all)."""
+
+    classes: Tensor
+    seen: bool
+    kept: Tensor | None = None
+
+
+def labels(target: Tensor, count: int, ignore_index: Any) -> Labels:
+    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`)."""
     flat = target.reshape(-1).long()
-    if flat.numel() and visible(flat):
-        least, most = torch.aminmax(flat)
-        if int(least) < 0 or int(most) >= count:
-            _out_of_range(flat, target, count, ignore_index)
-    return flat
+    if not visible(flat) or not flat.numel():
+        return Labels(flat, visible(flat))
+    least, most = map(int, torch.aminmax(flat))
+    if least < 0 or most >= count:
+        _out_of_range(flat, target, count, ignore_index)
+    if not least <= ignore_index <= most:
+        return Labels(flat, True)
+    counted = flat != ignore_index
+    return Labels(flat, True, None if bool(counted.all()) else counted.nonzero().squeeze(1))
 
 
 def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any) -> None:
@@ -163,14 +181,6 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any)
         raise LabelError(
             label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=classes - 1, fix=fix
         )
-
-
-def kept(flat: Tensor, ignore_index: Any) -> Tensor | None:
-    """The rows that are not ignored, or None for all (also where looking would cost a synchronisation)."""
-    if not visible(flat):
-        return None
-    seen = flat != ignore_index
-    return None if bool(seen.all()) else seen.nonzero().squeeze(1)
 
 
 def visible(t: Tensor) -> bool:
@@ -215,13 +225,21 @@ def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
+def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str) -> Tensor:
+    """A number per row, times its weight, as it is, added up, or divided by the sum of shares (None: 1) and weights."""
+    if weights is not None:
+        weights = weights.to(value.dtype)
+        value, share = value * weights, weights if share is None else share * weights
+    if how == "none":
+        return value
+    if how == "sum":
+        return value.sum()
+    return value.mean() if share is None else value.sum() / share.sum()
+
+
 def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
     """A loss per row, averaged, added up or as it is; with weights, their weighted mean, sum or products."""
-    if weights is None:
-        return loss.mean() if how == "mean" else loss.sum() if how == "sum" else loss
-    weights = weights.to(loss.dtype)
-    loss = loss * weights
-    return loss.sum() / weights.sum() if how == "mean" else loss.sum() if how == "sum" else loss
+    return averaged(loss, None, weights, how)
 
 
 def integers(name: str, value: Tensor) -> None:

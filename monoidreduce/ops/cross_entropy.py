@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple, no_type_check
 
@@ -32,6 +31,8 @@ def _against_classes(
     weight: mr.Col["d"],
     target: mr.Row,
     ignore_index: int,
+    all_count: bool,
+    lse: bool,
     accuracy: bool,
     near: mr.Row | None = None,
     smoothing: float | None = None,
@@ -43,22 +44,33 @@ def _against_classes(
 ):
     whole = heads.logits(x, weight, bias, softcap, temperature)
     s = whole if near is None else whole - near
-    z, hit, share = mr.logsumexp(s), mr.col_index == target, 1.0
+    z, hit = mr.logsumexp(s), mr.col_index == target
     loss = z - mr.sum(torch.where(hit, s, 0.0))
     if class_weights is not None:
         share = mr.sum(torch.where(hit, class_weights, 0.0))
         loss = share * loss
     if smoothing is not None:
         loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
-    lse, ignored = z if near is None else z + near, target == ignore_index
-    rows = {"lse": lse, "loss": heads.of_label(target, ignore_index, loss), "share": torch.where(ignored, 0.0, share)}
-    if z_loss is not None:
-        rows["penalty"] = torch.where(ignored, 0.0, z_loss * lse * lse)
+    rows = {"loss": heads.of_label(target, ignore_index, loss)} | _extras(z, near, lse, z_loss)
     if accuracy:
-        rows["right"] = (mr.argmax(whole) == target) & ~ignored
-    if z_loss is not None or accuracy:
-        rows["counted"] = torch.where(ignored, 0.0, 1.0)
-    return rows
+        rows["right"] = mr.argmax(whole) == target
+    if class_weights is not None:
+        rows["share"] = share
+    if all_count:
+        return rows
+    ignored = target == ignore_index
+    rows["counted"] = torch.where(ignored, 0.0, 1.0)
+    return {
+        name: torch.where(ignored, False if name == "right" else 0.0, y) if name in ("share", "penalty", "right") else y
+        for name, y in rows.items()
+    }
+
+
+@no_type_check
+def _extras(z, near, lse, z_loss):
+    """The logsumexp and what is asked of it; ``near`` is where the logits were measured from."""
+    whole = z if near is None else z + near
+    return ({"lse": whole} if lse else {}) | ({"penalty": z_loss * whole * whole} if z_loss is not None else {})
 
 
 @no_type_check
@@ -75,6 +87,7 @@ def _against_probabilities(
     x: mr.Row["d"],
     weight: mr.Col["d"],
     given: mr.Pair,
+    lse: bool,
     accuracy: bool,
     near: mr.Row | None = None,
     best: mr.Row | None = None,
@@ -92,9 +105,7 @@ def _against_probabilities(
     if class_weights is not None:
         given = given * class_weights
     z = mr.logsumexp(s)
-    rows = {"lse": z if near is None else z + near, "loss": z * mr.sum(given) - mr.sum(given * s)}
-    if z_loss is not None:
-        rows["penalty"] = z_loss * rows["lse"] * rows["lse"]
+    rows = {"loss": z * mr.sum(given) - mr.sum(given * s)} | _extras(z, near, lse, z_loss)
     if accuracy:
         rows["right"] = mr.argmax(whole) == best
     return rows
@@ -171,21 +182,24 @@ def linear_cross_entropy(
         "smoothing": label_smoothing or None,
         "z_loss": z_loss or None,
         "class_weights": class_weights,
+        "lse": bool(return_lse),
         "accuracy": bool(return_accuracy),
         **head,
     }
-    rows = checks.flat(x)
+    rows, kept = checks.flat(x), None
     if given:
         found = _of_probabilities(rows, weight, checks.flat(target), options)
     else:
         ignored = -100 if ignore_index is None else ignore_index
-        found = _of_labels(rows, weight, checks.labels(target, len(weight), ignored), ignored, options, return_lse)
-    found = {name: y.reshape(x.shape[:-1]) for name, y in found.items()}
-    loss = _reduced(found, token_weights, reduction)
+        found, kept = _of_labels(rows, weight, checks.labels(target, len(weight), ignored), ignored, options)
+    weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
+    loss = _reduced(found, weights, reduction)
+    accuracy = _accuracy(found, reduction) if return_accuracy else None
+    if reduction == "none":
+        loss, accuracy = _whole(loss, x, kept), None if accuracy is None else _whole(accuracy, x, kept)
     if not return_lse and not return_accuracy:
         return loss
-    accuracy = _accuracy(found, reduction) if return_accuracy else None
-    return CrossEntropy(loss, found["lse"] if return_lse else None, accuracy)
+    return CrossEntropy(loss, _whole(found["lse"], x) if return_lse else None, accuracy)
 
 
 cross_entropy = linear_cross_entropy
@@ -232,17 +246,27 @@ def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, 
 
 
 def _of_labels(
-    rows: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, options: dict[str, Any], whole: bool
-) -> dict[str, Tensor]:
-    """The numbers of each row; where looking is free, ignored rows are left out of the fold and get 0."""
-    kept = None if whole else checks.kept(labels, ignore_index)
-    if kept is not None:
-        found = _of_labels(rows.index_select(0, kept), weight, labels[kept], ignore_index, options, True)
-        return {name: y.new_zeros(labels.shape).index_copy(0, kept, y) for name, y in found.items()}
+    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The numbers of each row, and which rows they are of; where looking is free, ignored ones are left out."""
+    kept = None if options["lse"] else labels.kept
+    rows, index = _kept(rows, kept), _kept(labels.classes, kept)
     near = None
     if options["smoothing"] is not None and heads.careful(rows) and len(weight):
-        near = _near(rows, weight, labels.clamp(0, len(weight) - 1), options)
-    return _against_classes(rows, weight, labels, ignore_index, near=near, **options)
+        near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
+    all_count = labels.seen and labels.kept is kept
+    return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
+
+
+def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
+    return y if kept is None else y.index_select(0, kept)
+
+
+def _whole(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    """A number for each row of x, 0 for those that were left out."""
+    if kept is not None:
+        y = y.new_zeros(math.prod(x.shape[:-1])).index_copy(0, kept, y)
+    return y if x.dim() == 2 else y.reshape(x.shape[:-1])
 
 
 def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -253,9 +277,7 @@ def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict
     elif options["accuracy"] or heads.careful(rows):
         best = given.argmax(-1)
         near = _near(rows, weight, best, options) if heads.careful(rows) else None
-    found = _against_probabilities(rows, weight, given, near=near, best=best, **options)
-    ones = torch.ones_like(found["loss"])
-    return {**found, "share": ones, "counted": ones}
+    return _against_probabilities(rows, weight, given, near=near, best=best, **options)
 
 
 @torch.no_grad()
@@ -268,26 +290,17 @@ def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -
     return torch.where(s.isfinite(), s, 0.0)
 
 
-def _reduced(found: dict[str, Tensor], token_weights: Tensor | None, reduction: str) -> Tensor:
-    """The loss, and the penalty where there is one: each with what its mean is divided by."""
-    parts = [(found["loss"], found["share"])]
-    if "penalty" in found:
-        parts.append((found["penalty"], found["counted"]))
-    if token_weights is not None:
-        t = token_weights.to(found["loss"].dtype)
-        parts = [(value * t, share * t) for value, share in parts]
-    if reduction == "none":
-        reduced = [value for value, _ in parts]
-    else:
-        reduced = [value.sum() / share.sum() if reduction == "mean" else value.sum() for value, share in parts]
-    return functools.reduce(torch.add, reduced)
+def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -> Tensor:
+    """The loss, and the penalty where there is one: each with what its mean is divided by (None: every row once)."""
+    counted = found.get("counted")
+    loss = checks.averaged(found["loss"], found.get("share", counted), weights, reduction)
+    if "penalty" not in found:
+        return loss
+    return loss + checks.averaged(found["penalty"], counted, weights, reduction)
 
 
 def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
-    right = found["right"].to(found["loss"].dtype)
-    if reduction == "none":
-        return right
-    return right.sum() / found["counted"].sum() if reduction == "mean" else right.sum()
+    return checks.averaged(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
 def cross_entropy_given(

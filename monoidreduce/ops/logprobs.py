@@ -95,7 +95,7 @@ def linear_logprobs(
     checks.whole("ignore_index", ignore_index)
     checks.whole("top_k", top_k, least=0)
     checks.classes(x, weight, target)
-    labels = checks.labels(target, len(weight), ignore_index)
+    labels = checks.labels(target, len(weight), ignore_index).classes
     wanted = heads.careful(x), bool(return_entropy), bool(return_argmax), int(top_k)
     rows = checks.flat(x)
     found = _logprobs(rows, weight, labels, ignore_index, *wanted, **head)

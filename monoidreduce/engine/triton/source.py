@@ -6,14 +6,19 @@ content. What runs is the text that was just written here, never whatever the fi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import linecache
 import os
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def folder() -> Path:
@@ -54,3 +59,24 @@ def load(text: str) -> Any:
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
+
+
+def on(device: torch.device) -> Any:
+    """A kernel is launched on the current device: make it this one (the interpreter has none)."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
+
+    It is right only for arguments of the same types, the same integers and pointers of the same alignment.
+    """
+    if not hasattr(compiled, "packed_metadata") or _version() < (3, 4):  # interpreted, or constants not passed
+        return None
+    launch = compiled[(grid, 1, 1)]
+    return lambda *arguments: launch(*arguments, *constants)
+
+
+@functools.cache
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])
