@@ -64,7 +64,7 @@ def enough(sample):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_errors_stay_within_twice_plain_torch(name, sample, dtype):
-    draws = range(4 if dtype == torch.float32 else 3)
+    draws = range(6 if dtype == torch.float32 and "tensor" in sample.values() else 3)  # one number's error is luck
     assert_error_rule([evaluate(FUNCTIONS[name], enough(sample), dtype, seed) for seed in draws])
 
 
