@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..plan import tiles as plan
+from ..program.build import ONE
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
@@ -70,7 +71,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     whole = [_whole(t, r, sizes) for r, t in written.items()]
     shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
-    outputs = [_empty(r, k, shape, sizes) for r, k in fold.outputs if r not in written]
+    kept = [(r, k) for r, k in fold.outputs if r not in written]
+    outputs = [_empty(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
@@ -81,6 +83,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
             results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
+    _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
 
@@ -94,6 +97,18 @@ def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
     """Where a number per pair is written in the shape of an argument: in its type, unless sums are kept there."""
     once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
     return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+
+
+def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
+    """Multiply the results that have a scale by it."""
+    scale = {r: s for r, s in fold.scaled if s is not ONE}
+    for (r, _), out in outputs.items():
+        if r in scale:
+            s = scale[r]
+            factor = s.const if s.op == "const" else values[s]
+            if isinstance(factor, Tensor):
+                factor = factor.unsqueeze(-1) if s.rows or s.cols else factor.unsqueeze(-1).unsqueeze(-1)
+            out *= factor
 
 
 def _width(fold: Fold, sizes: Sizes) -> int:

@@ -3,7 +3,7 @@
 May import the errors, the algebra, the program and the decorator; never an engine by name, which the plan chooses.
 """
 
-from .attention import attention
+from .attention import AttentionOutput, attention, attention_decode, document_ids
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
 from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
@@ -13,16 +13,19 @@ from .pooling import MaxPool, max_pool_product
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 
 __all__ = [
+    "AttentionOutput",
     "CrossEntropy",
     "LogProbs",
     "MaxPool",
     "Sample",
     "TopK",
     "attention",
+    "attention_decode",
     "contrastive_loss",
     "cross_entropy",
     "cross_entropy_distributions",
     "cross_entropy_given",
+    "document_ids",
     "entropy",
     "gated_mlp",
     "linear_argmax",

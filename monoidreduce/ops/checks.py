@@ -240,3 +240,21 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
 def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
     """A loss per row, averaged, added up or as it is; with weights, their weighted mean, sum or products."""
     return averaged(loss, None, weights, how)
+
+
+def integers(name: str, value: Tensor) -> None:
+    """Numbers that count or name something."""
+    if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
+
+
+def floating(**tensors: Any) -> None:
+    """Tensors of floating numbers; what is no tensor is left to the op."""
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and not t.is_floating_point():
+            raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
+
+
+def drawn_seed() -> int:
+    """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
+    return int(torch.randint(2**63 - 1, ()))
