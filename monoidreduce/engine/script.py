@@ -23,6 +23,7 @@ from ..program.lower import Fold, Lowered
 from ..program.primitives import PRIMITIVES
 from .dense import REDUCERS
 from .evaluate import Sizes, cast, from_layout, to_layout
+from .hardware import row_dot
 
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes], Sequence[Tensor]]
@@ -62,7 +63,7 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def script(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     """Write a program down; ``numbers`` are the inputs that are Python numbers."""
-    writer = _Writer(numbers)
+    writer = _Writer(numbers, _products(program))
     for p in program.passes:
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
     returned = ", ".join(writer.of(e) for e in program.outputs)
@@ -73,13 +74,26 @@ def script(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     return Script(names, program.outputs, writer.scope["run"], text)
 
 
+def _products(program: Lowered) -> frozenset[Expr]:
+    """The products of two vectors of one side that are only ever summed over their features: never held whole."""
+    roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
+    order = topological(roots)
+    found = {
+        e.args[0]
+        for e in order
+        if e.op == "fsum" and e.args[0].op == "mul" and all(a.dtype == "float" for a in e.args[0].args)
+    }
+    found = {e for e in found if all(a.feature is not None and (a.rows, a.cols) == (e.rows, e.cols) for a in e.args)}
+    return frozenset(found - set(roots) - {a for e in order if e.op != "fsum" for a in e.args})
+
+
 class _Writer:
     """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
-    def __init__(self, numbers: frozenset[str]):
-        self.numbers = numbers
+    def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
+        self.numbers, self.products = numbers, products
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"filled": _filled, "number": _number}
+        self.scope: dict[str, Any] = {"filled": _filled, "number": _number, "row_dot": row_dot}
         self.names: dict[Expr, str] = {}
         self.inputs: dict[str, str] = {}
         self.plain: set[Expr] = set()  # nodes whose values are Python numbers
@@ -88,7 +102,7 @@ class _Writer:
     def of(self, e: Expr) -> str:
         """The name of a node's value, written if it is not yet."""
         for n in topological([e], stop=self.names.__contains__):
-            if n not in self.names:
+            if n not in self.names and n not in self.products:
                 self.names[n] = self._node(n)
         return self.names[e]
 
@@ -121,6 +135,8 @@ class _Writer:
             return self._line(f"S.of({e.attrs[0]!r})")
         if e.op in PRIMITIVES:
             return self._primitive(e)
+        if e.op == "fsum" and e.args[0] in self.products:
+            return self._line(f"row_dot({', '.join(self.names[a] for a in e.args[0].args)}, C)")
         name = e.op.removesuffix("_index")
         args = [self._raised(a) for a in e.args]
         if name in _TEXTS and e.args[0] not in self.plain:

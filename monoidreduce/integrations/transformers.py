@@ -1,7 +1,7 @@
 """Hugging Face transformers: our attention in its models, and the loss of a causal language model without its logits.
 
     register()                                    # once; then attn_implementation="monoidreduce" is a choice
-    fuse_loss(model)                              # model(input_ids, labels=labels).loss never builds [tokens, vocabulary]
+    fuse_loss(model)                              # its loss then never builds [tokens, vocabulary]
 
 Causal, sliding and padded attention are said by indices and by one truth value per key; only masks of another form (a
 prefix, packed documents, a static cache) reach us as a matrix, which is then read tile by tile.

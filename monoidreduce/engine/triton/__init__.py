@@ -21,11 +21,11 @@ from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
-from .. import batching
+from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import describe, launch
+from . import describe, launch, rows
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
@@ -33,6 +33,9 @@ __all__ = ["KernelPlan", "available", "run", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
+
+
+hardware.ROW_DOT[:] = [rows.dot]
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: b
         fields = tuple(known(f, truths) for f in r.reduction.args)
         v.inside.append(f"# {_described(r.reduction)}")
         r.step(fields)
-    return v.early + v.inside
+    return v.inside
 
 
 def _described(r: Expr) -> str:

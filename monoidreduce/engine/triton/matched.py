@@ -31,7 +31,7 @@ class Matched(Values):
         self.inside_text = self.bind("inside", text, False, f"{name}_inside")
         self.place = self.bind("place", f"tl.where({self.inside_text}, {self.target}, 0).to(tl.int64)", False)
 
-    def bind(self, key: object, text: str, folded: bool, name: str = "", early: bool = False) -> str:
+    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         """All is bound once, after the loop, under names of its own."""
         name = name if name.startswith(self.prefix) else f"{self.prefix}_{name}" if name else ""
         if not name:
