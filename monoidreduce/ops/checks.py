@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -124,12 +125,18 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
 
 
 def alike(**tensors: Tensor) -> None:
-    """One number type and one device."""
+    """One number type (within autocast, where the op casts, any floating ones) and one device."""
     first, *rest = tensors.values()
-    if any(t.dtype != first.dtype for t in rest):
+    if any(t.dtype != first.dtype for t in rest) and not _cast(tensors.values()):
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
     _one_device(tensors)
+
+
+def _cast(tensors: Iterable[Tensor]) -> bool:
+    kinds = {t.device.type for t in tensors}
+    within = all(torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k) for k in kinds - {"meta"})
+    return within and all(t.is_floating_point() for t in tensors)
 
 
 def _one_device(tensors: dict[str, Tensor]) -> None:
