@@ -2,9 +2,9 @@
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
-``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Two are left to the engine, and what they are made of
-is fed: a vector that is fed anyway times a number, so that no second vector is read, and ``decay``, which a kernel
-joins with an exponential. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the
+``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
+is fed: a vector that is fed anyway times a number, so that no second vector is read; ``decay``, which a kernel joins
+with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the
 layer it came from, and equal folds are the same object.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from . import build
 from .expr import Expr, node, reduce_node, result, topological
 from .normal import is_pass, normalize
+from .primitives import PRIMITIVES
 from .reductions import KINDS
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
@@ -183,9 +184,17 @@ def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     while stack:
         e = stack.pop()
         again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
-        if e.op == "decay" or (again and any(a.feature is None for a in e.args)):
+        if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or _of_indices(e):
             derived.add(e)
             stack += e.args[::-1]
         elif e.op not in _BUILTIN:
             feeds[e] = None
     return list(feeds), [e for e in topological(found) if e in derived]
+
+
+def _of_indices(e: Expr) -> bool:
+    """Arithmetic on one index and numbers: ``row_index - window``."""
+    if not e.args or e.feature is not None or not (e.rows or e.cols):
+        return False
+    inside = topological([e], stop=lambda n: not n.rows and not n.cols)
+    return all(n.op in _BUILTIN or (n.op in PRIMITIVES and n.op != "uniform") for n in inside if n.rows or n.cols)

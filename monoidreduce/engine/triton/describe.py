@@ -58,6 +58,7 @@ def describe(
         bool(skip.preferred(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
         narrow in _BOUNDED and sizes.rows * sizes.cols >= _MANY,
+        sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
     )
     return spec, tuple(casts)
 

@@ -47,6 +47,7 @@ class Kernel:
     folded_width: int  # features of the blocks met in each tile
     state_width: int  # features of the running sums
     kept_blocks: int
+    exact: bool  # whether its float32 products are
     few_width: int  # features of the running sums that are held one by one
 
 
@@ -91,7 +92,9 @@ def kernel(spec: Spec) -> Kernel:
     width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
-    return Kernel(name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept), v.few_width)
+    return Kernel(
+        name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept), spec.exact, v.few_width
+    )
 
 
 def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:

@@ -71,9 +71,11 @@ def _default(kernel: Kernel, item: int) -> KernelPlan:
     widest = max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
     if item == 8:
         return KernelPlan(32, 32, 4, 1) if widest <= 128 else KernelPlan(16, 16, 4, 1)
+    if item == 4 and kernel.exact:
+        return KernelPlan(32, 32, 4, 2)  # no matrix units: one stage, or larger tiles, spill
     if item == 4:
-        return KernelPlan(32, 32, 4, 2)  # one stage, or larger tiles, spill
-    if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1):
+        return KernelPlan(64, 64, 4, 2) if widest <= 64 else KernelPlan(64, 32, 4, 2)
+    if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest):
         return KernelPlan(64, 64, 4, 3)
     return KernelPlan(128, 64, 8, 3)
 

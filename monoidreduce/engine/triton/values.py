@@ -7,6 +7,7 @@ folded side. A vector is either a block ``[side, features]``, for matrix product
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
+_QUICK = re.compile(r"(?<![\w.])(tanh|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -191,7 +193,8 @@ class Values(Exponents):
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
-        return p.triton.format(*args, **attributes)
+        text = p.triton.format(*args, **attributes)
+        return _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
@@ -215,7 +218,8 @@ class Values(Exponents):
             if self.spec.narrow:  # products of 16-bit numbers are exact: cancellation costs less than their rounding
                 return square
             name = self.bind((e, "square"), square, True)
-            self._near(e, name, norms)
+            if self.spec.exact:
+                self._near(e, name, norms)
             return name
 
         def part(f: str) -> str:
