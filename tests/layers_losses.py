@@ -298,7 +298,8 @@ def ranking_hinge(a: Row, b: Col, margin: float):
 
 def _auc(a, b):
     wins = gaps(a, b) > 0
-    return wins.sum(-1), wins.any(-1), wins.all(-1), wins.sum(-2) / a.shape[-1]
+    share = wins.sum(-2).to(torch.promote_types(a.dtype, torch.float32)) / a.shape[-1]
+    return wins.sum(-1), wins.any(-1), wins.all(-1), share
 
 
 @layer(_auc, lambda d: (d.rows(), d.cols()), differentiable=False)

@@ -4,8 +4,9 @@ A reduction whose fields live on pairs belongs to a pass; its level is one more 
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
 ``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Three are left to the engine, and what they are made of
 is fed: a vector that is fed anyway times a number, so that no second vector is read; ``decay``, which a kernel joins
-with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the
-layer it came from, and equal folds are the same object.
+with an exponential; and arithmetic on indices, of which engines know the range on every tile. A :class:`Fold` is what
+an engine runs: reductions over numbered leaves, independent of the layer it came from, and equal folds are the same
+object.
 """
 
 from __future__ import annotations
@@ -146,14 +147,16 @@ def _scales(
 def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tuple[Expr, Expr]]) -> Pass:
     fields = [a for r in reductions for a in r.args]
     factors = [scales[r][1] if r in scales else build.ONE for r in reductions]
-    feeds, derived = _feeds([*fields, *factors])
+    feeds, derived = _feeds(fields)
+    feeds = list(dict.fromkeys([*feeds, *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(feeds)
     }
+    scaled = tuple(leaves.get(f, f) for f in factors)
     for e in derived:
         leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
-    new = build.substitute((*fields, *factors), leaves)
+    new = build.substitute(tuple(fields), leaves)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
@@ -165,7 +168,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
             users.setdefault((e.args[0], e.attrs[0]), []).append(e)
     for r, (product, _) in scales.items():
         users[r, 0] = [product]
-    fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), new[at:] if scales else ())
+    fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), scaled if scales else ())
     results = tuple(
         tuple(users.get((r, k), ()))
         for r in reductions
