@@ -55,10 +55,10 @@ def entropy(s, careful, masked):
 
 
 @no_type_check
-def of_label(target, ignore_index, value, ignored=0.0):
-    """A value per row that belongs to a label: ``ignored`` where the label is, NaN where it is no class."""
+def of_label(target, ignore_index, value):
+    """A value per row that belongs to its label: 0 where that is to be ignored, NaN where it is no class."""
     known = (target >= 0) & (target < mr.num_cols)
-    return torch.where(target == ignore_index, ignored, torch.where(known, value, math.nan))
+    return torch.where(target == ignore_index, 0.0, torch.where(known, value, math.nan))
 
 
 def careful(x: Any) -> bool:
