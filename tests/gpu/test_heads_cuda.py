@@ -1,4 +1,4 @@
-"""The vocabulary heads on a GPU: values and gradients against float64 on the CPU, and labels that are not waited for."""
+"""The vocabulary heads on a GPU: values and gradients against float64, and labels that are not waited for."""
 
 import pytest
 import torch
