@@ -35,9 +35,12 @@ def shifted(s, careful):
 
     It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
     """
-    if not careful:
-        return s
-    return s - torch.detach(finite(mr.logsumexp(s)))
+    return s - shift(s) if careful else s
+
+
+def shift(s: Any) -> Any:
+    """A row's logsumexp as a constant."""
+    return torch.detach(finite(mr.logsumexp(s)))
 
 
 def finite(z: Any) -> Any:
@@ -46,9 +49,8 @@ def finite(z: Any) -> Any:
 
 
 @no_type_check
-def entropy(s, careful, masked):
+def entropy(s, masked):
     """Of one row's softmax, in nats; 0 where there is nothing to see. ``masked``: whether a logit may be -inf."""
-    s = shifted(s, careful)
     z = mr.logsumexp(s)
     value = torch.where(s == -math.inf, 0.0, s) if masked else s  # 0 · log 0 = 0
     return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
