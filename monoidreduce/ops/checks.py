@@ -160,25 +160,29 @@ class Labels(NamedTuple):
     kept: Tensor | None = None
 
 
-def labels(target: Tensor, count: int, ignore_index: Any) -> Labels:
-    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`)."""
+def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Labels:
+    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`).
+
+    ``first``: where the target begins in what the user gave, for the message.
+    """
     flat = target.reshape(-1).long()
     if not visible(flat) or not flat.numel():
         return Labels(flat, visible(flat))
     least, most = map(int, torch.aminmax(flat))
     if least < 0 or most >= count:
-        _out_of_range(flat, target, count, ignore_index)
+        _out_of_range(flat, target, count, ignore_index, first)
     if not least <= ignore_index <= most:
         return Labels(flat, True)
     counted = flat != ignore_index
     return Labels(flat, True, None if bool(counted.all()) else counted.nonzero().squeeze(1))
 
 
-def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any) -> None:
+def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any, first: int) -> None:
     bad = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
     if bool(bad.any()):
         at = int(bad.to(torch.uint8).argmax())
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), target.shape))
+        place = (*place[:-1], place[-1] + first) if first else place
         fix = "" if classes else "weight has no rows, so there are no classes"
         raise LabelError(
             label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=classes - 1, fix=fix

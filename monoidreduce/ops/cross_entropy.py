@@ -190,7 +190,8 @@ def linear_cross_entropy(
         found = _of_probabilities(rows, weight, checks.flat(target), options)
     else:
         ignored = -100 if ignore_index is None else ignore_index
-        found, kept = _of_labels(rows, weight, checks.labels(target, len(weight), ignored), ignored, options)
+        labels = checks.labels(target, len(weight), ignored, first=int(shift))
+        found, kept = _of_labels(rows, weight, labels, ignored, options)
     weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
     loss = _reduced(found, weights, reduction)
     accuracy = _accuracy(found, reduction) if return_accuracy else None

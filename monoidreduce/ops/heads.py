@@ -35,9 +35,12 @@ def shifted(s, careful):
 
     It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
     """
-    if not careful:
-        return s
-    return s - torch.detach(finite(mr.logsumexp(s)))
+    return s - shift(s) if careful else s
+
+
+def shift(s: Any) -> Any:
+    """A row's logsumexp as a constant."""
+    return torch.detach(finite(mr.logsumexp(s)))
 
 
 def finite(z: Any) -> Any:
@@ -46,19 +49,18 @@ def finite(z: Any) -> Any:
 
 
 @no_type_check
-def entropy(s, careful, masked):
+def entropy(s, masked):
     """Of one row's softmax, in nats; 0 where there is nothing to see. ``masked``: whether a logit may be -inf."""
-    s = shifted(s, careful)
     z = mr.logsumexp(s)
     value = torch.where(s == -math.inf, 0.0, s) if masked else s  # 0 · log 0 = 0
     return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
 
 
 @no_type_check
-def of_label(target, ignore_index, value, ignored=0.0):
-    """A value per row that belongs to a label: ``ignored`` where the label is, NaN where it is no class."""
+def of_label(target, ignore_index, value):
+    """A value per row that belongs to its label: 0 where that is to be ignored, NaN where it is no class."""
     known = (target >= 0) & (target < mr.num_cols)
-    return torch.where(target == ignore_index, ignored, torch.where(known, value, math.nan))
+    return torch.where(target == ignore_index, 0.0, torch.where(known, value, math.nan))
 
 
 def careful(x: Any) -> bool:

@@ -36,17 +36,19 @@ def _logprobs(
     softcap: float | None = None,
     temperature: float | None = None,
 ):
-    s = heads.logits(x, weight, bias, softcap, temperature)
+    whole = heads.logits(x, weight, bias, softcap, temperature)
+    shift = heads.shift(whole) if entropy and careful else 0.0
+    s = whole - shift
     z = mr.logsumexp(s)
     log_prob = mr.sum(torch.where(mr.col_index == target, s, 0.0)) - z
     found = {"log_prob": heads.of_label(target, ignore_index, log_prob)}
     if entropy:
-        found["entropy"] = heads.entropy(s, careful, bias is not None)
+        found["entropy"] = heads.entropy(s, bias is not None)
     if argmax:
-        found["argmax"] = mr.argmax(s)
+        found["argmax"] = mr.argmax(whole)
     if k:
-        best = mr.topk(s, k)
-        found["topk_log_probs"], found["topk_indices"] = best.values - z, best.indices
+        best = mr.topk(whole, k)
+        found["topk_log_probs"], found["topk_indices"] = best.values - shift - z, best.indices
     return found
 
 
@@ -113,7 +115,8 @@ def _entropy(
     softcap: float | None = None,
     temperature: float | None = None,
 ):
-    return heads.entropy(heads.logits(x, weight, bias, softcap, temperature), careful, bias is not None)
+    s = heads.logits(x, weight, bias, softcap, temperature)
+    return heads.entropy(heads.shifted(s, careful), bias is not None)
 
 
 def linear_entropy(

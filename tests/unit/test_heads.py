@@ -244,6 +244,9 @@ def test_a_shift_predicts_the_next_token(seed):
     assert_close(ops.linear_cross_entropy(x, w, tokens, shift=True), expected)
     assert ops.linear_cross_entropy(x, w, tokens, shift=4, reduction="none").shape == (2, 5)
     assert ops.linear_cross_entropy(x, w, tokens, shift=12, reduction="none").shape == (2, 0)
+    tokens[1, 3] = 6
+    with pytest.raises(mr.LabelError, match=r"label 6 at position \(1, 3\)"):  # where the user gave it
+        ops.linear_cross_entropy(x, w, tokens, shift=2)
 
 
 def test_losses_of_16_bits_are_float32(seed):
