@@ -160,7 +160,7 @@ def attention(
     options["causal"], options["lower_right"] = _alignment(causal, is_causal)
     options["left"], options["right"] = _limits(window)
     if lengths is not None:
-        options["lengths"] = grouping.lengths("lengths", lengths, k)
+        options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
     checks.between("dropout_p", dropout_p, 0, 1)
@@ -289,10 +289,8 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         rows, cols = documents
     else:
         rows = cols = documents
-    row, col = (
-        grouping.per_sequence("documents", t, "[L] or [B, L], or a pair of them", 1, side)
-        for t, side in ((rows, q), (cols, k))
-    )
+    shape = "[L] or [B, L], or a pair of them"
+    row, col = (grouping.per_sequence("documents", t, shape, 1, q, k) for t in (rows, cols))
     if row.shape[-1] != q.shape[-2] or col.shape[-1] != k.shape[-2]:
         raise ShapeError(
             detail=f"documents has {row.shape[-1]} and {col.shape[-1]} tokens, but there are {q.shape[-2]} rows and "

@@ -19,24 +19,25 @@ _PER_HEAD = {
 }  # fmt: skip
 
 
-def per_sequence(name: str, value: Any, shape: str, tail: int, x: Any) -> Tensor:
-    """Integers whose leading dimensions are those of x [B, ..., L, f], with size 1 for those that they lack."""
+def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) -> Tensor:
+    """Integers whose leading dimensions are the first of those of tensors [B, ..., L, f]; of size 1 where they end."""
     checks.tensor(name, value, shape, tail)
     checks.integers(name, value)
-    checks.tensor("q and k", x, "[..., length, features]", 2)
-    missing = (x.dim() - 2) - (value.dim() - tail)
+    for t in tensors:
+        checks.tensor("q, k and the like", t, "[..., length, features]", 2)
+    lead = max(t.dim() for t in tensors) - 2
+    missing = lead - (value.dim() - tail)
     if missing < 0:
         raise ShapeError(
-            detail=f"{name} has shape {tuple(value.shape)}, but there are only {x.dim() - 2} batch dimensions in "
-            f"{tuple(x.shape)}",
+            detail=f"{name} has shape {tuple(value.shape)}, but there are only {lead} batch dimensions",
             fix=f"{shape} was expected",
         )
     return value[(..., *(None,) * missing, *(slice(None),) * tail)]
 
 
-def lengths(name: str, value: Any, x: Any) -> Tensor:
+def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:
     """How many of the vectors x [B, ..., L, f] has, one number per sequence; looked at where looking is free."""
-    found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x)
+    found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x, *others)
     if checks.visible(value) and value.numel():
         low, high = int(value.min()), int(value.max())
         if low < 0 or high > x.shape[-2]:

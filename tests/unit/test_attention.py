@@ -350,6 +350,18 @@ def test_ragged_sizes(size, seed):
         assert_equal(run(function, args), run(lambda *a, o=options: dense(*a, options=o), args))
 
 
+def test_numbers_per_sequence_where_keys_are_shared(seed):
+    """The batch is that of the queries; keys and values have none."""
+    q, k, v = (torch.randn(*lead, n, 4, dtype=FLOAT64) for lead, n in (((2, 6), 5), ((), 7), ((), 7)))
+    lengths, documents = torch.tensor([3, 7]), (torch.arange(10).view(2, 5) // 4, torch.arange(14).view(2, 7) // 5)
+    for options in ({"lengths": lengths}, {"documents": documents}, {"lengths": lengths, "causal": "lower_right"}):
+        wide = tuple(t.expand(2, 6, *t.shape) for t in (k, v))
+        got = run(lambda *a, o=options: attention(*a, **o), (q, k, v))
+        expected = run(lambda *a, o=options: dense(*a, options=o), (q, *wide))
+        assert_close(got.values["value 0"], expected.values["value 0"])
+        assert_close(got.grads["gradient 1"], expected.grads["gradient 1"].sum((0, 1)))
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 

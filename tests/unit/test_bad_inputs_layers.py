@@ -366,12 +366,15 @@ def test_side_effects_of_an_activation_are_caught():
 
 
 @EVERY
-def test_autocast_changes_nothing(name):
-    x, y = leaves(n=M if name == "clip" else N)
-    expected = run(call(name), (x, y))
+def test_autocast_rounds_what_it_multiplies(name):
+    """Under autocast a layer is what it is for inputs rounded to that type; gradients come in the inputs' own."""
+    x, y = (t.detach().bfloat16().float() for t in leaves(n=M if name == "clip" else N))
+    expected = run(call(name), (x.bfloat16(), y.bfloat16()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(call(name), (x, y))
-    assert_equal(got, expected, rtol=1e-6, atol=1e-6)
+    assert all(g.dtype == torch.float32 for g in got.grads.values())
+    for key, value in expected.values.items():
+        assert_close(got.values[key].float(), value.float(), rtol=2e-2, atol=2e-2)
 
 
 @EVERY
