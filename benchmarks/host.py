@@ -46,7 +46,7 @@ def no_engine() -> Iterator[None]:
 
     def stub(fold: Any, leaves: list[Any], sizes: Any) -> list[Tensor]:
         if fold not in made:
-            made[fold] = [_zeros(*output, sizes) for output in fold.outputs]
+            made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
