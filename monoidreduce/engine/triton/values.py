@@ -44,7 +44,8 @@ class Values:
         self.masked = False  # whether this loop meets the end of the folded axis
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
-        self.state_width = 0  # features of all running sums
+        self.state_width = 0  # features of all running sums that are blocks
+        self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
 
     def loop(self, masked: bool) -> None:
