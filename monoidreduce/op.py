@@ -45,6 +45,7 @@ class Op:
             name: at for at, name in enumerate(self.parameters) if kinds[at] is not inspect.Parameter.POSITIONAL_ONLY
         }
         self._defaults = tuple(p.default for p in self.parameters.values())
+        self._needed = tuple(at for at, default in enumerate(self._defaults) if default is ...)
         self._kinds = tuple(
             "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
         )
@@ -118,7 +119,10 @@ class Op:
             if at < len(args):
                 return None
             values[at] = value
-        return None if any(v is ... for v in values) else values
+        for at in self._needed:
+            if values[at] is ...:
+                return None
+        return values
 
     def _keep(self, key: tuple, plan: Plan) -> None:
         with self._lock:

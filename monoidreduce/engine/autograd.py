@@ -127,7 +127,7 @@ class _Traced(torch.autograd.Function):
             return tuple(t for t in _gradients(context, leaves, results, asked, cotangents) if t is not None)
 
         with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
-            _, pull = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))
+            pull: Any = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))[1]
             found = iter(pull(tuple(tangents_given)))
         return tuple(next(found) if k in moving else None for k in range(len(results)))
 
@@ -162,7 +162,7 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
         raise NoGradientError(
-            detail="batched cotangents (is_grads_batched, vectorize) are torch's older vmap, which hides them",
+            detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
     context, leaves, results = _kept(ctx)

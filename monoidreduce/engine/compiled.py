@@ -70,9 +70,8 @@ def opened(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     device = tensors[0].device if tensors else None
 
     def one(value: Any) -> Any:
-        if not isinstance(value, torch.SymFloat):
-            return value
-        return torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device) * value
+        unit: Any = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device)
+        return unit * value if isinstance(value, torch.SymFloat) else value
 
     return tuple(map(one, args)), {k: one(v) for k, v in kwargs.items()}
 

@@ -115,7 +115,7 @@ def _by_index(function: Callable) -> bool:
     """Whether a mask is causal, or causal in a sliding window: what our indices say."""
     if function is causal_mask_function:
         return True
-    cells = getattr(function, "__closure__", None) or ()
+    cells: Any = getattr(function, "__closure__", None) or ()
     parts = cells[0].cell_contents if len(cells) == 1 and isinstance(cells[0].cell_contents, tuple) else ()
     others = [p for p in parts if p is not causal_mask_function]
     return len(parts) == 2 and len(others) == 1 and others[0].__qualname__.startswith("sliding_window_overlay.")
@@ -179,7 +179,8 @@ def causal_lm_loss(
     options = {k: v for k, v in inputs.items() if k != "labels"}
     if num_items_in_batch is not None:
         options["num_items_in_batch"] = num_items_in_batch
-    return _forward(model, (), inputs.get("labels"), options).loss
+    hidden, loss_options = _hidden(model, (), options)[1:]
+    return _loss(model, hidden, inputs.get("labels"), **loss_options)
 
 
 def token_logprobs(model: PreTrainedModel, inputs: Mapping[str, Any], tokens: Tensor) -> Tensor:
@@ -207,17 +208,23 @@ def token_logprobs(model: PreTrainedModel, inputs: Mapping[str, Any], tokens: Te
 
 def _forward(model: PreTrainedModel, args: tuple, labels: Tensor | None, kwargs: dict) -> CausalLMOutputWithPast:
     """A causal language model's forward with labels: the base model, then the loss of its head."""
-    loss_options = {k: kwargs.pop(k) for k in _LOSS_OPTIONS if k in kwargs}
-    kwargs.pop("logits_to_keep", None)
-    kwargs.pop("return_dict", None)
-    outputs = _base(model)(*args, **kwargs)
+    outputs, hidden, loss_options = _hidden(model, args, kwargs)
+    found: Any = _loss(model, hidden, labels, **loss_options)
     return CausalLMOutputWithPast(
-        loss=_loss(model, outputs.last_hidden_state, labels, **loss_options),
+        loss=found,
         logits=None,
         past_key_values=outputs.get("past_key_values"),
         hidden_states=outputs.get("hidden_states"),
         attentions=outputs.get("attentions"),
     )
+
+
+def _hidden(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[Any, Tensor, dict[str, Any]]:
+    """The base model's outputs, its last hidden states, and the options that were meant for the loss."""
+    loss_options = {k: v for k, v in kwargs.items() if k in _LOSS_OPTIONS}
+    others = {k: v for k, v in kwargs.items() if k not in (*_LOSS_OPTIONS, "logits_to_keep", "return_dict")}
+    outputs = _base(model)(*args, **others)
+    return outputs, outputs.last_hidden_state, loss_options
 
 
 def _loss(
@@ -234,7 +241,7 @@ def _loss(
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.to(hidden.device)
-    common = dict(bias=head.bias, ignore_index=ignore_index, **options)
+    common: dict[str, Any] = dict(bias=head.bias, ignore_index=ignore_index, **options)
     if num_items_in_batch is None:
         return linear_cross_entropy(hidden, head.weight, target, reduction="mean", **common)
     if isinstance(num_items_in_batch, Tensor):
@@ -249,7 +256,7 @@ def _base(model: PreTrainedModel) -> nn.Module:
     return base
 
 
-def _head(model: PreTrainedModel) -> tuple[nn.Linear, dict[str, float]]:
+def _head(model: PreTrainedModel) -> tuple[nn.Linear, dict[str, Any]]:
     """The head, and what the configuration says is done to its logits."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -258,7 +265,7 @@ def _head(model: PreTrainedModel) -> tuple[nn.Linear, dict[str, float]]:
             fix="Give a causal language model with a plain linear head",
         )
     config = model.config.get_text_config()
-    options: dict[str, float] = {}
+    options: dict[str, Any] = {}
     if getattr(config, "final_logit_softcapping", None):  # Gemma
         options["softcap"] = float(config.final_logit_softcapping)
     if getattr(config, "logits_scaling", None):  # Granite

@@ -8,10 +8,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from tests.citizen_ops import attention, dense_attention, make
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def tensors(dtype=torch.float32, length=300, width=64):

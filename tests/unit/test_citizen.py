@@ -29,8 +29,6 @@ from tests.citizen_ops import (
     together,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, in its jvp
-
 SHAPES = ((2, 5, 3), (2, 7, 3), (2, 7, 4))
 
 

@@ -23,9 +23,7 @@ from tests.citizen_ops import (
     together,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning", "ignore::FutureWarning", "ignore:Attempted to insert:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert:UserWarning")  # export of a module with weights
 
 LABELS = torch.tensor([3, 1, -100, 4, 0])
 CALLS = {
