@@ -152,6 +152,8 @@ def _pow(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     c, a, b = args
+    if c.dtype != "bool":
+        return apply("where", apply("cast", c, to="bool"), a, b)
     chosen = {True: a, False: b}.get(c.const) if c.op == "const" else a if a is b and a.axes == join(args) else None
     if chosen is not None and chosen.dtype == widest((a, b)):
         return chosen
