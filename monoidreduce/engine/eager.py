@@ -8,7 +8,7 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.expr import Expr, index, size, topological
-from ..program.intervals import known
+from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
 from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
-from .evaluate import Sizes
+from .evaluate import Sizes, as_number
 from .pick import run_pick
 from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
 from .tilerun import Buffers, TileRun
@@ -37,12 +37,15 @@ class FoldCode:
     conditions: tuple[Expr, ...] = ()
     ranged: tuple[Expr, ...] = ()
     indices: frozenset[Expr] = frozenset()
+    pairs: tuple[Expr, ...] = ()  # the leaves given per pair that are read
     variants: dict[tuple, Code | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
         self.ranged = ranged(self.fold)
-        self.indices = frozenset(e for e in topological(self.fold.reductions) if e.op in ("row_index", "col_index"))
+        under = topological([a for r in self.fold.reductions for a in r.args])
+        self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
+        self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
 
     def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
         truths = tuple(interval(c, known) for c in self.conditions)
@@ -53,14 +56,14 @@ class FoldCode:
 
 
 @functools.lru_cache(maxsize=1024)
-def _code(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
     return FoldCode(fold, scalars)
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None) -> list[Tensor]:
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
-    code = _code(fold, scalars)
+    code = code_of(fold, scalars)
     given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     shape, views = batching.merge(sizes.batch, list(given.values()))
@@ -73,7 +76,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip(given, views, strict=True)}
-            results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
+            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
     return [o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs]
@@ -95,22 +98,37 @@ def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Ten
     )
 
 
-class _Chunk:
-    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles."""
+class Chunk:
+    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
+
+    With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
+    rows that were begun by the parts before.
+    """
 
     def __init__(
-        self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int, buffers: Buffers
+        self,
+        code: FoldCode,
+        leaves: dict[Expr, Any],
+        sizes: Sizes,
+        tiles: plan.Tiles,
+        batch: int,
+        buffers: Buffers,
+        rows: slice | None = None,
+        kept: Mapping[int, Accumulator] | None = None,
     ):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
         self.buffers = buffers
+        self.rows = rows or slice(0, sizes.rows)
         vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
         self.narrow = hardware.narrow_type(vectors)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
             kind, over, _ = r.attrs
-            length = sizes.rows if over == "cols" else sizes.cols
-            if kind == "pick" and not in_tiles(code.fold, r):
+            length = self.rows.stop - self.rows.start if over == "cols" else sizes.cols
+            if kept and place in kept:
+                self.accumulators.append(kept[place])
+            elif kind == "pick" and not in_tiles(code.fold, r):
                 self.accumulators.append(None)
                 self.picked[place] = self._pick(r, length)
             else:
@@ -125,16 +143,18 @@ class _Chunk:
         return out
 
     def run(self) -> list[Tensor]:
-        if any(a is not None for a in self.accumulators) and self.batch and self.sizes.rows and self.sizes.cols:
-            self._walk()
+        self.walk()
         results: list[Tensor] = []
         for place, a in enumerate(self.accumulators):
             results += [self.picked[place]] if a is None else a.finish()
         return results
 
-    def _walk(self) -> None:
-        rows = _slices(self.sizes.rows, self.tiles.rows)
-        cols = _slices(self.sizes.cols, self.tiles.cols)
+    def walk(self) -> None:
+        """Fold every tile into the accumulators."""
+        if not self.batch or all(a is None for a in self.accumulators):
+            return
+        rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
+        cols = slices(self.sizes.cols, self.tiles.cols)
         row_ranges, col_ranges, fixed = self._ranges(rows, cols)
         for i, row in enumerate(rows):
             row_values = self._side(row, True)
@@ -146,14 +166,16 @@ class _Chunk:
 
     def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
         values = {**row_values, **self._side(col, False)}
+        values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
         shape = (self.batch, row.stop - row.start, col.stop - col.start)
-        tile = TileRun(values, shape, self.buffers, (row.start, col.start))
+        begin = self.rows.start
+        tile = TileRun(values, shape, self.buffers, (begin + row.start, col.start))
 
         def hand_over(reducer: Reducer, owned: tuple[bool, ...], tile: TileRun) -> None:
             accumulator = self.accumulators[reducer.place]
             assert accumulator is not None
-            kept, folded = (row, col) if accumulator.over == "cols" else (col, row)
-            accumulator.step(reducer, owned, tile, kept, folded.start)
+            kept, offset = (row, col.start) if accumulator.over == "cols" else (col, begin + row.start)
+            accumulator.step(reducer, owned, tile, kept, offset)
 
         tile.run(code, hand_over)
 
@@ -162,7 +184,7 @@ class _Chunk:
         values: dict[Expr, Any] = {}
         compute = self.sizes.compute
         for e, v in self.leaves.items():
-            if not isinstance(v, Tensor):
+            if not isinstance(v, Tensor) or e.is_pair:
                 continue
             if not e.rows and not e.cols:
                 if rows:
@@ -177,13 +199,15 @@ class _Chunk:
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
         which = index("row" if rows else "col")
         if which in self.code.indices:
-            at = torch.arange(part.start, part.stop, device=self.sizes.device)
+            begin = self.rows.start if rows else 0
+            at = torch.arange(begin + part.start, begin + part.stop, device=self.sizes.device)
             values[which] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
         return values
 
     def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
         """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
-        row_ranges: list[dict] = [{index("row"): (s.start, s.stop - 1)} for s in rows]
+        begin = self.rows.start
+        row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
         col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
         fixed: dict[Expr, tuple[float, float]] = {
             size("rows"): (self.sizes.rows,) * 2,
@@ -193,6 +217,9 @@ class _Chunk:
             v = self.leaves[e]
             if not isinstance(v, Tensor):
                 fixed[e] = (float(v), float(v))
+                continue
+            if e.is_pair:  # looking would cost as much as the tile
+                fixed[e] = EITHER if e.dtype == "bool" else NAN
                 continue
             if not e.rows and not e.cols:
                 parts, ranges = [v], [fixed]
@@ -205,7 +232,7 @@ class _Chunk:
         return row_ranges, col_ranges, fixed
 
 
-def _slices(length: int, step: int) -> list[slice]:
+def slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import platform
 
 import torch
@@ -100,6 +101,33 @@ def _keeps_float32() -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
+    if x.dtype == y.dtype == out.dtype:
+        torch.mm(x, y.mT, out=out)
+    elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
+        torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
+    else:  # raised a few columns at a time
+        x = x.to(out.dtype)
+        for at in range(0, y.shape[0], _RAISED):
+            part = slice(at, at + _RAISED)
+            torch.mm(x, y[part].to(out.dtype).mT, out=out[:, part])
+
+
+_RAISED = 4096
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated on a device now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        return 0
 
 
 def _integer_product(x: Tensor, y: Tensor) -> Tensor:

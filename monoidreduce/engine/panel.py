@@ -1,0 +1,357 @@
+"""The panel schedule: the vendor's products fill a panel of pairs, everything else is done to it where it lies.
+
+A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results over
+columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is known
+takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done to a
+panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..plan import budget, panels
+from ..plan import tiles as plan
+from ..program.build import substitute
+from ..program.expr import Expr, index, node, result, size, topological
+from ..program.lower import Fold, Lowered, Pass, lower
+from ..program.reductions import KINDS
+from . import hardware
+from .accumulate import ACCUMULATORS, Accumulator
+from .eager import Chunk, code_of, slices
+from .evaluate import Evaluator, Sizes, from_layout, to_layout
+from .pick import run_pick
+from .tilecode import in_tiles
+from .tilerun import Buffers
+
+ALIGN = 64  # elements: rows of a panel begin on a multiple
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass as it is done to a panel: products are leaves per pair; picks that are gathers wait for the end."""
+
+    fold: Fold
+    feeds: tuple[Expr, ...]  # of the fold's leaves; of a product, itself
+    results: tuple[tuple[Expr, ...], ...]
+    gathers: Pass | None
+
+    @property
+    def products(self) -> list[tuple[Expr, Expr]]:
+        """(leaf, product) of the products it reads."""
+        return [(e, f) for e, f in zip(self.fold.leaves, self.feeds, strict=True) if f.op == "dot"]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Stages done on the same panels."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def products(self) -> list[Expr]:
+        return list(dict.fromkeys(f for s in self.stages for _, f in s.products))
+
+    def dying(self, at: int) -> list[Expr]:
+        """The products that no stage after ``at`` reads."""
+        later = {f for s in self.stages[at + 1 :] for _, f in s.products}
+        return [f for _, f in self.stages[at].products if f not in later]
+
+
+class Step(Protocol):
+    """How one walk's stages are done to a panel."""
+
+    def pair_bytes(self) -> int:
+        """Bytes held per pair of a panel."""
+
+    def begin(self, sizes: Sizes, panel: panels.Panels) -> None: ...
+
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice) -> list[list[Tensor] | None]:
+        """Do stage ``at`` to some rows: the results over columns of each reduction, None for those over rows."""
+
+    def finish(self, at: int) -> list[list[Tensor] | None]:
+        """The results over rows of each reduction, None for the others."""
+
+
+Maker = Callable[[Walk, Sizes, Mapping[Expr, Any]], Step]
+
+
+@functools.lru_cache(maxsize=1024)
+def walks(program: Lowered) -> tuple[Walk, ...]:
+    """A program's passes as walks: a pass joins the walk before it unless it needs what only its end completes."""
+    found: list[list[Stage]] = []
+    late: set[Expr] = set()  # results complete at the end of the current walk only
+    for p in program.passes:
+        under = set(topological(p.feeds))
+        if not found or under & late:
+            found.append([])
+            late = set()
+        stage = _stage(p)
+        found[-1].append(stage)
+        gathered = stage.gathers.results if stage.gathers else ()
+        over_rows = [n for (r, _), users in zip(p.fold.outputs, p.results, strict=True) for n in users if _late(r)]
+        late |= {n for users in gathered for n in users} | set(over_rows)
+        late |= {e for e in topological(program.outputs) if e.op == "reduce" and _late(e)}
+    return tuple(Walk(tuple(stages)) for stages in found)
+
+
+def _late(reduction: Expr) -> bool:
+    return reduction.attrs[1] == "rows"
+
+
+def _stage(p: Pass) -> Stage:
+    outputs = _by_reduction(p.fold.reductions, p.results)
+    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
+    walked = [r for r in p.fold.reductions if r not in gathers]
+    feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
+    replace: dict[Expr, Expr] = {}
+    for e in topological(walked):
+        if is_product(e):
+            place = f"s{len(replace)}"
+            replace[e] = node("leaf", (), (place,), rows=True, cols=True, feature=None, dtype="float")
+    reductions = substitute(tuple(walked), replace)
+    used = set(topological(reductions))
+    kept = [(e, feed[e]) for e in p.fold.leaves if e in used]
+    kept += [(leaf, substitute((d,), feed)[0]) for d, leaf in replace.items()]
+    own = [e for e in p.fold.leaves if e in set(topological(gathers))]
+    later = None
+    if gathers:
+        users = tuple(u for r in gathers for u in outputs[r])
+        later = Pass(Fold(tuple(own), tuple(gathers)), tuple(feed[e] for e in own), users)
+    results = tuple(u for r in walked for u in outputs[r])
+    return Stage(Fold(tuple(e for e, _ in kept), reductions), tuple(f for _, f in kept), results, later)
+
+
+def is_product(e: Expr) -> bool:
+    """Whether a node is a product of a row's and a column's vector that a matrix product computes."""
+    return e.op == "dot" and e.dtype == "float" and all(a.op == "leaf" and not a.is_pair for a in e.args)
+
+
+def _by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, list]:
+    found, at = {}, 0
+    for r in reductions:
+        count = len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
+        found[r] = list(results[at : at + count])
+        at += count
+    return found
+
+
+# Running ------------------------------------------------------------------------------------------------------
+
+
+def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, make: Maker, room: int = 0) -> list[Any]:
+    """Run a program of one batch element, walk by walk; its outputs in the evaluator's layout.
+
+    ``room``: bytes that panels may take, the budget's if left out.
+    """
+    whole = Evaluator(sizes, inputs)
+    needed = set(topological(program.outputs))
+    for walk in walks(program):
+        _Run(walk, whole, needed, make, room or budget.limit(hardware.free_memory(sizes.device))).run()
+    return [whole(e) for e in program.outputs]
+
+
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, make: Maker | None = None, room: int = 0) -> list[Tensor]:
+    """Run a fold as every engine does, one batch element after the other."""
+    program, names = as_program(fold), [str(e.attrs[0]) for e in fold.leaves]
+    one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
+    shape = torch.Size(sizes.batch)
+    found = []
+    for b in range(shape.numel()):
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(b), shape)) if sizes.batch else ()
+        own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
+        values = execute(program, dict(zip(names, own, strict=True)), one, make or TorchStep, room)
+        found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
+    if not found:
+        raise ValueError("no batch element")
+    return [torch.stack(parts).view(*shape, *parts[0].shape) for parts in zip(*found, strict=True)]
+
+
+def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
+    length = (sizes.rows,) if e.rows else (sizes.cols,) if e.cols else ()
+    tail = () if e.feature is None else (sizes.of(str(e.feature)),)
+    kind = {"int": torch.int64}.get(e.dtype, sizes.compute)
+    value = value if isinstance(value, Tensor) else torch.full((), value, device=sizes.device)
+    return value.to(kind).expand(*length, *tail)
+
+
+@functools.lru_cache(maxsize=1024)
+def as_program(fold: Fold) -> Lowered:
+    """A fold as a program whose outputs are its results."""
+    results = []
+    for r in fold.reductions:
+        outputs = KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])
+        results += [(result(r, k, feature, dtype),) for k, (feature, dtype) in enumerate(outputs)]
+    return Lowered((Pass(fold, fold.leaves, tuple(results)),), tuple(e for (e,) in results))
+
+
+class _Run:
+    """One walk over panels: what it is fed, what it holds, what it found."""
+
+    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], make: Maker, room: int):
+        self.walk, self.whole, self.needed = walk, whole, needed
+        self.sizes = whole.sizes
+        feeds = [f for s in walk.stages for f in s.feeds]
+        feeds += [a for f in feeds if f.op == "dot" for a in f.args]
+        self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
+        self.step = make(walk, self.sizes, {f: from_layout(v, f) for f, v in self.fixed.items()})
+        rows, cols = self.sizes.rows, self.sizes.cols
+        self.panel = panels.by_rows(rows, cols, self.step.pair_bytes(), room) if rows and cols else panels.Panels(1, 1)
+        self.found: dict[Expr, Tensor] = {}
+
+    def run(self) -> None:
+        self.step.begin(self.sizes, self.panel)
+        for rows in self._slices():
+            local = self._local(rows)
+            for at, stage in enumerate(self.walk.stages):
+                leaves = {e: from_layout(local(f), f) for e, f in _fed(stage)}
+                for leaf, f in stage.products:
+                    leaves[leaf] = tuple(from_layout(local(a), a) for a in f.args)
+                results = self.step(at, leaves, rows)
+                for nodes, value in _paired(stage, results):
+                    self._keep(nodes, value, rows, local)
+        for at, stage in enumerate(self.walk.stages):
+            for nodes, value in _paired(stage, self.step.finish(at)):
+                self.whole.memo |= {n: to_layout(value, n) for n in nodes}
+        self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+        for stage in self.walk.stages:
+            self._gather(stage.gathers)
+
+    def _slices(self) -> Iterator[slice]:
+        if self.sizes.rows and self.sizes.cols:
+            yield from slices(self.sizes.rows, self.panel.rows)
+        else:  # no pairs: the identities
+            yield slice(0, self.sizes.rows)
+
+    def _local(self, rows: slice) -> Evaluator:
+        """An evaluator of these rows alone; what does not depend on rows was computed once."""
+        inputs = self.whole.inputs
+        memo = dict(self.fixed)
+        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):
+            if e.op in ("input", "leaf") and e.rows:
+                value = inputs[e.attrs[0]]
+                memo[e] = to_layout(value[rows] if isinstance(value, Tensor) else value, e)
+            elif e.op == "row_index":
+                memo[e] = torch.arange(rows.start, rows.stop, device=self.sizes.device).view(-1, 1)
+            elif e.rows and e in self.whole.memo:  # a result of an earlier walk
+                memo[e] = self.whole.memo[e][rows]
+        return Evaluator(self.sizes, inputs, memo)
+
+    def _keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
+        """What later stages read of these rows, and what outputs read of all."""
+        for n in nodes:
+            local.memo[n] = to_layout(value, n)
+            if n not in self.needed:
+                continue
+            if rows.stop - rows.start == self.sizes.rows:
+                self.found[n] = value
+                continue
+            if n not in self.found:
+                self.found[n] = value.new_empty((self.sizes.rows, *value.shape[1:]))
+            self.found[n][rows] = value
+
+    def _gather(self, gathers: Pass | None) -> None:
+        if gathers is None:
+            return
+        leaves = {e: from_layout(self.whole(f), f) for e, f in zip(gathers.fold.leaves, gathers.feeds, strict=True)}
+        leaves = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        for r, (nodes,) in _by_reduction(gathers.fold.reductions, gathers.results).items():
+            length = self.sizes.rows if r.attrs[1] == "cols" else self.sizes.cols
+            tail = () if r.args[2].feature is None else (self.sizes.of(str(r.args[2].feature)),)
+            out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
+            run_pick(r, leaves, self.sizes, 1, out, plan.ELEMENTS)
+            self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
+
+
+def _fed(stage: Stage) -> list[tuple[Expr, Expr]]:
+    return [(e, f) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True) if f.op != "dot"]
+
+
+def _paired(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[tuple[Expr, ...], Tensor]]:
+    """The nodes that each result is, beside it."""
+    for nodes, values in zip(_by_reduction(stage.fold.reductions, stage.results).values(), results, strict=True):
+        if values is not None:
+            yield from zip(nodes, values, strict=True)
+
+
+# Steps in torch -----------------------------------------------------------------------------------------------
+
+
+class TorchStep:
+    """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds the products alone."""
+
+    def __init__(self, walk: Walk, sizes: Sizes, fixed: Mapping[Expr, Any]):
+        self.walk, self.sizes = walk, sizes
+        vectors = [v for v in fixed.values() if isinstance(v, Tensor) and v.dim() == 2]
+        self.narrow = hardware.narrow_type(vectors)
+        self.kind = self.narrow or sizes.compute
+
+    def pair_bytes(self) -> int:
+        return max(1, len(self.walk.products)) * self.kind.itemsize
+
+    def begin(self, sizes: Sizes, panel: panels.Panels) -> None:
+        width = -(-panel.cols // ALIGN) * ALIGN
+        shape = (panel.rows, width)
+        self.panels = {f: torch.empty(shape, dtype=self.kind, device=sizes.device) for f in self.walk.products}
+        self.made: tuple[slice | None, set[Expr]] = (None, set())
+        self.tiles = plan.choose(1, panel.rows, panel.cols)
+        self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
+        self.buffers: dict[int, Buffers] = {}
+
+    def _accumulators(self, fold: Fold) -> dict[int, Accumulator]:
+        found = {}
+        for place, r in enumerate(fold.reductions):
+            kind, over, _ = r.attrs
+            if over == "rows":
+                widths = [-1 if f.feature is None else self.sizes.of(str(f.feature)) for f in r.args]
+                found[place] = ACCUMULATORS[kind](
+                    r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device
+                )
+        return found
+
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice) -> list[list[Tensor] | None]:
+        stage = self.walk.stages[at]
+        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        for leaf, f in stage.products:
+            given[leaf] = self._product(f, *leaves[leaf], rows).unsqueeze(0)
+        numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
+        code = code_of(stage.fold, frozenset(numbers))
+        chunk = Chunk(code, given, self.sizes, self.tiles, 1, self._buffers(at, numbers), rows, self.kept[at])
+        chunk.walk()
+        return [None if p in self.kept[at] else _first(a) for p, a in enumerate(chunk.accumulators)]
+
+    def _buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
+        """One set of tile buffers per stage, kept from panel to panel."""
+        if at not in self.buffers:
+            constants = numbers | {size(axis): self.sizes.of(axis) for axis in ("rows", "cols", *self.sizes.letters)}
+            elements = self.tiles.rows * self.tiles.cols
+            self.buffers[at] = Buffers(elements, self.sizes.compute, self.sizes.device, constants)
+        return self.buffers[at]
+
+    def _product(self, f: Expr, x: Tensor, y: Tensor, rows: slice) -> Tensor:
+        panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
+        if self.made[0] != rows:
+            self.made = (rows, set())
+        if f not in self.made[1]:
+            x, y = (x, y) if f.args[0].rows else (y, x)
+            hardware.panel_into(panel, x, y)
+            self.made[1].add(f)
+        return panel
+
+    def finish(self, at: int) -> list[list[Tensor] | None]:
+        kept = self.kept[at]
+        return [_first(kept[p]) if p in kept else None for p in range(len(self.walk.stages[at].fold.reductions))]
+
+
+def _first(accumulator: Accumulator | None) -> list[Tensor]:
+    assert accumulator is not None
+    return [v[0] for v in accumulator.finish()]
+
+
+__all__ = ["Maker", "Stage", "Step", "TorchStep", "Walk", "as_program", "execute", "index", "lower", "run", "walks"]
