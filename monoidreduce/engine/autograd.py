@@ -70,7 +70,7 @@ class _FoldFunction(torch.autograd.Function):
         results = list(saved)
         asked = tuple(ctx.needs_input_grad[1:])
         if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-            return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+            return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
         given = tuple(g is not None for g in cotangents)
         program, names = _gradient_program(context.fold, asked, given)
         inputs = dict(zip(names.leaves, leaves, strict=True))
@@ -79,7 +79,7 @@ class _FoldFunction(torch.autograd.Function):
         values = iter(zip(execute(program, inputs, context.sizes, context.engine), program.outputs, strict=True))
         grads: list[Tensor | None] = []
         for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
-            grads.append(_as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
+            grads.append(as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
         return None, *grads
 
 
@@ -110,21 +110,23 @@ def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ..
     return lower(tuple(e for e in outputs if e is not None)), names
 
 
-def _zero(leaf: Tensor) -> Tensor:
+def zero(leaf: Tensor) -> Tensor:
     """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
     if not torch.is_grad_enabled():
         return torch.zeros_like(leaf)
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def _as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
-    """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
+def as_gradient(
+    result: tuple[Any, Expr], leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A gradient in the shape and type of its leaf (or another): summed over batch dimensions that were broadcast."""
     value, e = result
     if value is None:
-        return _zero(leaf)
+        return zero(leaf)
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
     if expr.feature is not None and e.feature is None:
         value = value.unsqueeze(-1)
     value = from_layout(value, expr)  # an axis that the gradient does not vary along has size 1
-    return value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape).to(leaf.dtype)
+    return value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape).to(dtype or leaf.dtype)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import eager, triton
+from . import eager, panel, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -29,8 +29,13 @@ def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     return (_triton if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
 
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run, "triton": _triton, "auto": _by_device}
-NAMES = ("auto", "eager", "reference", "triton")
+def stepper(engine: str, device: torch.device) -> panel.Maker:
+    """How an engine does things to a panel."""
+    return panel.TorchStep
+
+
+FOLDERS: dict[str, Callable] = {"eager": eager.run, "panel": panel.run, "triton": _triton, "auto": _by_device}
+NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 

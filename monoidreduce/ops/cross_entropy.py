@@ -57,10 +57,9 @@ def cross_entropy(
     if checks.visible(labels) and not bool(seen.all()):
         kept = seen.nonzero().squeeze(1)
         rows, labels = rows.index_select(0, kept), labels[kept]
+    if reduction != "none":
+        total = _cross_entropy.total(rows, weight, labels, ignore_index, bias)
+        return total / seen.sum() if reduction == "mean" else total
     loss = _cross_entropy(rows, weight, labels, ignore_index, bias)
-    if reduction == "mean":
-        return loss.sum() / seen.sum()
-    if reduction == "sum":
-        return loss.sum()
     whole = loss if kept is None else loss.new_zeros(seen.shape).index_copy(0, kept, loss)
     return whole.reshape(target.shape)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from . import budget
 
 ROUND = 128  # rows of a panel are a multiple of this where there are more
+NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 
 
