@@ -110,7 +110,12 @@ class Values:
         if kind == "number":
             text = f"{name}_number"
             return f"tl.cast({text}, INT)" if e.dtype == "int" else f"({text} != 0)" if e.dtype == "bool" else text
-        if self.spec.folds(e):
+        if e.is_pair:
+            kept, folded = self.pair_strides(e)
+            mask = "kept_in[:, None]" + (" & folded_in[None, :]" if self.masked else "")
+            place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
+            text = f"tl.load({place}, mask={mask}, other=0)"
+        elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
         elif self.spec.keeps(e):
@@ -118,6 +123,11 @@ class Values:
         else:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
+
+    def pair_strides(self, e: Expr) -> tuple[str, str]:
+        """The strides along the kept and the folded axis of a leaf per pair."""
+        row, col = f"{e.attrs[0]}_r", f"{e.attrs[0]}_c"
+        return (row, col) if self.spec.over == "cols" else (col, row)
 
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         if e.dtype == "float":
@@ -129,6 +139,10 @@ class Values:
         name = str(e.attrs[0])
         batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
         base = self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+        if e.is_pair:
+            kept, folded = self.pair_strides(e)
+            tile = f"tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
+            return self.bind((e, "at"), f"{base} + {tile}", True, f"{name}_at")
         if self.spec.folds(e):
             return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):
