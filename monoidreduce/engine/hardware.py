@@ -119,6 +119,20 @@ def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
 _RAISED = 4096
 
 
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+    if out.dtype == weights.dtype:
+        torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
+    elif weights.device.type == "cuda" and _keeps_float32():
+        if add:
+            torch.ops.aten.addmm.dtype_out(out, weights, vectors, out.dtype, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(weights, vectors, out.dtype, out=out)
+    else:
+        product = weights.to(out.dtype) @ vectors.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now."""
     if device.type == "cuda":

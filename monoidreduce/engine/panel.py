@@ -9,7 +9,8 @@ panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from ..plan import budget, panels
 from ..plan import tiles as plan
-from ..program.build import substitute
-from ..program.expr import Expr, index, node, result, size, topological
+from ..program.build import apply, substitute
+from ..program.expr import Expr, node, result, size, topological
 from ..program.lower import Fold, Lowered, Pass, lower
-from ..program.reductions import KINDS
+from ..program.reductions import KINDS, make
 from . import hardware
 from .accumulate import ACCUMULATORS, Accumulator
 from .eager import Chunk, code_of, slices
@@ -67,6 +68,8 @@ class Walk:
 class Step(Protocol):
     """How one walk's stages are done to a panel."""
 
+    splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+
     def pair_bytes(self) -> int:
         """Bytes held per pair of a panel."""
 
@@ -79,7 +82,7 @@ class Step(Protocol):
         """The results over rows of each reduction, None for the others."""
 
 
-Maker = Callable[[Walk, Sizes, Mapping[Expr, Any]], Step]
+Maker = type[Step]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,19 +148,20 @@ def _by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, li
 # Running ------------------------------------------------------------------------------------------------------
 
 
-def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, make: Maker, room: int = 0) -> list[Any]:
+def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Maker, room: int = 0) -> list[Any]:
     """Run a program of one batch element, walk by walk; its outputs in the evaluator's layout.
 
     ``room``: bytes that panels may take, the budget's if left out.
     """
+    program = split_means(program) if maker.splits else program
     whole = Evaluator(sizes, inputs)
     needed = set(topological(program.outputs))
     for walk in walks(program):
-        _Run(walk, whole, needed, make, room or budget.limit(hardware.free_memory(sizes.device))).run()
+        _Run(walk, whole, needed, maker, room or budget.limit(hardware.free_memory(sizes.device))).run()
     return [whole(e) for e in program.outputs]
 
 
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, make: Maker | None = None, room: int = 0) -> list[Tensor]:
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None, room: int = 0) -> list[Tensor]:
     """Run a fold as every engine does, one batch element after the other."""
     program, names = as_program(fold), [str(e.attrs[0]) for e in fold.leaves]
     one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
@@ -166,7 +170,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, make: Maker | None = None, 
     for b in range(shape.numel()):
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(b), shape)) if sizes.batch else ()
         own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
-        values = execute(program, dict(zip(names, own, strict=True)), one, make or TorchStep, room)
+        values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
         found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
     if not found:
         raise ValueError("no batch element")
@@ -191,16 +195,30 @@ def as_program(fold: Fold) -> Lowered:
     return Lowered((Pass(fold, fold.leaves, tuple(results)),), tuple(e for (e,) in results))
 
 
+@functools.lru_cache(maxsize=1024)
+def split_means(program: Lowered) -> Lowered:
+    """A program with every softmax mean of vectors as a sum, weighted by a softmax that an earlier pass completed."""
+    replace: dict[Expr, Expr] = {}
+    for e in topological(program.outputs):
+        if e.op == "result" and e.feature is not None and e.args[0].attrs[0] == "soft":
+            over, fields = e.args[0].attrs[1], substitute(e.args[0].args, replace)
+            _, log_total, peak = make("soft", over, (), fields[:1])
+            seen = apply("where", apply("eq", log_total, -math.inf), 0.0, apply("exp", apply("neg", log_total)))
+            weight = apply("mul", apply("exp", apply("sub", fields[0], peak)), seen)
+            (replace[e],) = make("sum", over, (), (apply("mul", weight, fields[e.attrs[0]]),))
+    return lower(substitute(program.outputs, replace)) if replace else program
+
+
 class _Run:
     """One walk over panels: what it is fed, what it holds, what it found."""
 
-    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], make: Maker, room: int):
+    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
         self.walk, self.whole, self.needed = walk, whole, needed
         self.sizes = whole.sizes
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
-        self.step = make(walk, self.sizes, {f: from_layout(v, f) for f, v in self.fixed.items()})
+        self.step = maker(walk, self.sizes, {f: from_layout(v, f) for f, v in self.fixed.items()})
         rows, cols = self.sizes.rows, self.sizes.cols
         self.panel = panels.by_rows(rows, cols, self.step.pair_bytes(), room) if rows and cols else panels.Panels(1, 1)
         self.found: dict[Expr, Tensor] = {}
@@ -286,6 +304,8 @@ def _paired(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[
 class TorchStep:
     """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds the products alone."""
 
+    splits = False
+
     def __init__(self, walk: Walk, sizes: Sizes, fixed: Mapping[Expr, Any]):
         self.walk, self.sizes = walk, sizes
         vectors = [v for v in fixed.values() if isinstance(v, Tensor) and v.dim() == 2]
@@ -353,5 +373,3 @@ def _first(accumulator: Accumulator | None) -> list[Tensor]:
     assert accumulator is not None
     return [v[0] for v in accumulator.finish()]
 
-
-__all__ = ["Maker", "Stage", "Step", "TorchStep", "Walk", "as_program", "execute", "index", "lower", "run", "walks"]

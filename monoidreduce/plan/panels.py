@@ -12,6 +12,8 @@ from . import budget
 
 ROUND = 128  # rows of a panel are a multiple of this where there are more
 NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
+# a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
+ADDS = 8
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 
 
