@@ -136,7 +136,7 @@ class ReferenceLimitError(EngineError):
 class BudgetError(MonoidReduceError, MemoryError):
     """A memory budget is too small for any schedule."""
 
-    what = "a budget of {given} does not hold {what_needs}"
+    what = "a budget of {given} holds no part of the pairs that this program could be run on"
     fix = "Give at least {least}"
 
 

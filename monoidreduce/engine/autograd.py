@@ -117,9 +117,7 @@ def zero(leaf: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def as_gradient(
-    result: tuple[Any, Expr], leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None
-) -> Tensor:
+def as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
     """A gradient in the shape and type of its leaf (or another): summed over batch dimensions that were broadcast."""
     value, e = result
     if value is None:

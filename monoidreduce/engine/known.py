@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import NoGradientError
 from ..plan import budget, panels
 from ..program.expr import Expr, topological
-from ..program.lower import lower
+from ..program.lower import Lowered, lower
 from ..program.total import Total, total
 from . import autograd, hardware, panel
 from .evaluate import Sizes, from_layout
@@ -55,8 +56,12 @@ def summed(
         return None
     if torch._C._are_functorch_transforms_active():
         return None
-    program = total(output, tuple(exprs[n] for n in wanted))
-    if program is None or not _worthwhile(program, sizes, make):
+    try:
+        program = total(output, tuple(exprs[n] for n in wanted))
+    except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
+        return None
+    kinds = {v.dtype for n, v in tensors.items() if exprs[n].cols and exprs[n].feature is not None}
+    if program is None or not _worthwhile(program.program, kinds, sizes, make):
         return None
     numbers = {n: v for n, v in inputs.items() if n not in tensors}
     asked = tuple(exprs[n] for n in wanted)
@@ -64,16 +69,15 @@ def summed(
     return _Sum.apply(context, *tensors.values())
 
 
-def _worthwhile(program: Total, sizes: Sizes, make: panel.Maker) -> bool:
+def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: panel.Maker) -> bool:
     """Whether products are wide enough to be worth keeping, and the budget holds panels of enough rows."""
-    walks = panel.walks(program.program)
+    walks = panel.walks(panel.split_means(program) if make.splits else program)
     products = [f for w in walks for f in w.products]
     widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
     if len(walks) != 1 or widest <= panels.NARROW:
         return False
-    room = budget.limit(hardware.free_memory(sizes.device))
-    pair = len(products) * sizes.compute.itemsize
-    return room // (pair * sizes.cols) >= min(panels.FEW, sizes.rows)
+    found = make(walks[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
+    return found is not None and found.rows >= min(panels.FEW, sizes.rows)
 
 
 class _Sum(torch.autograd.Function):
@@ -82,9 +86,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(context: _Context, *tensors: Tensor) -> Tensor:
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
-        rows, *grads = panel.execute(
-            context.program.program, context.numbers | inputs, context.sizes, context.make
-        )
+        rows, *grads = panel.execute(context.program.program, context.numbers | inputs, context.sizes, context.make)
         outputs = iter(zip(grads, context.program.program.outputs[1:], strict=True))
         context.waiting = {}
         for e, present in zip(context.asked, context.program.present, strict=True):
@@ -117,7 +119,9 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
     """The gradients by the ordinary road: differentiable, and as often as one likes."""
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        given = [t if graph or not need else t.detach().requires_grad_() for t, need in zip(tensors, needs, strict=True)]
+        given = [
+            t if graph or not need else t.detach().requires_grad_() for t, need in zip(tensors, needs, strict=True)
+        ]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         (rows,) = autograd.execute(lower((context.output,)), inputs, context.sizes, context.engine)
         value = from_layout(rows, context.output).expand(context.sizes.rows).sum()
@@ -125,8 +129,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         grads = iter(torch.autograd.grad(value, wanted, g, create_graph=graph, allow_unused=True))
     found = [next(grads) if need else None for need in needs]
     return [
-        autograd.zero(t) if need and grad is None else grad
-        for t, need, grad in zip(given, needs, found, strict=True)
+        autograd.zero(t) if need and grad is None else grad for t, need, grad in zip(given, needs, found, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
 """The panel schedule: the vendor's products fill a panel of pairs, everything else is done to it where it lies.
 
-A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results over
-columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is known
+A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results
+over columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is known
 takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done to a
 panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
 """
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import BudgetError
 from ..plan import budget, panels
 from ..plan import tiles as plan
 from ..program.build import apply, substitute
@@ -70,16 +71,22 @@ class Step(Protocol):
 
     splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
 
-    def pair_bytes(self) -> int:
-        """Bytes held per pair of a panel."""
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
+        """``kinds``: the types of the vectors."""
 
-    def begin(self, sizes: Sizes, panel: panels.Panels) -> None: ...
+    def choose(self, room: int) -> panels.Panels | None:
+        """What fits in ``room`` bytes, None where nothing does."""
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice) -> list[list[Tensor] | None]:
-        """Do stage ``at`` to some rows: the results over columns of each reduction, None for those over rows."""
+    def least(self) -> int:
+        """Bytes in which something fits."""
+
+    def begin(self, panel: panels.Panels) -> None: ...
+
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
+        """Do stage ``at`` to a panel: the results of each reduction that are complete, None for the others."""
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
-        """The results over rows of each reduction, None for the others."""
+        """The results that only all panels complete, None for the others."""
 
 
 Maker = type[Step]
@@ -157,8 +164,15 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
     whole = Evaluator(sizes, inputs)
     needed = set(topological(program.outputs))
     for walk in walks(program):
-        _Run(walk, whole, needed, maker, room or budget.limit(hardware.free_memory(sizes.device))).run()
+        _Run(walk, whole, needed, maker, room).run()
     return [whole(e) for e in program.outputs]
+
+
+def is_wide(fold: Fold, sizes: Sizes) -> bool:
+    """Whether a fold has pairs, and vectors of more features than a kernel's registers hold."""
+    widths = [sizes.of(str(e.feature)) for e in fold.leaves if e.feature is not None]
+    pairs = torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols
+    return bool(pairs) and max([0, *widths]) > panels.NARROW
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None, room: int = 0) -> list[Tensor]:
@@ -172,8 +186,6 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None,
         own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
         values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
         found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
-    if not found:
-        raise ValueError("no batch element")
     return [torch.stack(parts).view(*shape, *parts[0].shape) for parts in zip(*found, strict=True)]
 
 
@@ -218,34 +230,36 @@ class _Run:
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
-        self.step = maker(walk, self.sizes, {f: from_layout(v, f) for f, v in self.fixed.items()})
-        rows, cols = self.sizes.rows, self.sizes.cols
-        self.panel = panels.by_rows(rows, cols, self.step.pair_bytes(), room) if rows and cols else panels.Panels(1, 1)
+        vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
+        self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
+        self.panel = panels.Panels(1, 1)
+        if self.sizes.rows and self.sizes.cols:
+            least = self.step.least()
+            room = room or budget.limit(hardware.free_memory(self.sizes.device), least)
+            found = self.step.choose(room)
+            if found is None:
+                raise BudgetError(given=budget.shown(room), least=budget.shown(least))
+            self.panel = found
         self.found: dict[Expr, Tensor] = {}
 
     def run(self) -> None:
-        self.step.begin(self.sizes, self.panel)
-        for rows in self._slices():
-            local = self._local(rows)
-            for at, stage in enumerate(self.walk.stages):
-                leaves = {e: from_layout(local(f), f) for e, f in _fed(stage)}
-                for leaf, f in stage.products:
-                    leaves[leaf] = tuple(from_layout(local(a), a) for a in f.args)
-                results = self.step(at, leaves, rows)
-                for nodes, value in _paired(stage, results):
-                    self._keep(nodes, value, rows, local)
+        self.step.begin(self.panel)
+        for cols in _slices(self.sizes.cols, self.panel.cols):
+            for rows in _slices(self.sizes.rows, self.panel.rows):
+                local = self._local(rows)
+                for at, stage in enumerate(self.walk.stages):
+                    leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in _fed(stage)}
+                    for leaf, f in stage.products:
+                        leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
+                    results = self.step(at, leaves, rows, cols)
+                    for nodes, value in _paired(stage, results):
+                        self._keep(nodes, value, rows, local)
         for at, stage in enumerate(self.walk.stages):
             for nodes, value in _paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
         self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
         for stage in self.walk.stages:
             self._gather(stage.gathers)
-
-    def _slices(self) -> Iterator[slice]:
-        if self.sizes.rows and self.sizes.cols:
-            yield from slices(self.sizes.rows, self.panel.rows)
-        else:  # no pairs: the identities
-            yield slice(0, self.sizes.rows)
 
     def _local(self, rows: slice) -> Evaluator:
         """An evaluator of these rows alone; what does not depend on rows was computed once."""
@@ -267,7 +281,7 @@ class _Run:
             local.memo[n] = to_layout(value, n)
             if n not in self.needed:
                 continue
-            if rows.stop - rows.start == self.sizes.rows:
+            if self.panel.rows >= self.sizes.rows:
                 self.found[n] = value
                 continue
             if n not in self.found:
@@ -285,6 +299,16 @@ class _Run:
             out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
             run_pick(r, leaves, self.sizes, 1, out, plan.ELEMENTS)
             self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return slices(length, step) or [slice(0, 0)]  # no pairs: one empty panel gives the identities
+
+
+def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
+    """What is fed for some columns."""
+    value = from_layout(local(f), f)
+    return value[cols] if f.cols and not f.rows and isinstance(value, Tensor) else value
 
 
 def _fed(stage: Stage) -> list[tuple[Expr, Expr]]:
@@ -306,19 +330,23 @@ class TorchStep:
 
     splits = False
 
-    def __init__(self, walk: Walk, sizes: Sizes, fixed: Mapping[Expr, Any]):
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
-        vectors = [v for v in fixed.values() if isinstance(v, Tensor) and v.dim() == 2]
-        self.narrow = hardware.narrow_type(vectors)
-        self.kind = self.narrow or sizes.compute
+        narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
+        self.kind = torch.bfloat16 if narrow else sizes.compute
 
-    def pair_bytes(self) -> int:
+    def choose(self, room: int) -> panels.Panels | None:
+        return panels.by_rows(self.sizes.rows, self.sizes.cols, self._pair(), room)
+
+    def least(self) -> int:
+        return self.sizes.cols * self._pair()
+
+    def _pair(self) -> int:
         return max(1, len(self.walk.products)) * self.kind.itemsize
 
-    def begin(self, sizes: Sizes, panel: panels.Panels) -> None:
-        width = -(-panel.cols // ALIGN) * ALIGN
-        shape = (panel.rows, width)
-        self.panels = {f: torch.empty(shape, dtype=self.kind, device=sizes.device) for f in self.walk.products}
+    def begin(self, panel: panels.Panels) -> None:
+        shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
+        self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
         self.made: tuple[slice | None, set[Expr]] = (None, set())
         self.tiles = plan.choose(1, panel.rows, panel.cols)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
@@ -330,12 +358,10 @@ class TorchStep:
             kind, over, _ = r.attrs
             if over == "rows":
                 widths = [-1 if f.feature is None else self.sizes.of(str(f.feature)) for f in r.args]
-                found[place] = ACCUMULATORS[kind](
-                    r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device
-                )
+                found[place] = ACCUMULATORS[kind](r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device)
         return found
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice) -> list[list[Tensor] | None]:
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
         stage = self.walk.stages[at]
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for leaf, f in stage.products:
@@ -372,4 +398,3 @@ class TorchStep:
 def _first(accumulator: Accumulator | None) -> list[Tensor]:
     assert accumulator is not None
     return [v[0] for v in accumulator.finish()]
-

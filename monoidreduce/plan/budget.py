@@ -12,7 +12,7 @@ import contextvars
 import re
 from collections.abc import Iterator
 
-from ..errors import ArgumentError, BudgetError
+from ..errors import ArgumentError
 
 LEAST = 8 * 2**20  # what is taken without a budget even where memory is short
 _SHARE = 64  # of the free memory, one part in so many
@@ -54,16 +54,9 @@ def asked() -> int | None:
     return _asked.get()
 
 
-def limit(free: int) -> int:
-    """Bytes that may be taken where ``free`` are free."""
-    return _asked.get() or max(LEAST, free // _SHARE)
-
-
-def require(least: int, what: str) -> None:
-    """Raise where the budget of this block is below ``least`` bytes."""
-    given = _asked.get()
-    if given is not None and given < least:
-        raise BudgetError(given=shown(given), what_needs=what, least=shown(least))
+def limit(free: int, least: int = 0) -> int:
+    """Bytes that may be taken where ``free`` are free: what was asked for, else a share, but no less than ``least``."""
+    return _asked.get() or max(LEAST, least, free // _SHARE)
 
 
 def shown(size: int) -> str:

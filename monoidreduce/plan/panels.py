@@ -8,39 +8,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import budget
-
 ROUND = 128  # rows of a panel are a multiple of this where there are more
 NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
 # a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
 ADDS = 8
+SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Rows and columns of one panel."""
+    """Rows and columns of one panel; ``wide``: whether 16-bit column totals are kept in float32 meanwhile."""
 
     rows: int
     cols: int
+    wide: bool = False
+
+    def count(self, rows: int) -> int:
+        """How many panels of rows there are."""
+        return -(-rows // self.rows)
 
 
-def by_rows(rows: int, cols: int, pair: int, room: int) -> Panels:
+def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False) -> Panels | None:
     """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair, all about equally large."""
-    least = max(1, cols * pair)
-    budget.require(least, "one row of pairs")
-    return Panels(_even(rows, max(1, room // least)), cols)
+    most = room // max(1, cols * pair)
+    return Panels(_even(rows, most), cols, wide) if most > 0 else None
 
 
-def by_columns(rows: int, cols: int, pair: int, room: int) -> Panels:
-    """Panels of whole columns where at least :data:`FEW` fit, else of both a part of the rows and of the columns."""
-    budget.require(pair * min(cols, 16), "sixteen pairs")
-    most = max(1, room // max(1, pair))
+def by_columns(rows: int, cols: int, pair: int, room: int) -> Panels | None:
+    """Panels of all rows and some columns where at least :data:`FEW` fit, else of a part of both."""
+    most = max(0, room) // max(1, pair)
+    if most < min(rows, SMALLEST) * min(cols, SMALLEST):
+        return None
     if most // max(1, rows) >= min(FEW, cols):
         return Panels(rows, _even(cols, most // max(1, rows)))
-    side = max(1, int(most**0.5))
-    c = _even(cols, side)
-    return Panels(_even(rows, max(1, most // max(1, c))), c)
+    side = _even(cols, max(1, int(most**0.5)))
+    return Panels(_even(rows, max(1, most // side)), side)
 
 
 def _even(length: int, most: int) -> int:

@@ -26,10 +26,11 @@ from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
 from . import launch
+from .panel import KernelStep
 from .plan import KernelPlan, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "available", "run", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 
@@ -38,6 +39,11 @@ _told: set[tuple[Fold, str]] = set()
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
+    return available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def run(

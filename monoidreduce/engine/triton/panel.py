@@ -9,7 +9,6 @@ product being a leaf given per pair.
 from __future__ import annotations
 
 import functools
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,25 +17,26 @@ import torch
 from torch import Tensor
 
 from ...plan import panels
-from ...program.build import substitute
+from ...program.build import apply, substitute
 from ...program.expr import Expr, index, node, reduce_node, size, topological
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
-from ..panel import ALIGN, Stage, Walk
+from ..panel import ALIGN, Walk
 from ..tilecode import Contraction, contractions
-from . import emit, launch
-from .launch import Call
-from .plan import KernelPlan
-from .spec import Spec, Unsupported
-from .values import Values
+from . import emit, weigh
+from .spec import Unsupported
 
-# A row of numbers at a time, in blocks as long as the registers of eight warps allow; columns in strips of 128.
-PLANS = {"cols": KernelPlan(1, 4096, 8, 2), "rows": KernelPlan(128, 32, 4, 2), "weights": KernelPlan(1, 4096, 8, 2)}
 
-_ROWS = node("leaf", (), ("row_place",), rows=True, cols=False, feature=None, dtype="int")
-_COUNT = node("leaf", (), ("row_count",), rows=False, cols=False, feature=None, dtype="int")
+def _whole_number(name: str) -> Expr:
+    return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int")
+
+
+# where a panel begins, and how many rows and columns there are in all
+_FIRST = {axis: _whole_number(f"first_{axis}") for axis in ("row", "col")}
+_COUNT = {axis: _whole_number(f"count_{axis}") for axis in ("rows", "cols")}
+_PLACES = (*_FIRST.values(), *_COUNT.values())
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Parts:
 @functools.lru_cache(maxsize=1024)
 def parts(fold: Fold) -> Parts:
     """Cut a stage; raises Unsupported where one of its reductions has neither a kernel nor a product."""
-    reductions = substitute(fold.reductions, {index("row"): _ROWS, size("rows"): _COUNT})
-    leaves = (*fold.leaves, _ROWS, _COUNT)
+    reductions = tuple(map(_placed, fold.reductions))
+    leaves = (*fold.leaves, *_PLACES)
     numbers: dict[str, list[Expr]] = {"cols": [], "rows": []}
     places: dict[str, list[int]] = {"cols": [], "rows": []}
     sums, tops = [], []
@@ -64,8 +64,8 @@ def parts(fold: Fold) -> Parts:
             tops.append((place, r.args[0]))
         elif kind == "sum" and r.args[0].feature is not None:
             sums.append((place, over, _products(r)))
-        elif any(a.feature is not None for a in r.args) or (kind == "pick" and over == "rows"):
-            raise Unsupported(f"{kind} over {over} of vectors or places")
+        elif any(a.feature is not None for a in r.args):
+            raise Unsupported(f"{kind} of vectors")
         else:
             numbers[over].append(r)
             places[over].append(place)
@@ -83,6 +83,18 @@ def parts(fold: Fold) -> Parts:
     )
 
 
+def _placed(r: Expr) -> Expr:
+    """A reduction for a panel that does not begin at the first row and column: indices are counted from its own."""
+    here: dict[Expr, Expr] = {index(axis): apply("add", index(axis), first) for axis, first in _FIRST.items()}
+    here |= {size(axis): count for axis, count in _COUNT.items()}
+    (placed,) = substitute((r,), here)
+    kind, over, params = placed.attrs
+    if kind != "pick":
+        return placed
+    target = apply("sub", placed.args[0], _FIRST[params[0]])  # compared with the panel's own index
+    return reduce_node(kind, over, params, (target, *placed.args[1:]))
+
+
 def _products(r: Expr) -> tuple[Contraction, ...]:
     found = contractions(r.args[0], r.attrs[1])
     if any(c.walk or c.minus is not None or c.vector is None or c.vector.op != "leaf" for c in found):
@@ -95,14 +107,14 @@ class KernelStep:
 
     splits = True  # softmax means of vectors come as a softmax and a sum
 
-    def __init__(self, walk: Walk, sizes: Sizes, fixed: Mapping[Expr, Any]):
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
         self.parts = [parts(s.fold) for s in walk.stages]
-        vectors = [v for v in fixed.values() if isinstance(v, Tensor) and v.dim() == 2]
-        kinds = {v.dtype for v in vectors} & set(hardware.SIXTEEN)
-        self.narrow = kinds.pop() if len(kinds) == 1 else None
+        sixteen = kinds & set(hardware.SIXTEEN)
+        self.narrow = sixteen.pop() if len(sixteen) == 1 else None
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
-        self.kind = torch.bfloat16 if self.narrow is torch.bfloat16 else sizes.compute
+        self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
+        self.kind = self.stored or sizes.compute
         self.homes = [self._homes(at) for at in range(len(walk.stages))]
 
     def _homes(self, at: int) -> list[tuple[torch.dtype, Expr | int | None]]:
@@ -129,145 +141,137 @@ class KernelStep:
         return found
 
     def _weight_type(self, w: Expr, cut: Parts) -> torch.dtype:
-        vectors = [c.vector for _, _, cs in cut.sums for c in cs if c.weight is w]
-        return self.narrow if vectors and self.narrow is torch.bfloat16 else self.sizes.compute
+        """The type in which a weight is multiplied; a number per pair that is sorted keeps its digits."""
+        multiplied = any(c.weight is w for _, _, cs in cut.sums for c in cs)
+        return self.stored if multiplied and self.stored else self.sizes.compute
 
-    def pair_bytes(self) -> int:
+    # How much is held
+
+    def choose(self, room: int) -> panels.Panels | None:
+        """Whole rows where column totals stay accurate, else whole columns of a plain sum.
+
+        Column totals of 16 bits are rounded once a panel: beyond a few panels they are kept in float32.
+        """
+        rows, cols, pair, totals = self.sizes.rows, self.sizes.cols, self._pair(), self._totals("rows")
+        whole = panels.by_rows(rows, cols, pair, room)
+        if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
+            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True)
+        if not self._is_sum():
+            return whole
+        if whole is not None and whole.rows >= min(panels.FEW, rows):
+            return whole
+        return panels.by_columns(rows, cols, pair, room - self._totals("cols")) or whole
+
+    def least(self) -> int:
+        rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
+        row = cols * pair + (self._totals("rows") if rows > panels.ADDS or not self.stored else 0)
+        if not self._is_sum():
+            return row
+        return min(row, self._totals("cols") + pair * min(rows, panels.SMALLEST) * min(cols, panels.SMALLEST))
+
+    def _pair(self) -> int:
+        """Bytes held of one pair."""
         extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
         return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
 
-    def begin(self, sizes: Sizes, panel: panels.Panels) -> None:
+    def _totals(self, over: str) -> int:
+        """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
+        if self.narrow is None:
+            return 0
+        length = self.sizes.cols if over == "rows" else self.sizes.rows
+        vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
+        return sum(length * self.sizes.of(str(v.feature)) * 4 for v in vectors if v is not None)
+
+    def _is_sum(self) -> bool:
+        """Whether parts of a row can be added up: one stage, of sums and of picks."""
+        kinds = {r.attrs[0] for s in self.walk.stages for r in s.fold.reductions}
+        return len(self.walk.stages) == 1 and kinds <= {"sum", "pick"}
+
+    def begin(self, panel: panels.Panels) -> None:
         self.panel = panel
-        make = lambda kind: torch.empty(panel.rows, -(-panel.cols // ALIGN) * ALIGN, dtype=kind, device=sizes.device)
-        self.panels = {f: make(self.kind) for f in self.walk.products}
+        self.panels = {f: self._buffer(self.kind) for f in self.walk.products}
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
-        self.extra = {key: make(key[1]) for key in sorted(numbered, key=str)}
-        self.made: tuple[slice | None, set[Expr]] = (None, set())
-        self.totals: dict[tuple[int, int], Tensor] = {}
-        self.states: list[list[Any]] = [[] for _ in self.walk.stages]
-        self.calls: dict[tuple, Any] = {}
-        count = -(-sizes.rows // max(1, panel.rows))
-        narrow = self.narrow is torch.bfloat16 and count <= panels.ADDS
-        self.total_kind = torch.bfloat16 if narrow else sizes.compute
+        self.extra = {key: self._buffer(key[1]) for key in sorted(numbered, key=str)}
+        self.made: tuple[Any, set[Expr]] = (None, set())
+        self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
+        self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
+        self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
+        self.prepared: dict[tuple, weigh.Prepared] = {}
+
+    def _buffer(self, kind: torch.dtype) -> Tensor:
+        width = -(-self.panel.cols // ALIGN) * ALIGN
+        return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
 
     # One stage of one panel
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice) -> list[list[Tensor] | None]:
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
         stage, cut = self.walk.stages[at], self.parts[at]
-        here = replace(self.sizes, rows=rows.stop - rows.start)
+        here = replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for leaf, f in stage.products:
-            given[leaf] = self._product(f, *leaves[leaf], rows).unsqueeze(0)
-        given[_ROWS] = torch.arange(rows.start, rows.stop, device=here.device).unsqueeze(0)
-        given[_COUNT] = self.sizes.rows
+            given[leaf] = self._product(f, *leaves[leaf], (rows, cols)).unsqueeze(0)
+        counts = (rows.start, cols.start, self.sizes.rows, self.sizes.cols)
+        given |= dict(zip(_PLACES, counts, strict=True))
         results: dict[int, list[Tensor]] = {}
+        whole = {"cols": here.cols == self.sizes.cols, "rows": False}  # whether a direction is complete here
         for over, fold in cut.numbers.items():
-            flat = self._fold((at, over), fold, over, given, here)
-            found = [own for _, own in combine.split(fold, flat)]
-            if over == "cols":
-                results |= dict(zip(cut.places[over], found, strict=True))
-            else:
-                self._combine(at, fold, found, here, rows)
-        weights = self._weights(at, stage, given, here)
+            found = combine.split(fold, self._fold((at, over), fold, over, given, here))
+            for place, (r, own) in zip(cut.places[over], found, strict=True):
+                if whole[over]:
+                    results[place] = own
+                else:
+                    self._combine(self.states[at], place, r, own, (rows, cols))
+        weights = self._weights(at, given, here)
         for place, over, products in cut.sums:
-            value = self._contract((at, place), over, products, weights, leaves)
+            value = self._contract((at, place), over, products, weights, leaves, (rows, cols))
             if value is not None:
                 results[place] = [value]
         for place, e in cut.tops:
             results[place] = _top(weights[e], stage.fold.reductions[place], here)
         return [results.get(place) for place in range(len(stage.fold.reductions))]
 
-    def _product(self, f: Expr, x: Tensor, y: Tensor, rows: slice) -> Tensor:
-        panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
-        if self.made[0] != rows:
-            self.made = (rows, set())
+    def _product(self, f: Expr, x: Tensor, y: Tensor, where: tuple[slice, slice]) -> Tensor:
+        x, y = (x, y) if f.args[0].rows else (y, x)
+        panel = self.panels[f][: x.shape[0], : y.shape[0]]
+        if self.made[0] != where:
+            self.made = (where, set())
         if f not in self.made[1]:
-            x, y = (x, y) if f.args[0].rows else (y, x)
             x, y = (t if t.dtype == self.narrow or self.narrow is None else t.to(self.narrow) for t in (x, y))
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel
 
     def _fold(self, key: tuple, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes) -> list[Tensor]:
-        lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
-        outputs = [_output(r, k, lengths[0], here) for r, k in fold.outputs]
-        self._launch((*key, here.rows), emit.kernel, fold, over, values, here, outputs)
+        length = here.rows if over == "cols" else here.cols
+        outputs = [_output(r, k, length, here) for r, k in fold.outputs]
+        self._launch(key, emit.kernel, fold, over, values, here, outputs, over)
         return [o[0] for o in outputs]
 
-    def _weights(self, at: int, stage: Stage, values: dict[Expr, Any], here: Sizes) -> dict[Expr, Tensor]:
+    def _weights(self, at: int, values: dict[Expr, Any], here: Sizes) -> dict[Expr, Tensor]:
         """Every weight of a stage as a matrix, in the type in which it is multiplied."""
-        cut, product = self.parts[at], dict(stage.products)
         found: dict[Expr, Tensor] = {}
         written, outputs = [], []
-        for w, (kind, home) in zip(cut.weights, self.homes[at], strict=True):
+        for w, (kind, home) in zip(self.parts[at].weights, self.homes[at], strict=True):
             if home is None:
                 found[w] = values[w][0]
                 continue
             buffer = self.extra[home, kind] if isinstance(home, int) else self.panels[home].view(kind)
             found[w] = buffer[: here.rows, : here.cols]
-            written.append(w)
+            written.append(reduce_node("sum", "cols", (), (w,)))
             outputs += [found[w], found[w].stride(0)]
         if written:
-            whole = Fold((*stage.fold.leaves, _ROWS, _COUNT), tuple(reduce_node("sum", "cols", (), (w,)) for w in written))
-            assert product or not stage.products
-            self._launch((at, "weights", here.rows), weights_kernel, whole, "cols", values, here, outputs, "weights")
+            fold = Fold((*self.walk.stages[at].fold.leaves, *_PLACES), tuple(written))
+            self._launch((at, "weights"), weigh.weights_kernel, fold, "cols", values, here, outputs, "weights")
         return found
 
-    def _contract(
-        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, leaves: Any
-    ) -> Tensor | None:
-        """Σ weight × vector: over columns complete, over rows added to what the panels before gave."""
-        out: Tensor | None = self.totals.get(key) if over == "rows" else None
-        for c in products:
-            weight, vector = weights[c.weight], leaves[c.vector]
-            weight, vector = weight if over == "cols" else weight.mT, vector.to(weight.dtype)
-            first = out is None
-            if out is None:
-                kind = self.total_kind if over == "rows" else self.narrow if self.narrow is torch.bfloat16 else None
-                shape = (weight.shape[0], vector.shape[-1])
-                out = torch.empty(shape, dtype=kind or self.sizes.compute, device=weight.device)
-            hardware.contract_into(out, weight, vector, add=not first)
-        if over == "cols":
-            return out
-        assert out is not None
-        self.totals[key] = out
-        return None
-
-    def _combine(self, at: int, fold: Fold, found: list[list[Tensor]], here: Sizes, rows: slice) -> None:
-        old = self.states[at]
-        for k, (r, own) in enumerate(zip(fold.reductions, found, strict=True)):
-            new = combine.opened(r, [t.unsqueeze(0) for t in own], [here.rows], [rows.start])
-            if k < len(old):
-                old[k] = combine.merged(r, [old[k], new])
-            else:
-                old.append(combine.merged(r, [new]))
-
-    def finish(self, at: int) -> list[list[Tensor] | None]:
-        stage, cut = self.walk.stages[at], self.parts[at]
-        results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
-        if "rows" in cut.numbers:
-            states = zip(cut.numbers["rows"].reductions, self.states[at], strict=True)
-            closed = [combine.closed(r, s) for r, s in states]
-            results |= dict(zip(cut.places["rows"], closed, strict=True))
-        return [results.get(place) for place in range(len(stage.fold.reductions))]
-
-    # Launching
-
     def _launch(
-        self, key: tuple, write: Any, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes, outputs: list, plan: str = ""
+        self, key: tuple, write: Any, fold: Fold, over: str, values: Any, here: Sizes, outputs: list, plan: str
     ) -> None:
-        values = {e: self._number(e, values[e]) for e in fold.leaves if e in values}
-        if key not in self.calls:
-            self.calls[key] = _prepare(write, fold, over, values, here, PLANS[plan or over])
-        kernel, chosen, grid, sizes, wide = self.calls[key]
-        arguments = list(outputs)
-        for e in kernel.leaves:
-            v = values[e]
-            arguments.append(v)
-            if isinstance(v, Tensor):
-                arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
-        arguments += sizes
-        launch.execute(Call(kernel, chosen, grid, tuple(arguments), wide, "ieee", sizes[1] % chosen.block_folded != 0, here.device))
+        used = {e: self._number(e, values[e]) for e in fold.leaves}
+        key = (*key, here.rows, here.cols)
+        if key not in self.prepared:
+            self.prepared[key] = weigh.prepare(write, fold, over, used, here, plan)
+        weigh.start(self.prepared[key], outputs, used, here.device)
 
     def _number(self, e: Expr, v: Any) -> Any:
         """A kernel's own numbers are float32: a float64 program gets its numbers as tensors."""
@@ -275,28 +279,73 @@ class KernelStep:
             return v
         return torch.full((1,), v, dtype=torch.float64, device=self.sizes.device)
 
+    # What panels add up to
 
-def _prepare(write: Any, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes, plan: KernelPlan) -> tuple:
-    """What of a launch depends on types and lengths only."""
-    types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in (values[e] for e in fold.leaves))
-    letters = tuple(sorted(here.letters.items()))
-    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, False)
-    kernel = write(spec)
-    lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
-    room = 16
-    while room < lengths[1] and room < plan.block_folded:
-        room *= 2
-    plan = replace(plan, block_folded=room)
-    tiles = -(-lengths[0] // plan.block_kept)
-    blocks = (plan.block_kept, plan.block_folded) if over == "cols" else (plan.block_folded, plan.block_kept)
-    wide = False
-    for e in kernel.leaves:
-        v = values[e]
-        if isinstance(v, Tensor) and e.is_pair:
-            wide |= any(s * b >= 2**31 for s, b in zip(v.stride()[1:], blocks, strict=True))
-        elif not isinstance(v, Tensor):
-            wide |= isinstance(v, int) and abs(v) >= 2**28
-    return kernel, plan, tiles, (*lengths, tiles), wide
+    def _contract(
+        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, leaves: Any, where: Any
+    ) -> Tensor | None:
+        """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
+        rows, cols = where
+        kept, folded = (rows, cols) if over == "cols" else (cols, rows)
+        alone = over == "cols" and self.panel.cols == self.sizes.cols
+        width = leaves[products[0].vector].shape[-1]
+        shape = (kept.stop - kept.start, width)
+        if alone:
+            out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
+        else:
+            out = self._total(key, over, kept, width)
+        for k, c in enumerate(products):
+            weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
+            vector = leaves[c.vector].to(weight.dtype)
+            hardware.contract_into(out, weight, vector, add=k > 0 or (not alone and folded.start > 0))
+        if alone:
+            return out
+        if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
+            self.totals[key][kept] = self.adding[key][: shape[0]]
+        return None
+
+    def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
+        """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often."""
+        length, many = (self.sizes.cols, self.panel.count(self.sizes.rows)) if over == "rows" else (self.sizes.rows, 2)
+        rounded = self.stored is not None and not self.panel.wide
+        several = over == "rows" and self.panel.cols < self.sizes.cols and many > 1
+        if key not in self.totals:
+            narrow = self.stored if rounded and over == "rows" else None
+            kind = narrow or self.sizes.compute
+            self.totals[key] = torch.empty(length, width, dtype=kind, device=self.sizes.device)
+            if several and narrow:
+                shape = (self.panel.cols, width)
+                self.adding[key] = torch.empty(shape, dtype=self.sizes.compute, device=self.sizes.device)
+        if key in self.adding:
+            return self.adding[key][: kept.stop - kept.start]
+        return self.totals[key][kept]
+
+    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], where: Any) -> None:
+        """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
+        rows, cols = where
+        if r.attrs[1] == "cols":
+            if place not in states:
+                length = (self.sizes.rows, *own[0].shape[1:])
+                states[place] = [torch.zeros(length, dtype=own[0].dtype, device=own[0].device)]
+            states[place][0][rows] += own[0]
+            return
+        new = combine.opened(r, [t.unsqueeze(0) for t in own], [rows.stop - rows.start], [rows.start])
+        if self.panel.cols < self.sizes.cols:  # sums: one total for all columns
+            if place not in states:
+                states[place] = [t.new_zeros(1, self.sizes.cols, *t.shape[2:]) for t in new]
+            states[place][0][:, cols] += new[0]
+            return
+        states[place] = combine.merged(r, [states[place], new] if place in states else [new])
+
+    def finish(self, at: int) -> list[list[Tensor] | None]:
+        cut = self.parts[at]
+        results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
+        for over, fold in cut.numbers.items():
+            for place, r in zip(cut.places[over], fold.reductions, strict=True):
+                state = self.states[at].get(place)
+                if state is not None:
+                    results[place] = state if over == "cols" else combine.closed(r, state)
+        return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
 
 
 def _output(r: Expr, k: int, length: int, sizes: Sizes) -> Tensor:
@@ -310,47 +359,3 @@ def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:
     values, places = panel.topk(min(k, panel.shape[1]), dim=1, largest=largest)
     worst = -torch.inf if largest else torch.inf
     return [values.to(sizes.compute), torch.where(values == worst, -1, places)]
-
-
-@functools.lru_cache(maxsize=1024)
-def weights_kernel(spec: Spec) -> emit.Kernel:
-    """The kernel that writes numbers per pair to memory, each over a product that it may have been made from.
-
-    A row is walked by one program instance, and all of a block is read before any of it is written; a type of half the
-    size then only ever overwrites what was read.
-    """
-    v = Values(spec)
-    lines = v.loop(True)
-    texts = [v.full(r.args[0]) for r in spec.fold.reductions]
-    used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
-    names, unspecialized = emit._arguments(spec, used)
-    count = len(texts)
-    outs = [n for k in range(count) for n in (f"out{k}", f"out{k}_r")]
-    stores = []
-    for k, text in enumerate(texts):
-        place = f"(tl.cast(tile * KEPT, tl.int64) + kept_lane[:, None]) * out{k}_r + start + folded_lane[None, :]"
-        stores.append(f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None] & folded_in[None, :])")
-    body = [
-        *emit._opening(spec),
-        *v.before,
-        "",
-        "for t in range(0, tl.cdiv(folded_size, FOLDED)):",
-        "    start = t * FOLDED",
-        "    folded_at = start + tl.arange(0, FOLDED)",
-        "    folded_in = folded_at < folded_size",
-        *(f"    {line}" for line in lines),
-        "    tl.debug_barrier()  # all of the block was read before any of it is overwritten",
-        *(f"    {line}" for line in stores),
-    ]
-    constants = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
-    function = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        "def panel_weights(",
-        *textwrap.wrap(", ".join([*outs, *names[count:]]) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {constants},",
-        "):",
-        *(f"    {line}" if line else "" for line in body),
-    ]
-    whole = "\n".join(function)
-    text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0)
