@@ -1,9 +1,9 @@
 """The panel schedule: the vendor's products fill a panel of pairs, everything else is done to it where it lies.
 
 A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results
-over columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is known
-takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done to a
-panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
+over columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is
+known takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done
+to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
 """
 
 from __future__ import annotations
