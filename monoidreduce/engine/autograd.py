@@ -100,7 +100,7 @@ class _Names:
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Lowered, _Names]:
-    results, cotangents, outputs = gradient(fold.reductions, fold.leaves, asked, given)
+    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
     names = _Names(
         tuple(e.attrs[0] for e in fold.leaves),
         tuple(e.attrs[0] for e in results),

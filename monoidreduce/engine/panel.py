@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import BudgetError
 from ..plan import budget, panels
 from ..plan import tiles as plan
-from ..program.build import apply, substitute
+from ..program.build import ONE, apply, substitute
 from ..program.expr import Expr, node, result, size, topological
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.reductions import KINDS, make
@@ -115,7 +115,27 @@ def _late(reduction: Expr) -> bool:
     return reduction.attrs[1] == "rows"
 
 
+def _plain(p: Pass) -> Pass:
+    """A pass with everything that is one-sided fed to it, and its results not scaled: torch does that, once."""
+    feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
+    fields = tuple(a for r in p.fold.reductions for a in r.args)
+    sides = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair and e.args]
+    leaves = {
+        e: node("leaf", (), (f"y{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
+        for k, e in enumerate(sides)
+    }
+    feeds = (*p.feeds, *substitute(tuple(sides), feed))
+    fold = Fold((*p.fold.leaves, *leaves.values()), substitute(p.fold.reductions, leaves))
+    results = list(p.results)
+    places = [k for k, (r, _) in enumerate(p.fold.outputs) for own, s in p.fold.scaled if own is r and s is not ONE]
+    for k in places:
+        (whole,) = substitute((p.fold.outputs[k][0],), feed)
+        results[k] = tuple(e for e in topological(results[k]) if e.op == "result" and e.args[0] is whole)
+    return Pass(fold, feeds, tuple(results))
+
+
 def _stage(p: Pass) -> Stage:
+    p = _plain(p)
     outputs = _by_reduction(p.fold.reductions, p.results)
     gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
     walked = [r for r in p.fold.reductions if r not in gathers]
@@ -200,11 +220,13 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def as_program(fold: Fold) -> Lowered:
     """A fold as a program whose outputs are its results."""
-    results = []
-    for r in fold.reductions:
-        outputs = KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])
-        results += [(result(r, k, feature, dtype),) for k, (feature, dtype) in enumerate(outputs)]
-    return Lowered((Pass(fold, fold.leaves, tuple(results)),), tuple(e for (e,) in results))
+    results, outputs = [], []
+    for r, scale in fold.scaled:
+        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])):
+            results.append(result(r, k, feature, dtype))
+            outputs.append(apply("mul", results[-1], scale) if scale is not ONE else results[-1])
+    plain = Pass(Fold(fold.leaves, fold.reductions), fold.leaves, tuple((e,) for e in results))
+    return Lowered((plain,), tuple(outputs))
 
 
 @functools.lru_cache(maxsize=1024)

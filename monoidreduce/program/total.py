@@ -75,15 +75,15 @@ def _of_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> lis
     if all(g is None for g in given):
         return []
     asked = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
-    results, grads, outputs = gradient(p.fold.reductions, p.fold.leaves, asked, [g is not None for g in given])
+    results, grads, outputs = gradient(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
     replace = dict(zip(p.fold.leaves, p.feeds, strict=True))
-    reductions = substitute(p.fold.reductions, replace)
+    reductions = substitute(p.fold.pure, replace)
     made = [
         result(r, k, feature, dtype)
         for r in reductions
         for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
     ]
-    replace |= dict(zip(results, made, strict=True))
+    replace |= {leaf: users[0] if users else m for leaf, users, m in zip(results, p.results, made, strict=True)}
     replace |= {leaf: g for leaf, g in zip(grads, given, strict=True) if g is not None}
     found = [(feed, g) for feed, g in zip(p.feeds, outputs, strict=True) if g is not None]
     return list(zip([f for f, _ in found], substitute(tuple(g for _, g in found), replace), strict=True))

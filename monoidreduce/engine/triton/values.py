@@ -21,6 +21,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 LOG2E = math.log2(math.e)
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
+_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -37,6 +38,7 @@ class Values:
         self.spec = spec
         self.float = f"tl.{spec.compute}"
         self.before: list[str] = []
+        self.early: list[str] = []  # the beginning of the loop: loads whose wait then hides behind a product
         self.inside: list[str] = []
         self.outer: dict[object, str] = {}
         self.inner: dict[object, str] = {}
@@ -46,19 +48,18 @@ class Values:
         self.state_width = 0  # features of all running sums
         self.scalars = False  # inside a monoid's combine: plain literals only
 
-    def loop(self, masked: bool) -> list[str]:
+    def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
-        self.inside, self.inner, self.masked = [], {}, masked
-        return self.inside
+        self.early, self.inside, self.inner, self.masked = [], [], {}, masked
 
-    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
+    def bind(self, key: object, text: str, folded: bool, name: str = "", early: bool = False) -> str:
         """Name a value, once; before the loop unless it varies along the folded axis."""
         found = self.outer.get(key) or self.inner.get(key)
         if found:
             return found
         if not name:
             name, self.count = f"v{self.count}", self.count + 1
-        (self.inside if folded else self.before).append(f"{name} = {text}")
+        (self.early if folded and early else self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
 
@@ -74,7 +75,7 @@ class Values:
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
+        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e), early=e.op == "leaf")
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
@@ -87,7 +88,7 @@ class Values:
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
     def _name(self, e: Expr) -> str:
-        return str(e.attrs[0]) if e.op == "leaf" and self.spec.type_of[e] != "number" else ""
+        return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
 
     def _text(self, e: Expr) -> str:
         if e.op == "leaf":
@@ -103,11 +104,13 @@ class Values:
             return self._over_features(e)
         if e.op == "exp" and self.spec.narrow:
             return self._exp(e.args[0])
+        if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
+            return self._exp(e.args[0].args[0], e.args[1].args[0])
         return self._primitive(e, [self._argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
-        if kind == "number":
+        if self.spec.is_number(e):
             text = f"{name}_number"
             return f"tl.cast({text}, INT)" if e.dtype == "int" else f"({text} != 0)" if e.dtype == "bool" else text
         if e.is_pair:
@@ -134,17 +137,22 @@ class Values:
             return text if kind == self.spec.compute else f"{text}.to({self.float})"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
-    def pointer(self, e: Expr) -> str:
-        """Where a leaf's tile (or its batch element) begins."""
+    def base(self, e: Expr) -> str:
+        """Where a leaf's batch element begins."""
         name = str(e.attrs[0])
         batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
-        base = self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+        return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+
+    def pointer(self, e: Expr) -> str:
+        """Where a leaf's tile (or its batch element) begins."""
+        name, base = str(e.attrs[0]), self.base(e)
         if e.is_pair:
             kept, folded = self.pair_strides(e)
-            tile = f"tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
-            return self.bind((e, "at"), f"{base} + {tile}", True, f"{name}_at")
+            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
+            return self.bind((e, "at"), text, True, f"{name}_at", early=True)
         if self.spec.folds(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+            text = f"{base} + tl.cast(start, tl.int64) * {name}_s"
+            return self.bind((e, "at"), text, True, f"{name}_at", early=e.feature is None)
         if self.spec.keeps(e):
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
@@ -213,20 +221,66 @@ class Values:
         kind = self.float if e.dtype == "float" else "tl.int32" if abs(a.const) < 2**31 else "tl.int64"
         return f"tl.full({'()' if self.scalars else '[1, 1]'}, {text}, {kind})"
 
-    def _exp(self, x: Expr) -> str:
+    def _exp(self, x: Expr, total: Expr | None = None) -> str:
         """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
 
         Only where products are of 16 bits: a fused multiply-subtract of large logits costs float32 its last digits.
+        ``total``: the logarithm of what the exponential is divided by; it joins the one-sided part.
         """
+        if total is not None:
+            one_sided = x.op == "sub" and x.is_pair and not x.args[1].is_pair
+            if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
+                return f"{self._exp(x)} * decay({self.number(total)})"
+            core, factor = self.linear(x.args[0])
+            pair = self._argument(core, "float")
+            shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
+            shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
+            return f"tl.exp2({pair} * {factor} - {shift})"
         if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
             parts = []
             for a in x.args:
-                core, factor = linear(a) if a.is_pair else (a, 1.0)
-                text = f"{self._argument(core, 'float')} * {literal(factor * LOG2E)}"
+                core, factor = self.linear(a) if a.is_pair else (a, self.factor(LOG2E))
+                text = f"{self._argument(core, 'float')} * {factor}"
                 parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
             return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
-        core, factor = linear(x)
-        return f"tl.exp2({self._argument(core, 'float')} * {literal(factor * LOG2E)})"
+        core, factor = self.linear(x)
+        return f"tl.exp2({self._argument(core, 'float')} * {factor})"
+
+    def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
+        """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.
+
+        ``positive``: only factors above zero are taken out.
+        """
+        factor, numbers = 1.0, []
+        while True:
+            k = None
+            if e.op == "neg" and not positive:
+                e, factor = e.args[0], -factor
+                continue
+            if e.op in ("mul", "div"):
+                k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
+            if k is None:
+                return e, self.factor(factor * LOG2E, *numbers)
+            rest = e.args[1] if k is e.args[0] else e.args[0]
+            if k.op == "const":
+                factor = factor / k.const if e.op == "div" else factor * k.const
+            else:
+                numbers.append((k, e.op == "div"))
+            e = rest
+
+    def _factors_out(self, k: Expr, positive: bool) -> bool:
+        if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
+            return False
+        if k.op == "const":
+            return k.const > 0 if positive else k.const != 0
+        return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
+
+    def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
+        """A constant times (or over) numbers, as a literal or a name bound before the loop."""
+        if not numbers:
+            return literal(constant)
+        text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
+        return self.bind(("factor", constant, numbers), text, False)
 
     # Features
 
@@ -239,9 +293,13 @@ class Values:
         if self.spec.width(x.feature) > TINY and e.dtype == "float" and leaves:
             if e.op == "dot":
                 return self.product(x, y)
+            norms = [self._norm(v) for v in (x, y)]
+            square = f"tl.maximum({norms[0]} + {norms[1]} - 2.0 * {self.product(x, y)}, 0.0)"
             if self.spec.narrow:  # products of 16-bit numbers are exact: cancellation costs less than their rounding
-                norms = [self._norm(v) for v in (x, y)]
-                return f"tl.maximum({norms[0]} + {norms[1]} - 2.0 * {self.product(x, y)}, 0.0)"
+                return square
+            name = self.bind((e, "square"), square, True)
+            self._near(e, name, norms)
+            return name
 
         def part(f: str) -> str:
             a, b = self.component(x, f), self.component(y, f)
@@ -251,6 +309,18 @@ class Values:
             return f"{gap} * {gap}"
 
         return self._walked(x, part, e)
+
+    def _near(self, e: Expr, square: str, norms: list[str]) -> None:
+        """Where a tile has pairs so close that the product cost digits, it is computed anew, feature by feature."""
+        close = f"tl.max(tl.where({square} < {_CLOSE} * ({norms[0]} + {norms[1]}), 1, 0))"
+        lines, self.inside = self.inside, []
+        names = dict(self.inner)
+        self.inside.append(f"{square} = tl.zeros([KEPT, FOLDED], {self.float})")
+        with self.walk(self.spec.width(e.args[0].feature)) as f:
+            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in e.args), True)
+            self.inside.append(f"{square} += {gap} * {gap}")
+        lines += [f"if {close} > 0:", *(f"    {line}" for line in self.inside)]
+        self.inside, self.inner = lines, names
 
     def _norm(self, v: Expr) -> str:
         axis = "[None, :]" if self.spec.folds(v) else "[:, None]"
@@ -349,21 +419,6 @@ class Values:
         """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
-
-
-def linear(e: Expr) -> tuple[Expr, float]:
-    """e as (core) × (constant)."""
-    factor = 1.0
-    while True:
-        if e.op == "neg":
-            e, factor = e.args[0], -factor
-        elif e.op == "mul" and e.args[0].op == "const":
-            factor, e = factor * e.args[0].const, e.args[1]
-        elif e.op in ("mul", "div") and e.args[1].op == "const" and e.args[1].const != 0:
-            k = e.args[1].const
-            e, factor = e.args[0], factor * k if e.op == "mul" else factor / k
-        else:
-            return e, factor
 
 
 def is_one(e: Expr) -> bool:

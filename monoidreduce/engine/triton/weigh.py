@@ -32,7 +32,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     size then only ever overwrites what was read.
     """
     v = Values(spec)
-    lines = v.loop(True)
+    v.loop(True)
     texts = [v.full(r.args[0]) for r in spec.fold.reductions]
     used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
     names, unspecialized = emit._arguments(spec, used)
@@ -50,7 +50,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
         "    start = t * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         "    folded_in = folded_at < folded_size",
-        *(f"    {line}" for line in lines),
+        *(f"    {line}" for line in v.early + v.inside),
         "    tl.debug_barrier()  # all of the block was read before any of it is overwritten",
         *(f"    {line}" for line in stores),
     ]
@@ -86,7 +86,7 @@ def prepare(
     given = [values[e] for e in fold.leaves]
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
     letters = tuple(sorted(here.letters.items()))
-    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, False)
+    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, False, False)
     kernel = write(spec)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
     chosen = replace(PLANS[plan], block_folded=_power(lengths[1], PLANS[plan].block_folded))
@@ -103,7 +103,7 @@ def _power(length: int, most: int) -> int:
 def _is_wide(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
     """Whether offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
-        return isinstance(v, int) and abs(v) >= launch._SMALL
+        return isinstance(v, int) and abs(v) >= launch.SMALL
     return e.is_pair and any(s * b >= 2**31 for s, b in zip(v.stride()[1:], blocks, strict=True))
 
 
