@@ -22,6 +22,8 @@ from ..program.lower import Lowered, lower
 from ..program.total import Total, total
 from . import autograd, hardware, panel
 from .evaluate import Sizes, from_layout
+from .triton.spec import Unsupported
+from .walks import split_means, walks
 
 Engine = Callable[..., list[Tensor]]
 
@@ -71,13 +73,16 @@ def summed(
 
 def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: panel.Maker) -> bool:
     """Whether products are wide enough to be worth keeping, and the budget holds panels of enough rows."""
-    walks = panel.walks(panel.split_means(program) if make.splits else program)
-    products = [f for w in walks for f in w.products]
+    found = walks(split_means(program) if make.splits else program)
+    products = [f for w in found for f in w.products]
     widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
-    if len(walks) != 1 or widest <= panels.NARROW:
+    if len(found) != 1 or widest <= panels.NARROW:
         return False
-    found = make(walks[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
-    return found is not None and found.rows >= min(panels.FEW, sizes.rows)
+    try:
+        held = make(found[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
+    except Unsupported:
+        return False
+    return held is not None and held.rows >= min(panels.FEW, sizes.rows)
 
 
 class _Sum(torch.autograd.Function):

@@ -8,10 +8,8 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 
 from __future__ import annotations
 
-import functools
-import math
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,50 +18,17 @@ from torch import Tensor
 from ..errors import BudgetError
 from ..plan import budget, panels
 from ..plan import tiles as plan
-from ..program.build import ONE, apply, substitute
-from ..program.expr import Expr, node, result, size, topological
-from ..program.lower import Fold, Lowered, Pass, lower
-from ..program.reductions import KINDS, make
+from ..program.expr import Expr, size, topological
+from ..program.lower import Fold, Lowered, Pass
 from . import hardware
 from .accumulate import ACCUMULATORS, Accumulator
 from .eager import Chunk, code_of, slices
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
-from .tilecode import in_tiles
 from .tilerun import Buffers
+from .walks import Walk, as_program, by_reduction, fed, paired, split_means, walks
 
 ALIGN = 64  # elements: rows of a panel begin on a multiple
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pass as it is done to a panel: products are leaves per pair; picks that are gathers wait for the end."""
-
-    fold: Fold
-    feeds: tuple[Expr, ...]  # of the fold's leaves; of a product, itself
-    results: tuple[tuple[Expr, ...], ...]
-    gathers: Pass | None
-
-    @property
-    def products(self) -> list[tuple[Expr, Expr]]:
-        """(leaf, product) of the products it reads."""
-        return [(e, f) for e, f in zip(self.fold.leaves, self.feeds, strict=True) if f.op == "dot"]
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Stages done on the same panels."""
-
-    stages: tuple[Stage, ...]
-
-    @property
-    def products(self) -> list[Expr]:
-        return list(dict.fromkeys(f for s in self.stages for _, f in s.products))
-
-    def dying(self, at: int) -> list[Expr]:
-        """The products that no stage after ``at`` reads."""
-        later = {f for s in self.stages[at + 1 :] for _, f in s.products}
-        return [f for _, f in self.stages[at].products if f not in later]
 
 
 class Step(Protocol):
@@ -92,86 +57,6 @@ class Step(Protocol):
 Maker = type[Step]
 
 
-@functools.lru_cache(maxsize=1024)
-def walks(program: Lowered) -> tuple[Walk, ...]:
-    """A program's passes as walks: a pass joins the walk before it unless it needs what only its end completes."""
-    found: list[list[Stage]] = []
-    late: set[Expr] = set()  # results complete at the end of the current walk only
-    for p in program.passes:
-        under = set(topological(p.feeds))
-        if not found or under & late:
-            found.append([])
-            late = set()
-        stage = _stage(p)
-        found[-1].append(stage)
-        gathered = stage.gathers.results if stage.gathers else ()
-        over_rows = [n for (r, _), users in zip(p.fold.outputs, p.results, strict=True) for n in users if _late(r)]
-        late |= {n for users in gathered for n in users} | set(over_rows)
-        late |= {e for e in topological(program.outputs) if e.op == "reduce" and _late(e)}
-    return tuple(Walk(tuple(stages)) for stages in found)
-
-
-def _late(reduction: Expr) -> bool:
-    return reduction.attrs[1] == "rows"
-
-
-def _plain(p: Pass) -> Pass:
-    """A pass with everything that is one-sided fed to it, and its results not scaled: torch does that, once."""
-    feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
-    fields = tuple(a for r in p.fold.reductions for a in r.args)
-    sides = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair and e.args]
-    leaves = {
-        e: node("leaf", (), (f"y{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
-        for k, e in enumerate(sides)
-    }
-    feeds = (*p.feeds, *substitute(tuple(sides), feed))
-    fold = Fold((*p.fold.leaves, *leaves.values()), substitute(p.fold.reductions, leaves))
-    results = list(p.results)
-    places = [k for k, (r, _) in enumerate(p.fold.outputs) for own, s in p.fold.scaled if own is r and s is not ONE]
-    for k in places:
-        (whole,) = substitute((p.fold.outputs[k][0],), feed)
-        results[k] = tuple(e for e in topological(results[k]) if e.op == "result" and e.args[0] is whole)
-    return Pass(fold, feeds, tuple(results))
-
-
-def _stage(p: Pass) -> Stage:
-    p = _plain(p)
-    outputs = _by_reduction(p.fold.reductions, p.results)
-    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
-    walked = [r for r in p.fold.reductions if r not in gathers]
-    feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
-    replace: dict[Expr, Expr] = {}
-    for e in topological(walked):
-        if is_product(e):
-            place = f"s{len(replace)}"
-            replace[e] = node("leaf", (), (place,), rows=True, cols=True, feature=None, dtype="float")
-    reductions = substitute(tuple(walked), replace)
-    used = set(topological(reductions))
-    kept = [(e, feed[e]) for e in p.fold.leaves if e in used]
-    kept += [(leaf, substitute((d,), feed)[0]) for d, leaf in replace.items()]
-    own = [e for e in p.fold.leaves if e in set(topological(gathers))]
-    later = None
-    if gathers:
-        users = tuple(u for r in gathers for u in outputs[r])
-        later = Pass(Fold(tuple(own), tuple(gathers)), tuple(feed[e] for e in own), users)
-    results = tuple(u for r in walked for u in outputs[r])
-    return Stage(Fold(tuple(e for e, _ in kept), reductions), tuple(f for _, f in kept), results, later)
-
-
-def is_product(e: Expr) -> bool:
-    """Whether a node is a product of a row's and a column's vector that a matrix product computes."""
-    return e.op == "dot" and e.dtype == "float" and all(a.op == "leaf" and not a.is_pair for a in e.args)
-
-
-def _by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, list]:
-    found, at = {}, 0
-    for r in reductions:
-        count = len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-        found[r] = list(results[at : at + count])
-        at += count
-    return found
-
-
 # Running ------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +69,9 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
     whole = Evaluator(sizes, inputs)
     needed = set(topological(program.outputs))
     for walk in walks(program):
-        _Run(walk, whole, needed, maker, room).run()
+        first = _Run(walk, whole, needed, maker, room)
+        for each in [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]:
+            each.run()
     return [whole(e) for e in program.outputs]
 
 
@@ -217,32 +104,6 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
     return value.to(kind).expand(*length, *tail)
 
 
-@functools.lru_cache(maxsize=1024)
-def as_program(fold: Fold) -> Lowered:
-    """A fold as a program whose outputs are its results."""
-    results, outputs = [], []
-    for r, scale in fold.scaled:
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])):
-            results.append(result(r, k, feature, dtype))
-            outputs.append(apply("mul", results[-1], scale) if scale is not ONE else results[-1])
-    plain = Pass(Fold(fold.leaves, fold.reductions), fold.leaves, tuple((e,) for e in results))
-    return Lowered((plain,), tuple(outputs))
-
-
-@functools.lru_cache(maxsize=1024)
-def split_means(program: Lowered) -> Lowered:
-    """A program with every softmax mean of vectors as a sum, weighted by a softmax that an earlier pass completed."""
-    replace: dict[Expr, Expr] = {}
-    for e in topological(program.outputs):
-        if e.op == "result" and e.feature is not None and e.args[0].attrs[0] == "soft":
-            over, fields = e.args[0].attrs[1], substitute(e.args[0].args, replace)
-            _, log_total, peak = make("soft", over, (), fields[:1])
-            seen = apply("where", apply("eq", log_total, -math.inf), 0.0, apply("exp", apply("neg", log_total)))
-            weight = apply("mul", apply("exp", apply("sub", fields[0], peak)), seen)
-            (replace[e],) = make("sum", over, (), (apply("mul", weight, fields[e.attrs[0]]),))
-    return lower(substitute(program.outputs, replace)) if replace else program
-
-
 class _Run:
     """One walk over panels: what it is fed, what it holds, what it found."""
 
@@ -254,30 +115,29 @@ class _Run:
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
-        self.panel = panels.Panels(1, 1)
+        self.panel: panels.Panels | None = panels.Panels(1, 1)
+        self.least, self.room = 0, room
         if self.sizes.rows and self.sizes.cols:
-            least = self.step.least()
-            room = room or budget.limit(hardware.free_memory(self.sizes.device), least)
-            found = self.step.choose(room)
-            if found is None:
-                raise BudgetError(given=budget.shown(room), least=budget.shown(least))
-            self.panel = found
+            self.least = self.step.least()
+            self.room = room or budget.limit(hardware.free_memory(self.sizes.device), self.least)
+            self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
 
     def run(self) -> None:
+        if self.panel is None:
+            raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
         self.step.begin(self.panel)
-        for cols in _slices(self.sizes.cols, self.panel.cols):
-            for rows in _slices(self.sizes.rows, self.panel.rows):
-                local = self._local(rows)
-                for at, stage in enumerate(self.walk.stages):
-                    leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in _fed(stage)}
-                    for leaf, f in stage.products:
-                        leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
-                    results = self.step(at, leaves, rows, cols)
-                    for nodes, value in _paired(stage, results):
-                        self._keep(nodes, value, rows, local)
+        for rows, cols in _parts(self.sizes, self.panel):
+            local = self._local(rows)
+            for at, stage in enumerate(self.walk.stages):
+                leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in fed(stage)}
+                for leaf, f in stage.products:
+                    leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
+                results = self.step(at, leaves, rows, cols)
+                for nodes, value in paired(stage, results):
+                    self._keep(nodes, value, rows, local)
         for at, stage in enumerate(self.walk.stages):
-            for nodes, value in _paired(stage, self.step.finish(at)):
+            for nodes, value in paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
         self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
         for stage in self.walk.stages:
@@ -303,7 +163,7 @@ class _Run:
             local.memo[n] = to_layout(value, n)
             if n not in self.needed:
                 continue
-            if self.panel.rows >= self.sizes.rows:
+            if value.shape[0] == self.sizes.rows:
                 self.found[n] = value
                 continue
             if n not in self.found:
@@ -315,7 +175,7 @@ class _Run:
             return
         leaves = {e: from_layout(self.whole(f), f) for e, f in zip(gathers.fold.leaves, gathers.feeds, strict=True)}
         leaves = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
-        for r, (nodes,) in _by_reduction(gathers.fold.reductions, gathers.results).items():
+        for r, (nodes,) in by_reduction(gathers.fold.reductions, gathers.results).items():
             length = self.sizes.rows if r.attrs[1] == "cols" else self.sizes.cols
             tail = () if r.args[2].feature is None else (self.sizes.of(str(r.args[2].feature)),)
             out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
@@ -323,25 +183,20 @@ class _Run:
             self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
 
 
-def _slices(length: int, step: int) -> list[slice]:
-    return slices(length, step) or [slice(0, 0)]  # no pairs: one empty panel gives the identities
+def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
+    """The panels in their order; where there are no pairs, an empty one, which gives the identities."""
+    rows = slices(sizes.rows, panel.rows) or [slice(0, 0)]
+    cols = slices(sizes.cols, panel.cols) or [slice(0, 0)]
+    if panel.outer == "rows":
+        yield from itertools.product(rows, cols)
+    else:
+        yield from ((r, c) for c, r in itertools.product(cols, rows))
 
 
 def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
     """What is fed for some columns."""
     value = from_layout(local(f), f)
     return value[cols] if f.cols and not f.rows and isinstance(value, Tensor) else value
-
-
-def _fed(stage: Stage) -> list[tuple[Expr, Expr]]:
-    return [(e, f) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True) if f.op != "dot"]
-
-
-def _paired(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[tuple[Expr, ...], Tensor]]:
-    """The nodes that each result is, beside it."""
-    for nodes, values in zip(_by_reduction(stage.fold.reductions, stage.results).values(), results, strict=True):
-        if values is not None:
-            yield from zip(nodes, values, strict=True)
 
 
 # Steps in torch -----------------------------------------------------------------------------------------------
@@ -387,7 +242,7 @@ class TorchStep:
         stage = self.walk.stages[at]
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for leaf, f in stage.products:
-            given[leaf] = self._product(f, *leaves[leaf], rows).unsqueeze(0)
+            given[leaf] = self._product(f, leaves[leaf], rows).unsqueeze(0)
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = code_of(stage.fold, frozenset(numbers))
         chunk = Chunk(code, given, self.sizes, self.tiles, 1, self._buffers(at, numbers), rows, self.kept[at])
@@ -402,12 +257,12 @@ class TorchStep:
             self.buffers[at] = Buffers(elements, self.sizes.compute, self.sizes.device, constants)
         return self.buffers[at]
 
-    def _product(self, f: Expr, x: Tensor, y: Tensor, rows: slice) -> Tensor:
+    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], rows: slice) -> Tensor:
         panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
         if self.made[0] != rows:
             self.made = (rows, set())
         if f not in self.made[1]:
-            x, y = (x, y) if f.args[0].rows else (y, x)
+            x, y = sides if f.args[0].rows else sides[::-1]
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel

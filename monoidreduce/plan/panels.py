@@ -18,11 +18,16 @@ FEW = 128  # fewer rows than this make poor products: pairs are then better reco
 
 @dataclass(frozen=True)
 class Panels:
-    """Rows and columns of one panel; ``wide``: whether 16-bit column totals are kept in float32 meanwhile."""
+    """Rows and columns of one panel, and how they follow each other.
+
+    ``wide``: whether 16-bit column totals are kept in float32 meanwhile. ``outer``: whose parts are walked one after
+    the other, each with all parts of the other axis.
+    """
 
     rows: int
     cols: int
     wide: bool = False
+    outer: str = "cols"
 
     def count(self, rows: int) -> int:
         """How many panels of rows there are."""
@@ -35,15 +40,18 @@ def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False) -> P
     return Panels(_even(rows, most), cols, wide) if most > 0 else None
 
 
-def by_columns(rows: int, cols: int, pair: int, room: int) -> Panels | None:
-    """Panels of all rows and some columns where at least :data:`FEW` fit, else of a part of both."""
-    most = max(0, room) // max(1, pair)
-    if most < min(rows, SMALLEST) * min(cols, SMALLEST):
-        return None
-    if most // max(1, rows) >= min(FEW, cols):
-        return Panels(rows, _even(cols, most // max(1, rows)))
-    side = _even(cols, max(1, int(most**0.5)))
-    return Panels(_even(rows, max(1, most // side)), side)
+def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, int] | None:
+    """Parts of two axes, the outer one's walked one after the other: all of the inner one where that leaves enough.
+
+    ``each``: bytes, per index of an outer part, of what is added up over several inner ones.
+    """
+    whole = room // max(1, inner * pair)
+    if whole >= min(FEW, outer):
+        return _even(outer, whole), inner
+    side = max(SMALLEST, int((max(0, room) / 2 / pair) ** 0.5))
+    side = min(outer, side, max(SMALLEST, room // 2 // each) if each else side)
+    other = (room - side * each) // (side * pair)
+    return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
 def _even(length: int, most: int) -> int:

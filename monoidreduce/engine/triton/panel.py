@@ -23,8 +23,9 @@ from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
-from ..panel import ALIGN, Walk
+from ..panel import ALIGN
 from ..tilecode import Contraction, contractions
+from ..walks import Walk
 from . import emit, weigh
 from .spec import Unsupported
 
@@ -160,14 +161,19 @@ class KernelStep:
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
             return whole
-        return panels.by_columns(rows, cols, pair, room - self._totals("cols")) or whole
+        if not self._each("rows"):
+            found = panels.cut(rows, cols, pair, room, self._each("cols"))
+            return panels.Panels(*found, outer="rows") if found else whole
+        found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
+        return panels.Panels(*found[::-1]) if found else whole
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
         row = cols * pair + (self._totals("rows") if rows > panels.ADDS or not self.stored else 0)
         if not self._is_sum():
             return row
-        return min(row, self._totals("cols") + pair * min(rows, panels.SMALLEST) * min(cols, panels.SMALLEST))
+        each = max(self._each("rows"), self._each("cols"))  # directions can be done apart
+        return min(row, panels.SMALLEST * (each + pair * panels.SMALLEST))
 
     def _pair(self) -> int:
         """Bytes held of one pair."""
@@ -176,11 +182,12 @@ class KernelStep:
 
     def _totals(self, over: str) -> int:
         """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
-        if self.narrow is None:
-            return 0
-        length = self.sizes.cols if over == "rows" else self.sizes.rows
+        return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0
+
+    def _each(self, over: str) -> int:
+        """Bytes of the totals of one row or column."""
         vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return sum(length * self.sizes.of(str(v.feature)) * 4 for v in vectors if v is not None)
+        return sum(self.sizes.of(str(v.feature)) * self.sizes.compute.itemsize for v in vectors if v is not None)
 
     def _is_sum(self) -> bool:
         """Whether parts of a row can be added up: one stage, of sums and of picks."""
@@ -209,7 +216,7 @@ class KernelStep:
         here = replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
         for leaf, f in stage.products:
-            given[leaf] = self._product(f, *leaves[leaf], (rows, cols)).unsqueeze(0)
+            given[leaf] = self._product(f, leaves[leaf], (rows, cols)).unsqueeze(0)
         counts = (rows.start, cols.start, self.sizes.rows, self.sizes.cols)
         given |= dict(zip(_PLACES, counts, strict=True))
         results: dict[int, list[Tensor]] = {}
@@ -230,8 +237,8 @@ class KernelStep:
             results[place] = _top(weights[e], stage.fold.reductions[place], here)
         return [results.get(place) for place in range(len(stage.fold.reductions))]
 
-    def _product(self, f: Expr, x: Tensor, y: Tensor, where: tuple[slice, slice]) -> Tensor:
-        x, y = (x, y) if f.args[0].rows else (y, x)
+    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], where: tuple[slice, slice]) -> Tensor:
+        x, y = sides if f.args[0].rows else sides[::-1]
         panel = self.panels[f][: x.shape[0], : y.shape[0]]
         if self.made[0] != where:
             self.made = (where, set())
@@ -305,17 +312,20 @@ class KernelStep:
         return None
 
     def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
-        """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often."""
-        length, many = (self.sizes.cols, self.panel.count(self.sizes.rows)) if over == "rows" else (self.sizes.rows, 2)
-        rounded = self.stored is not None and not self.panel.wide
-        several = over == "rows" and self.panel.cols < self.sizes.cols and many > 1
+        """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.
+
+        An axis whose parts are walked one after the other completes each before the next; its whole total may then be
+        of 16 bits. So may column totals over few enough panels of whole rows.
+        """
+        length, own = (self.sizes.cols, self.panel.cols) if over == "rows" else (self.sizes.rows, self.panel.rows)
+        other, step = (self.sizes.rows, self.panel.rows) if over == "rows" else (self.sizes.cols, self.panel.cols)
+        in_turn = self.panel.outer != over and own < length
         if key not in self.totals:
-            narrow = self.stored if rounded and over == "rows" else None
-            kind = narrow or self.sizes.compute
-            self.totals[key] = torch.empty(length, width, dtype=kind, device=self.sizes.device)
-            if several and narrow:
-                shape = (self.panel.cols, width)
-                self.adding[key] = torch.empty(shape, dtype=self.sizes.compute, device=self.sizes.device)
+            narrow = None if self.panel.wide or not (in_turn or over == "rows") else self.stored
+            device = self.sizes.device
+            self.totals[key] = torch.empty(length, width, dtype=narrow or self.sizes.compute, device=device)
+            if narrow and in_turn and step < other:
+                self.adding[key] = torch.empty(own, width, dtype=self.sizes.compute, device=device)
         if key in self.adding:
             return self.adding[key][: kept.stop - kept.start]
         return self.totals[key][kept]
