@@ -211,12 +211,14 @@ class TorchStep:
         self.walk, self.sizes = walk, sizes
         narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
         self.kind = torch.bfloat16 if narrow else sizes.compute
+        self.room = plan.LEAST
 
     def choose(self, room: int) -> panels.Panels | None:
-        return panels.by_rows(self.sizes.rows, self.sizes.cols, self._pair(), room)
+        self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles
+        return panels.by_rows(self.sizes.rows, self.sizes.cols, self._pair(), room - self.room)
 
     def least(self) -> int:
-        return self.sizes.cols * self._pair()
+        return self.sizes.cols * self._pair() + plan.LEAST
 
     def _pair(self) -> int:
         return max(1, len(self.walk.products)) * self.kind.itemsize
@@ -225,7 +227,7 @@ class TorchStep:
         shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
         self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
         self.made: tuple[slice | None, set[Expr]] = (None, set())
-        self.tiles = plan.choose(1, panel.rows, panel.cols)
+        self.tiles = plan.choose(1, panel.rows, panel.cols, room=self.room)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
         self.buffers: dict[int, Buffers] = {}
 
