@@ -79,7 +79,12 @@ def is_wide(fold: Fold, sizes: Sizes) -> bool:
     """Whether a fold has pairs, and vectors of more features than a kernel's registers hold."""
     widths = [sizes.of(str(e.feature)) for e in fold.leaves if e.feature is not None]
     pairs = torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols
-    return bool(pairs) and max([0, *widths]) > panels.NARROW
+    return bool(pairs) and max([0, *widths]) > panels.NARROW and not writes_pairs(fold)
+
+
+def writes_pairs(fold: Fold) -> bool:
+    """Whether a fold has a result per pair, the gradient of what was given so: tiles write it."""
+    return any(r.attrs[0] == "pair" for r in fold.reductions)
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None, room: int = 0) -> list[Tensor]:
@@ -150,6 +155,8 @@ class _Run:
         for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):
             if e.op in ("input", "leaf") and e.rows:
                 value = inputs[e.attrs[0]]
+                if e.is_pair:  # given per pair, perhaps broadcast
+                    value = value.expand(self.sizes.rows, self.sizes.cols)
                 memo[e] = to_layout(value[rows] if isinstance(value, Tensor) else value, e)
             elif e.op == "row_index":
                 memo[e] = torch.arange(rows.start, rows.stop, device=self.sizes.device).view(-1, 1)
@@ -196,7 +203,9 @@ def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
 def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
     """What is fed for some columns."""
     value = from_layout(local(f), f)
-    return value[cols] if f.cols and not f.rows and isinstance(value, Tensor) else value
+    if not f.cols or not isinstance(value, Tensor):
+        return value
+    return value[:, cols] if f.rows else value[cols]
 
 
 # Steps in torch -----------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
     return replace
 
 
+def _is_fed(e: Expr) -> bool:
+    """What a pass is given: what lives on one side, and what is given per pair."""
+    return not e.is_pair or e.op in ("input", "leaf")
+
+
 def _scales(
     reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
 ) -> dict[Expr, tuple[Expr, Expr]]:
@@ -170,7 +175,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
 
 def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
-    found = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair]
+    found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()

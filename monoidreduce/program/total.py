@@ -21,31 +21,45 @@ from .reductions import KINDS, make
 
 @dataclass(frozen=True)
 class Total:
-    """A program whose first output is the number per row, followed by one gradient for each ``present`` input."""
+    """A program of numbers per row, followed by one gradient of the sum of one of them for each ``present`` input."""
 
     program: Lowered
-    present: tuple[bool, ...]  # which of the asked inputs the sum depends on
+    moving: int  # the number per row whose sum has gradients
+    present: tuple[bool, ...]  # which of the asked inputs it depends on
 
 
 @functools.lru_cache(maxsize=1024)
-def total(output: Expr, wrt: tuple[Expr, ...]) -> Total | None:
-    """The program of ``output``, one number per row, and of the gradients of its sum; None where rows are not alone.
+def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
+    """The program of numbers per row, and of the gradients of the sum of the one of them that has any.
 
-    Rows are alone where every reduction is over columns: a row then needs nothing of the others but its columns.
-    Raises NoGradientError where an expression has no symbolic derivative."""
-    forward = lower((output,))
-    if any(e.op == "reduce" and e.attrs[1] == "rows" for e in topological(forward.outputs)):
+    None where rows are not alone (a row that needs nothing of the others but its columns is: every reduction is over
+    columns), or where none or several of the numbers have gradients. Raises NoGradientError where an expression has no
+    symbolic derivative."""
+    forward = lower(outputs)
+    if any(e.op == "reduce" and e.attrs[1] != "cols" for e in topological(forward.outputs)):
         return None
-    if not output.rows or output.cols or output.feature is not None or output.dtype != "float":
+    if any(not e.rows or e.cols or e.feature is not None for e in outputs):
         return None
+    moving = [
+        k for k, e in enumerate(forward.outputs) if e.dtype == "float" and not set(wrt).isdisjoint(topological([e]))
+    ]
     nodes = [n for p in forward.passes for users in p.results for n in users]
-    cotangents: dict[Expr, Expr] = {}
-    _pull_into(cotangents, [(forward.outputs[0], ONE)], [*wrt, *nodes])
-    for p in reversed(forward.passes):
-        _pull_into(cotangents, _of_feeds(p, cotangents, [*wrt, *nodes]), [*wrt, *nodes])
-    grads = [cotangents.get(e) for e in wrt]
-    program = lower((output, *(g for g in grads if g is not None)))
-    return Total(program, tuple(g is not None for g in grads))
+    found = []
+    for k in moving:
+        cotangents: dict[Expr, Expr] = {}
+        _pull_into(cotangents, [(forward.outputs[k], ONE)], [*wrt, *nodes])
+        for p in reversed(forward.passes):
+            _pull_into(cotangents, _of_feeds(p, cotangents, [*wrt, *nodes]), [*wrt, *nodes])
+        grads = [cotangents.get(e) for e in wrt]
+        if any(g is not None for g in grads):
+            found.append((k, grads))
+    if len(found) != 1:
+        return None
+    ((k, grads),) = found
+    program = lower((*outputs, *(g for g in grads if g is not None)))
+    if any(r.attrs[0] == "pair" for p in program.passes for r in p.fold.reductions):  # as large as the pairs
+        return None
+    return Total(program, k, tuple(g is not None for g in grads))
 
 
 def _pull_into(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:

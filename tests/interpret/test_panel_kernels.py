@@ -84,9 +84,9 @@ def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
     monkeypatch.setattr(panels, "ADDS", 2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
-    (output,) = loss._prepare(args, {})[0].outputs
-    inputs = inputs_of(output)
-    (walk,) = walks(total(output, (inputs["x"], inputs["w"])).program)
+    outputs = loss._prepare(args, {})[0].outputs
+    inputs = inputs_of(outputs)
+    (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
     step = KernelStep(walk, sizes, {torch.bfloat16})
     assert step.choose(20 * 60 * 2) == panels.Panels(20, 60)

@@ -42,8 +42,8 @@ def summable(layer):
     args = layer.args(5, 6, 0)
     try:
         outputs = layer.op._prepare(args, {})[0].outputs
-        inputs = tuple(e for n, e in known.inputs_of(outputs[0]).items() if e.dtype == "float")
-        return len(outputs) == 1 and not known_batch(layer, args) and total(outputs[0], inputs) is not None
+        inputs = tuple(e for n, e in known.inputs_of(outputs).items() if e.dtype == "float")
+        return len(outputs) == 1 and not known_batch(layer, args) and total(outputs, inputs) is not None
     except mr.NoGradientError:
         return False
 
@@ -65,7 +65,9 @@ def pulled(function, args, scale):
     value = function(*given)
     floats = [a for a in given if is_float(a)]
     grads = torch.autograd.grad(value * scale, floats, allow_unused=True)
-    found = {f"gradient {k}": g if g is not None else torch.zeros_like(a) for k, (a, g) in enumerate(zip(floats, grads))}
+    found = {
+        f"gradient {k}": g if g is not None else torch.zeros_like(a) for k, (a, g) in enumerate(zip(floats, grads))
+    }
     return Result({"value": value.detach()}, found)
 
 

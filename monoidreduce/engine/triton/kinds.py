@@ -15,7 +15,7 @@ from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
 from ..tilecode import contractions
 from .matched import Matched, matches
-from .spec import TINY, Spec, Unsupported
+from .spec import REACHES, TINY, Spec, Unsupported
 from .totals import Total, factored
 from .values import LOG2E, Values, is_one, literal
 
@@ -80,7 +80,7 @@ class Soft(Kind):
     """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
 
     Where the logit is a scaled product and ``|x_i| max_j |y_j|`` (the reach) shows that nothing can overflow or
-    underflow, ``top`` is that bound and the sums are never rescaled; a program instance decides by its own rows.
+    underflow, ``top`` begins as that bound and the sums are never rescaled; a program instance decides by its own rows.
 
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.
@@ -113,7 +113,8 @@ class Soft(Kind):
         block = v.block(kept)
         return [
             f"{n}_length = tl.sqrt(tl.sum({block}.to(tl.float32) * {block}.to(tl.float32), 1))",
-            f"{n}_bound = {n}_length * (tl.load({n}_reach + batch) * tl.abs({factor} + 0.0))",
+            f"{n}_farthest = tl.sqrt(tl.max(tl.load({n}_reach + batch * {REACHES} + tl.arange(0, {REACHES})), 0))",
+            f"{n}_bound = {n}_length * ({n}_farthest * tl.abs({factor} + 0.0))",
             f"{n}_near = tl.max({n}_bound) < {_NEAR}",
         ]
 

@@ -6,7 +6,6 @@ decoded from the program's number. Lengths are run-time arguments, so that a new
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from ...program.lower import Fold
 from ...program.reductions import KINDS
 from ..combine import combine
 from ..evaluate import Sizes
-from . import describe, emit, skip, source
+from . import describe, emit, rows, skip, source
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -55,8 +54,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
         RAGGED=call.ragged,
     )
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
-    on = torch.cuda.device(call.device) if call.device.type == "cuda" else contextlib.nullcontext()
-    with on:
+    with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
         return source.again(compiled, call.grid, tuple(constants.values()))
 
@@ -110,7 +108,9 @@ class Launch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
-        ragged = self.spec.bounds or self.spec.split or self.lengths[1] % self.plan.block_folded != 0
+        ragged = (
+            bool(self.spec.bounds or self.spec.split or self.reaches) or self.lengths[1] % self.plan.block_folded != 0
+        )
         self.how = (wide, describe.precision(), ragged, self.sizes.device)
 
     def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
@@ -125,7 +125,7 @@ class Launch:
                 arguments[at] = values[e]
             if self.spec.bounds:
                 arguments += self._bounds(values)
-            arguments += [_reach(values[e]) for _, e in self.reaches]
+            arguments += [rows.reach(values[e]) for _, e in self.reaches]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
@@ -180,8 +180,3 @@ class Launch:
                 del _BOUNDS[next(iter(_BOUNDS))]
         edges, flip = _BOUNDS[key]
         return [edges, 0, flip]
-
-
-def _reach(v: Tensor) -> Tensor:
-    """The greatest norm of a leaf's vectors, per batch element."""
-    return torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax(-1).flatten()

@@ -26,12 +26,12 @@ class Matched(Values):
         super().__init__(host.spec)
         self.host, self.prefix = host, name
         self.target = self.bind("target", host.number(target), False, f"{name}_target")
-        text = f"({self.target} >= 0) & ({self.target} < folded_size) & kept_in[:, None]"
-        text += " & (part == 0)" if self.spec.split else ""
+        mine = "(kept_at < tl.where(part == 0, kept_size, 0))" if self.spec.split else "kept_in"  # once, in one part
+        text = f"({self.target} >= 0) & ({self.target} < folded_size) & {mine}[:, None]"
         self.inside_text = self.bind("inside", text, False, f"{name}_inside")
         self.place = self.bind("place", f"tl.where({self.inside_text}, {self.target}, 0).to(tl.int64)", False)
 
-    def bind(self, key: object, text: str, folded: bool, name: str = "", early: bool = False) -> str:
+    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         """All is bound once, after the loop, under names of its own."""
         name = name if name.startswith(self.prefix) else f"{self.prefix}_{name}" if name else ""
         if not name:

@@ -38,28 +38,28 @@ class Values:
         self.spec = spec
         self.float = f"tl.{spec.compute}"
         self.before: list[str] = []
-        self.early: list[str] = []  # the beginning of the loop: loads whose wait then hides behind a product
         self.inside: list[str] = []
         self.outer: dict[object, str] = {}
         self.inner: dict[object, str] = {}
         self.masked = False  # whether this loop meets the end of the folded axis
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
-        self.state_width = 0  # features of all running sums
+        self.state_width = 0  # features of all running sums that are blocks
+        self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
 
     def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
-        self.early, self.inside, self.inner, self.masked = [], [], {}, masked
+        self.inside, self.inner, self.masked = [], {}, masked
 
-    def bind(self, key: object, text: str, folded: bool, name: str = "", early: bool = False) -> str:
+    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         """Name a value, once; before the loop unless it varies along the folded axis."""
         found = self.outer.get(key) or self.inner.get(key)
         if found:
             return found
         if not name:
             name, self.count = f"v{self.count}", self.count + 1
-        (self.early if folded and early else self.inside if folded else self.before).append(f"{name} = {text}")
+        (self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
 
@@ -75,7 +75,7 @@ class Values:
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e), early=e.op == "leaf")
+        return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
@@ -151,8 +151,7 @@ class Values:
             text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
             return self.bind((e, "at"), text, True, f"{name}_at", early=True)
         if self.spec.folds(e):
-            text = f"{base} + tl.cast(start, tl.int64) * {name}_s"
-            return self.bind((e, "at"), text, True, f"{name}_at", early=e.feature is None)
+            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):
             return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
         return base
@@ -232,7 +231,7 @@ class Values:
             if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
                 return f"{self._exp(x)} * decay({self.number(total)})"
             core, factor = self.linear(x.args[0])
-            pair = self._argument(core, "float")
+            pair = self._argument(core, "float")  # first, so that numbers are loaded while it is computed
             shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
             shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
             return f"tl.exp2({pair} * {factor} - {shift})"
