@@ -40,9 +40,9 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
         return None
     if any(not e.rows or e.cols or e.feature is not None for e in outputs):
         return None
-    moving = [
-        k for k, e in enumerate(forward.outputs) if e.dtype == "float" and not set(wrt).isdisjoint(topological([e]))
-    ]
+    asked = set(wrt)
+    floats = [k for k, e in enumerate(forward.outputs) if e.dtype == "float"]
+    moving = [k for k in floats if not asked.isdisjoint(topological([forward.outputs[k]]))]
     nodes = [n for p in forward.passes for users in p.results for n in users]
     found = []
     for k in moving:

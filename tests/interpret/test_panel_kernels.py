@@ -1,4 +1,4 @@
-"""Panels done by generated kernels, in the interpreter: every layer of the zoo, sums, and every way to cut the pairs."""
+"""Panels done by generated kernels, in the interpreter: every layer of the zoo, sums, and every way to cut pairs."""
 
 import pytest
 import torch

@@ -65,10 +65,8 @@ def pulled(function, args, scale):
     value = function(*given)
     floats = [a for a in given if is_float(a)]
     grads = torch.autograd.grad(value * scale, floats, allow_unused=True)
-    found = {
-        f"gradient {k}": g if g is not None else torch.zeros_like(a) for k, (a, g) in enumerate(zip(floats, grads))
-    }
-    return Result({"value": value.detach()}, found)
+    filled = [torch.zeros_like(a) if g is None else g for a, g in zip(floats, grads, strict=True)]
+    return Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(filled)})
 
 
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")

@@ -82,11 +82,6 @@ def converted(
     return found
 
 
-def precision() -> str:
-    """How float32 products are done: ``torch.backends.cuda.matmul.allow_tf32`` (or the precision that sets it)."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 @functools.cache
 def shared(device: torch.device) -> int:
     """Bytes of shared memory of a program instance; 0 where the device does not say."""
