@@ -162,7 +162,7 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
         raise NoGradientError(
-            detail="batched cotangents (is_grads_batched=True, vectorize=True) are torch's older vmap, which hides them",
+            detail="batched cotangents (is_grads_batched, vectorize) are torch's older vmap, which hides them",
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
     context, leaves, results = _kept(ctx)

@@ -308,7 +308,7 @@ def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -
 
 def _mean_of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
     """The loss from the sums over rows of it and of what its mean is divided by."""
-    return sums["loss"] if reduction == "sum" else sums["loss"] / sums.get("share", sums.get("counted"))
+    return sums["loss"] if reduction == "sum" else sums["loss"] / sums["share" if "share" in sums else "counted"]
 
 
 def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:

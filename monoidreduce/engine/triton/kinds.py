@@ -14,10 +14,11 @@ from ...program.build import ONE, apply
 from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
 from ..tilecode import contractions
+from .exponents import LOG2E, literal
 from .matched import Matched, matches
 from .spec import REACHES, TINY, Spec, Unsupported
 from .totals import Total, factored
-from .values import LOG2E, Values, is_one, literal
+from .values import Values, is_one
 
 _NEAR = 60  # in powers of two: weights then lie above 2⁻¹²⁰, within float32's and bfloat16's range
 

@@ -50,7 +50,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
         "    start = t * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         "    folded_in = folded_at < folded_size",
-        *(f"    {line}" for line in v.early + v.inside),
+        *(f"    {line}" for line in v.inside),
         "    tl.debug_barrier()  # all of the block was read before any of it is overwritten",
         *(f"    {line}" for line in stores),
     ]
@@ -65,7 +65,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     ]
     whole = "\n".join(function)
     text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0)
+    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
