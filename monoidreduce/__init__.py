@@ -16,6 +16,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
+from .plan.budget import budget
 from .program.declare import Batch, Col, Pair, Row
 from .program.reductions import (
     all as all,
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "argmax",
     "argmin",
+    "budget",
     "col_index",
     "count",
     "dot",

@@ -133,6 +133,13 @@ class ReferenceLimitError(EngineError):
     fix = 'Use engine="eager", or allow it with mr.use(engine="reference", limit=None)'
 
 
+class BudgetError(MonoidReduceError, MemoryError):
+    """A memory budget is too small for any schedule."""
+
+    what = "a budget of {given} holds no part of the pairs that this program could be run on"
+    fix = "Give at least {least}"
+
+
 class FallbackWarning(UserWarning):
     """An engine has no kernel for something and another engine runs it: right, but slower."""
 

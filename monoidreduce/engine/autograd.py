@@ -168,7 +168,7 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     context, leaves, results = _kept(ctx)
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-        return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
     if autocast.region(results) is None:
         return None, *_gradients(context, leaves, results, asked, cotangents)
     with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
@@ -214,7 +214,7 @@ def _gradients(
     grads: list[Tensor | None] = [None] * len(leaves)
     for place, e in made.outputs:
         leaf = leaves[place]
-        grads[place] = _zero(leaf) if e is None else _as_gradient(next(values), e, leaf, context.fold.leaves[place])
+        grads[place] = zero(leaf) if e is None else as_gradient(next(values), e, leaf, context.fold.leaves[place])
     return grads
 
 
@@ -231,19 +231,19 @@ def _gradient_program(
     return made, tuple(names[n] for n in made.inputs), tuple(wanted)
 
 
-def _zero(leaf: Tensor) -> Tensor:
+def zero(leaf: Tensor) -> Tensor:
     """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
     if not torch.is_grad_enabled():
         return torch.zeros_like(leaf)
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def _as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr) -> Tensor:
-    """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
+def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
+    """A gradient in the shape and type of its leaf (or another): summed over batch dimensions that were broadcast."""
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
     for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
         value = value.unsqueeze(at)
     if value.shape != leaf.shape:
         value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    return value if value.dtype == leaf.dtype else value.to(leaf.dtype)
+    return value.to(dtype or leaf.dtype)

@@ -8,7 +8,7 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,14 +57,14 @@ class FoldCode:
 
 
 @functools.lru_cache(maxsize=1024)
-def _code(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
     return FoldCode(fold, scalars)
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None) -> list[Tensor]:
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
-    code = _code(fold, scalars)
+    code = code_of(fold, scalars)
     given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}
@@ -80,7 +80,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}
-            results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
+            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
     _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
@@ -127,22 +127,37 @@ def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Ten
     )
 
 
-class _Chunk:
-    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles."""
+class Chunk:
+    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
+
+    With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
+    rows that were begun by the parts before.
+    """
 
     def __init__(
-        self, code: FoldCode, leaves: dict[Expr, Any], sizes: Sizes, tiles: plan.Tiles, batch: int, buffers: Buffers
+        self,
+        code: FoldCode,
+        leaves: dict[Expr, Any],
+        sizes: Sizes,
+        tiles: plan.Tiles,
+        batch: int,
+        buffers: Buffers,
+        rows: slice | None = None,
+        kept: Mapping[int, Accumulator] | None = None,
     ):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
         self.buffers = buffers
+        self.rows = rows or slice(0, sizes.rows)
         vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
         self.narrow = hardware.narrow_type(vectors)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
             kind, over, _ = r.attrs
-            length = sizes.rows if over == "cols" else sizes.cols
-            if kind == "pick" and not in_tiles(code.fold, r):
+            length = self.rows.stop - self.rows.start if over == "cols" else sizes.cols
+            if kept and place in kept:
+                self.accumulators.append(kept[place])
+            elif kind == "pick" and not in_tiles(code.fold, r):
                 self.accumulators.append(None)
                 self.picked[place] = self._pick(r, length)
             else:
@@ -159,16 +174,18 @@ class _Chunk:
         return out
 
     def run(self) -> list[Tensor]:
-        if any(a is not None for a in self.accumulators) and self.batch and self.sizes.rows and self.sizes.cols:
-            self._walk()
+        self.walk()
         results: list[Tensor] = []
         for place, a in enumerate(self.accumulators):
             results += [self.picked[place]] if a is None else a.finish()
         return results
 
-    def _walk(self) -> None:
-        rows = _slices(self.sizes.rows, self.tiles.rows)
-        cols = _slices(self.sizes.cols, self.tiles.cols)
+    def walk(self) -> None:
+        """Fold every tile into the accumulators."""
+        if not self.batch or all(a is None for a in self.accumulators):
+            return
+        rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
+        cols = slices(self.sizes.cols, self.tiles.cols)
         row_ranges, col_ranges, fixed = self._ranges(rows, cols)
         for i, row in enumerate(rows):
             row_values = self._side(row, True)
@@ -182,13 +199,14 @@ class _Chunk:
         values = {**row_values, **self._side(col, False)}
         values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
         shape = (self.batch, row.stop - row.start, col.stop - col.start)
-        tile = TileRun(values, shape, self.buffers, (row.start, col.start))
+        begin = self.rows.start
+        tile = TileRun(values, shape, self.buffers, (begin + row.start, col.start))
 
         def hand_over(reducer: Reducer, owned: tuple[bool, ...], tile: TileRun) -> None:
             accumulator = self.accumulators[reducer.place]
             assert accumulator is not None
-            kept, folded = (row, col) if accumulator.over == "cols" else (col, row)
-            accumulator.step(reducer, owned, tile, kept, folded.start)
+            kept, offset = (row, col.start) if accumulator.over == "cols" else (col, begin + row.start)
+            accumulator.step(reducer, owned, tile, kept, offset)
 
         tile.run(code, hand_over)
 
@@ -212,13 +230,15 @@ class _Chunk:
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
         which = index("row" if rows else "col")
         if which in self.code.indices:
-            at = torch.arange(part.start, part.stop, device=self.sizes.device)
+            begin = self.rows.start if rows else 0
+            at = torch.arange(begin + part.start, begin + part.stop, device=self.sizes.device)
             values[which] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
         return values
 
     def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
         """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
-        row_ranges: list[dict] = [{index("row"): (s.start, s.stop - 1)} for s in rows]
+        begin = self.rows.start
+        row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
         col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
         fixed: dict[Expr, tuple[float, float]] = {
             size("rows"): (self.sizes.rows,) * 2,
@@ -243,7 +263,7 @@ class _Chunk:
         return row_ranges, col_ranges, fixed
 
 
-def _slices(length: int, step: int) -> list[slice]:
+def slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import platform
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -130,6 +131,47 @@ def _keeps_float32() -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
+    if x.dtype == y.dtype == out.dtype:
+        torch.mm(x, y.mT, out=out)
+    elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
+        torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
+    else:  # raised a few columns at a time
+        x = x.to(out.dtype)
+        for at in range(0, y.shape[0], _RAISED):
+            part = slice(at, at + _RAISED)
+            torch.mm(x, y[part].to(out.dtype).mT, out=out[:, part])
+
+
+_RAISED = 4096
+
+
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+    if out.dtype == weights.dtype:
+        torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
+    elif weights.device.type == "cuda" and _keeps_float32():
+        if add:
+            torch.ops.aten.addmm.dtype_out(out, weights, vectors, out.dtype, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(weights, vectors, out.dtype, out=out)
+    else:
+        product = weights.to(out.dtype) @ vectors.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated on a device now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        return 0
 
 
 def _integer_product(x: Tensor, y: Tensor) -> Tensor:

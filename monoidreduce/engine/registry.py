@@ -19,18 +19,43 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import eager, hardware, triton
+from . import eager, hardware, panel, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
 
+def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+    """One kernel a direction where features fit in registers, panels where they do not."""
+    if panel.is_wide(fold, sizes) and triton.runs_on(sizes.device):
+        try:
+            return panel.run(fold, leaves, sizes, triton.KernelStep)
+        except triton.Unsupported:  # told, and run by the eager engine, below
+            pass
+    return _triton(fold, leaves, sizes)
+
+
 def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """Kernels for tensors on a GPU, tiles in torch for all others."""
-    return (_triton if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
+    return (_kernels if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
 
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run, "triton": _triton, "auto": _by_device}
-NAMES = ("auto", "eager", "reference", "triton")
+def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
+    """The panel schedule for every fold; in torch where there is no kernel."""
+    if not torch.Size(sizes.batch).numel() or panel.writes_pairs(fold):
+        return eager.run(fold, leaves, sizes)
+    try:
+        return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
+    except triton.Unsupported:
+        return panel.run(fold, leaves, sizes)
+
+
+def stepper(engine: str, device: torch.device) -> panel.Maker:
+    """How an engine does things to a panel."""
+    return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
+
+
+FOLDERS: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": _by_device}
+NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 

@@ -191,9 +191,10 @@ def linear_cross_entropy(
     else:
         ignored = -100 if ignore_index is None else ignore_index
         labels = checks.labels(target, len(weight), ignored, first=int(shift))
-        found, kept = _of_labels(rows, weight, labels, ignored, options)
+        alone = reduction != "none" and token_weights is None and not return_lse and not return_accuracy
+        found, kept = _of_labels(rows, weight, labels, ignored, options, alone and not z_loss)
     weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
-    loss = _reduced(found, weights, reduction)
+    loss = _reduced(found, weights, reduction) if found["loss"].dim() else _mean_of_sums(found, reduction)
     accuracy = _accuracy(found, reduction) if return_accuracy else None
     if reduction == "none":
         loss, accuracy = _whole(loss, x, kept), None if accuracy is None else _whole(accuracy, x, kept)
@@ -246,16 +247,22 @@ def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, 
 
 
 def _of_labels(
-    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any]
+    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any], summed: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The numbers of each row, and which rows they are of; where looking is free, ignored ones are left out."""
+    """The numbers of each row, or their sums, and which rows they are of.
+
+    Where looking is free, ignored rows are left out. Sums take their gradient in the forward."""
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
     near = None
     if options["smoothing"] is not None and heads.careful(rows) and len(weight):
         near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
-    return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
+    fold = _against_classes.total if summed else _against_classes
+    found = fold(rows, weight, index, ignore_index, all_count, near=near, **options)
+    if summed and all_count and "share" not in found:
+        found["counted"] = found["loss"].new_full((), len(rows))
+    return found, kept
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
@@ -297,6 +304,11 @@ def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -
     if "penalty" not in found:
         return loss
     return loss + checks.averaged(found["penalty"], counted, weights, reduction)
+
+
+def _mean_of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
+    """The loss from the sums over rows of it and of what its mean is divided by."""
+    return sums["loss"] if reduction == "sum" else sums["loss"] / sums["share" if "share" in sums else "counted"]
 
 
 def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import BudgetError
+from . import budget
+
 ROWS, COLS = 1024, 1024  # the tile when both axes are long
 ELEMENTS = ROWS * COLS
+HELD = 6 * 8  # bytes, at most, of a tile's buffers and of what torch makes besides, per pair: six numbers of 64 bits
+LEAST = 16 * 16 * HELD  # smaller tiles than this would take forever
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,18 @@ class Tiles:
     cols: int
 
 
-def choose(batch: int, rows: int, cols: int, width: int = 1) -> Tiles:
-    """The tile for a fold of ``batch`` problems of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers."""
-    elements = max(1, ELEMENTS // max(1, width))
+def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = None) -> Tiles:
+    """The tile for a fold of ``batch`` problems of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
+
+    ``room``: bytes that tiles may take, the budget's if left out.
+    """
+    elements = ELEMENTS // max(1, width)
+    room = room or budget.asked()
+    if room is not None:
+        if room < LEAST:
+            raise BudgetError(given=budget.shown(room), least=budget.shown(LEAST))
+        elements = min(elements, room // HELD)
+    elements = max(1, elements)
     r = min(max(1, rows), max(1, min(ROWS, elements)))
     c = min(max(1, cols), max(1, elements // r))
     r = min(max(1, rows), max(r, elements // c))  # few columns: take more rows

@@ -48,8 +48,9 @@ def _normal_result(reduction: Expr, k: int) -> Expr:
     kind, over, _ = reduction.attrs
     if kind == "sum":
         return _sum(reduction.args[0], over)
-    if k == 0:
-        return make("soft", over, (), reduction.args[:1])[0]
+    means = len(reduction.args) - 1
+    if k == 0 or k > means:  # of the logit alone: the logsumexp, and its two parts that follow the means
+        return make("soft", over, (), reduction.args[:1])[max(0, k - means)]
     return _soft_mean(reduction.args[0], reduction.args[k], over)
 
 

@@ -71,12 +71,22 @@ def pooled(x: Row["d"], y: Col["d"], seed: int):
     return mr.max(s), mr.var(s), mr.sample(s, seed)
 
 
+@mr.op
+def distill(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
+    student, teacher = p @ c, q @ t
+    return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
+
+
+def _labelled(d: int, cols: int) -> Callable[[torch.dtype], tuple]:
+    return lambda t: (torch.zeros(64, d, dtype=t), torch.zeros(64, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
+
+
 @dataclass(frozen=True)
 class Case:
     """An op and the sizes it is compiled for. ``lean``: whether its default plan must not spill."""
 
     name: str
-    op: mr.Op
+    op: Callable
     make: Callable[[torch.dtype], tuple]
     dtype: torch.dtype = torch.bfloat16
     lean: bool = True
@@ -111,6 +121,15 @@ CASES = [
     Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
     Case("attention 64, float32", attention, _qkv(64), torch.float32, lean=False),
     Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
+    # panels: the vendor multiplies, so no tensor cores are asked of the kernels
+    Case("wide cross-entropy", cross_entropy, _labelled(300, 4096)),
+    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(300, 4096)),
+    Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 300, dtype=t) for _ in range(2))),
+    Case(
+        "wide distillation, summed",
+        distill.total,
+        lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
+    ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
 ]
 

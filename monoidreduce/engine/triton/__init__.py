@@ -27,10 +27,11 @@ from ..pick import run_pick
 from ..tilecode import in_tiles
 from . import describe as describe
 from . import launch, rows
+from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "available", "run", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -43,6 +44,11 @@ hardware.ROW_DOT[:] = [rows.dot]
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
+    return available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def run(

@@ -180,7 +180,7 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
             continue
         names.append(f"{x}_ptr")
         names += [f"{x}_b{k}" for k in range(spec.rank)]
-        names += [f"{x}_s"] if e.rows or e.cols else []
+        names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches"] if spec.split else []

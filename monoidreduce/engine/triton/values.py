@@ -108,7 +108,12 @@ class Values(Exponents):
         if self.spec.is_number(e):
             text = f"{name}_number"
             return f"tl.cast({text}, INT)" if e.dtype == "int" else f"({text} != 0)" if e.dtype == "bool" else text
-        if self.spec.folds(e):
+        if e.is_pair:
+            kept, folded = self.pair_strides(e)
+            mask = "kept_in[:, None]" + (" & folded_in[None, :]" if self.masked else "")
+            place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
+            text = f"tl.load({place}, mask={mask}, other=0)"
+        elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
         elif self.spec.keeps(e):
@@ -116,6 +121,11 @@ class Values(Exponents):
         else:
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
+
+    def pair_strides(self, e: Expr) -> tuple[str, str]:
+        """The strides along the kept and the folded axis of a leaf per pair."""
+        row, col = f"{e.attrs[0]}_r", f"{e.attrs[0]}_c"
+        return (row, col) if self.spec.over == "cols" else (col, row)
 
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
         if e.dtype == "float":
@@ -131,6 +141,10 @@ class Values(Exponents):
     def pointer(self, e: Expr) -> str:
         """Where a leaf's tile (or its batch element) begins."""
         name, base = str(e.attrs[0]), self.base(e)
+        if e.is_pair:
+            kept, folded = self.pair_strides(e)
+            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
+            return self.bind((e, "at"), text, True, f"{name}_at")
         if self.spec.folds(e):
             return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):

@@ -1,0 +1,392 @@
+"""Wide features on a GPU: linear cross-entropy, contrastive and distillation losses, sampling, beside their peers.
+
+    python3 -m benchmarks.gpu_wide --out DIR [--budget SECONDS] [--commit HASH] [--only WORD ...]
+
+Every contender's loss and gradients are compared with a float32 reference (computed row block by row block) before it
+is timed; the relative errors stand in the results. Extra memory is the peak beyond inputs, results and gradients.
+Peers are imported from ``peers/`` (unpacked wheels) where they are. Writes ``gpu-wide-*.json`` and ``.md`` as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+
+from .cpu import environment
+
+BUDGETS = ("8MB", "64MB", "550MB", "1100MB", "2200MB")
+Loss = Callable[..., Tensor]
+
+
+@mr.op
+def own_index(x: Row["d"], y: Col["d"]):
+    s = x @ y
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+@mr.op
+def top(x: Row["d"], w: Col["d"]):
+    return mr.argmax(x @ w)
+
+
+@mr.op
+def best50(x: Row["d"], w: Col["d"]):
+    return mr.topk(x @ w, 50)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to do: its inputs, whose first ``grads`` get gradients, the plain form, and how many products of it."""
+
+    name: str
+    make: Callable[[], tuple[Tensor, ...]]
+    ours: Loss
+    plain: Loss  # of rows of the first inputs against all columns: a sum over rows
+    rows: int
+    by_rows: tuple[int, ...]  # which inputs have one entry per row
+    grads: int
+    gemms: Callable[[tuple[Tensor, ...]], Callable[[], Any]]
+    naive: bool = True
+
+
+def _normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def _head(M: int, D: int, V: int, peaked: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """A linear head; peaked: each row's own class stands out so far that its mean probability is about 0.6."""
+
+    def make() -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        w, target = _normal(V, D), torch.randint(V, (M,), device="cuda")
+        x = torch.randn(M, D, device="cuda") / math.sqrt(D)
+        if peaked:
+            x = x + w[target].float() * ((math.log(V) + 0.9 + 3 * torch.randn(M, 1, device="cuda")) / D)
+        return x.bfloat16(), w, target
+
+    return make
+
+
+def _cross_entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy((x @ w.mT).float(), t, reduction="sum")
+
+
+def _contrastive(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((x @ y.mT).float(), t, reduction="sum")
+
+
+def _distill(p: Tensor, q: Tensor, c: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy((p @ c.mT).float(), torch.softmax((q @ t.mT).float(), -1), reduction="sum")
+
+
+def _three(*pairs: tuple[int, int]) -> Callable[[tuple[Tensor, ...]], Callable[[], Any]]:
+    """The products alone: forward and both gradients, of the given (row, column) inputs."""
+
+    def prepare(args: tuple[Tensor, ...]) -> Callable[[], Any]:
+        def call() -> None:
+            for r, c in pairs:
+                x, w = args[r], args[c]
+                s = x @ w.mT
+                s @ w
+                s.mT @ x
+
+        return call
+
+    return prepare
+
+
+def _works() -> list[Work]:
+    works = []
+    for name, M, D, V in (("g", 8192, 2304, 256000), ("l", 8192, 4096, 128256)):
+        for peaked in (False, True):
+            kind = "peaked" if peaked else "random"
+            works.append(
+                Work(
+                    f"cross-entropy {name} M{M} D{D} V{V}, {kind}",
+                    _head(M, D, V, peaked),
+                    lambda x, w, t: mr.ops.cross_entropy(x, w, t),
+                    _cross_entropy,
+                    M,
+                    (0, 2),
+                    2,
+                    _three((0, 1)),
+                )
+            )
+    for N, D in ((32768, 512), (65536, 768)):
+
+        def pairs(N: int = N, D: int = D) -> tuple[Tensor, ...]:
+            torch.manual_seed(0)
+            x, y = (F.normalize(torch.randn(N, D, device="cuda"), dim=-1) for _ in range(2))
+            y = F.normalize(y + 0.5 * x, dim=-1)
+            return (x * 14).bfloat16(), torch.arange(N, device="cuda"), y.bfloat16()
+
+        works.append(
+            Work(
+                f"contrastive N{N} D{D}",
+                pairs,
+                lambda x, t, y: own_index.total(x, y) / len(x),
+                _contrastive,
+                N,
+                (0, 1),
+                3,
+                _three((0, 2)),
+            )
+        )
+
+    def teachers() -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        p, q = _normal(4096, 2048, scale=2048**-0.5), _normal(4096, 4096, scale=2 * 4096**-0.5)
+        return p, q, _normal(128256, 2048), _normal(128256, 4096)
+
+    works.append(
+        Work(
+            "two distributions M4096 D2048 E4096 V128256 (student's gradients)",
+            teachers,
+            lambda p, q, c, t: mr.ops.cross_entropy_distributions(p, c, q.detach(), t.detach()),
+            _distill,
+            4096,
+            (0, 1),
+            4,
+            lambda args: lambda: [_three((0, 2))(args)(), args[1] @ args[3].mT],
+        )
+    )
+    return works
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(call: Callable[[], Any], least: int = 3, seconds: float = 0.6) -> float:
+    """Median milliseconds of a call, after two to warm up."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    began = time.time()
+    while len(times) < least or (time.time() - began < seconds and len(times) < 50):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def extra_memory(call: Callable[[], Any]) -> float:
+    """Megabytes at the peak of a call beyond what it returns and what was there before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    results = sum(t.untyped_storage().nbytes() for t in kept if isinstance(t, Tensor))
+    del kept
+    return (peak - before - results) / 1e6
+
+
+def pull(loss: Loss, args: tuple[Tensor, ...], grads: list[int]) -> tuple[Tensor, ...]:
+    given = [a.detach().requires_grad_(k in grads) for k, a in enumerate(args)]
+    value = loss(*given)
+    return (value.detach(), *torch.autograd.grad(value, [given[k] for k in grads]))
+
+
+def reference(work: Work, args: tuple[Tensor, ...], grads: list[int], block: int = 1024) -> list[Tensor]:
+    """The mean loss and its gradients in float32, rows block by block."""
+    wide = [a.float() if a.is_floating_point() else a for a in args]
+    totals = [torch.zeros((), device="cuda"), *(torch.zeros_like(wide[k]) for k in grads)]
+    for at in range(0, work.rows, block):
+        rows = slice(at, at + block)
+        part = tuple(a[rows] if k in work.by_rows else a for k, a in enumerate(wide))
+        value, *found = pull(work.plain, part, grads)
+        totals[0] += value / work.rows
+        for total, k, g in zip(totals[1:], grads, found, strict=True):
+            (total[rows] if k in work.by_rows else total).add_(g, alpha=1 / work.rows)
+    return totals
+
+
+def relative(got: Tensor, truth: Tensor) -> float:
+    return float(torch.linalg.vector_norm(got.float() - truth) / torch.linalg.vector_norm(truth))
+
+
+def contenders(work: Work) -> Iterator[tuple[str, Loss]]:
+    for limit in BUDGETS:
+
+        def ours(*args: Tensor, limit: str = limit) -> Tensor:
+            with mr.budget(limit):
+                return work.ours(*args)
+
+        yield f"ours {limit}", ours
+    yield "ours", work.ours
+    mean: Loss = lambda *args: work.plain(*args) / work.rows
+    compiled = torch.compile(mean, dynamic=False)
+    yield "torch.compile", compiled
+    if work.naive:
+        yield "naive", mean
+    if work.plain is not _distill:
+        yield from _peers(work)
+
+
+def _peers(work: Work) -> Iterator[tuple[str, Loss]]:
+    order = (0, 1, 2) if work.plain is _cross_entropy else (0, 2, 1)
+    with contextlib.suppress(Exception):  # not here, or not for this machine
+        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        yield "Cut Cross-Entropy", lambda *a: cce(*(a[k] for k in order))
+    with contextlib.suppress(Exception):
+        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        function = liger.LigerFusedLinearCrossEntropyFunction
+        yield "Liger", lambda *a: function.apply(*(a[k] for k in order))[0]
+
+
+def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
+    args = work.make()
+    grads = [k for k, a in enumerate(args[: work.grads]) if a.is_floating_point()]
+    if work.plain is _distill or work.plain is _contrastive:
+        grads = [0, 2]
+    truth = reference(work, args, grads)
+    torch.cuda.empty_cache()
+    show({"work": work.name, "who": "the products alone", "ms": milliseconds(work.gemms(args))})
+    torch.cuda.empty_cache()
+    for who, loss in contenders(work):
+        if not clock():
+            return
+        row: dict[str, Any] = {"work": work.name, "who": who}
+        try:
+            call = lambda loss=loss: pull(loss, args, grads)
+            found = call()
+            row["errors"] = [round(relative(g, t), 5) for g, t in zip(found, truth, strict=True)]
+            del found
+            row["MB"] = round(extra_memory(call), 1)
+            row["ms"] = round(milliseconds(call), 3)
+            if who in ("ours", "torch.compile", "naive", "Cut Cross-Entropy"):
+                with torch.no_grad():
+                    row["forward ms"] = round(milliseconds(lambda loss=loss: loss(*args), seconds=0.3), 3)
+                    row["forward MB"] = round(extra_memory(lambda loss=loss: (loss(*args),)), 1)
+        except Exception as error:
+            row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
+        gc.collect()
+        torch.cuda.empty_cache()
+        show(row)
+
+
+def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
+    """Sampling, argmax and top-50 over a vocabulary, without gradients."""
+    D, V = 4096, 128256
+    torch.manual_seed(0)
+    w = _normal(V, D)
+
+    def gumbel(x: Tensor) -> Tensor:
+        s = (x @ w.mT).float()
+        return (s - torch.log(-torch.log(torch.rand_like(s)))).argmax(-1)
+
+    for M in (64, 1024):
+        x = _normal(M, D, scale=D**-0.5)
+        compiled = torch.compile(gumbel, dynamic=False)
+        works: dict[str, dict[str, Callable[[], Any]]] = {
+            "Gumbel sampling": {
+                "ours": lambda x=x: mr.ops.sample(x, w, 7).index,
+                "torch.compile": lambda x=x, f=compiled: f(x),
+                "multinomial": lambda x=x: torch.multinomial(torch.softmax((x @ w.mT).float(), -1), 1),
+            },
+            "argmax": {"ours": lambda x=x: top(x, w), "torch": lambda x=x: (x @ w.mT).argmax(-1)},
+            "top 50": {"ours": lambda x=x: best50(x, w)[1], "torch": lambda x=x: (x @ w.mT).topk(50)[1]},
+        }
+        exact = x.float() @ w.float().mT
+        with torch.no_grad():
+            for name, whos in works.items():
+                for who, call in whos.items():
+                    if not clock():
+                        return
+                    row: dict[str, Any] = {"work": f"{name} M{M} D{D} V{V}", "who": who}
+                    try:
+                        found = call()
+                        if name != "Gumbel sampling":  # what was picked is the best, to the rounding of a logit
+                            best = exact.topk(found.shape[-1] if found.dim() > 1 else 1).values[:, -1]
+                            least = exact.gather(1, found.view(M, -1)).amin(1)
+                            row["errors"] = [float((best - least).clamp(min=0).max())]
+                        row["MB"] = round(extra_memory(lambda call=call: (call(),)), 1)
+                        row["ms"] = round(milliseconds(call, seconds=0.2), 3)
+                    except Exception as error:
+                        row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
+                    show(row)
+        del exact
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = [f"- {k}: {v}" for k, v in results["environment"].items()]
+    lines += [
+        "",
+        "Milliseconds of loss and gradients (and of the forward alone), bfloat16; extra megabytes; relative",
+        "",
+    ]
+    lines[-2] += (
+        " errors of the loss and of each gradient against float32. For picks: how far below the best a pick lies."
+    )
+    lines += ["| work | who | ms | forward | MB | forward MB | errors |", "|---|---|---|---|---|---|---|"]
+    for r in results["rows"]:
+        cells = [r["work"], r["who"], r.get("ms", r.get("problem", "")), r.get("forward ms", ""), r.get("MB", "")]
+        cells += [r.get("forward MB", ""), ", ".join(map(str, r.get("errors", ())))]
+        lines.append("| " + " | ".join(str(c).replace("\n", " ").replace("|", "/") for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=285.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the works to do")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sys.path.append(str(Path(__file__).parent.parent / "peers"))
+    began = time.time()
+    found = environment()
+    found["machine"] = torch.cuda.get_device_name()
+    found["commit"] = options.commit or found["commit"]
+    found["command"] = "python -m benchmarks.gpu_wide"
+    results: dict[str, Any] = {"environment": found, "rows": []}
+    stem = options.out / f"gpu-wide-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+
+    def show(row: dict[str, Any]) -> None:
+        results["rows"].append(row)
+        results["seconds"] = round(time.time() - began)
+        print(" ".join(f"{k} {v}" if k not in ("work", "who") else f"{v!s:24}" for k, v in row.items()), flush=True)
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(markdown(results))
+
+    clock = lambda: time.time() - began < options.budget
+    wanted = lambda name: not options.only or any(word in name for word in options.only)
+    for work in _works():
+        if clock() and wanted(work.name):
+            measure(work, clock, show)
+            gc.collect()
+            torch.cuda.empty_cache()
+    if wanted("picks"):
+        picks(clock, show)
+    print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")
+
+
+if __name__ == "__main__":
+    main()

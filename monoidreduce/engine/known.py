@@ -1,0 +1,138 @@
+"""Sums over rows whose gradient is taken while the pairs are there.
+
+Of a sum every row's cotangent is known beforehand, so forward and gradient are one program (``program/total.py``) and
+one walk over panels (``panel.py``): three products where the ordinary road, which recomputes the pairs, needs four.
+The gradients wait, unscaled, for the one number that the backward brings. They are given away once: a second backward,
+or one that is itself to be differentiated, takes the ordinary road.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NoGradientError
+from ..plan import budget, panels
+from ..program.expr import Expr, topological
+from ..program.lower import Lowered, lower
+from ..program.total import Total, total
+from . import autograd, hardware, panel
+from .evaluate import Sizes, from_layout
+from .script import script
+from .triton.spec import Unsupported
+from .walks import split_means, walks
+
+
+@dataclass
+class _Context:
+    """What the sums need besides their tensors, and what they keep for the backward."""
+
+    outputs: tuple[Expr, ...]
+    asked: tuple[Expr, ...]  # the inputs whose gradient is wanted
+    names: tuple[str, ...]  # of the tensors, in their order
+    numbers: dict[str, Any]
+    sizes: Sizes
+    engine: str
+    make: panel.Maker
+    program: Total
+    waiting: dict[str, Tensor] | None = field(default=None)
+
+
+def summed(
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.Maker
+) -> list[Tensor] | None:
+    """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
+    exprs = inputs_of(outputs)
+    tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
+    wanted = [n for n, v in tensors.items() if v.requires_grad]
+    if not wanted or not torch.is_grad_enabled() or sizes.batch or not sizes.rows or not sizes.cols:
+        return None
+    try:
+        program = total(outputs, tuple(exprs[n] for n in wanted))
+    except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
+        return None
+    kinds = {v.dtype for n, v in tensors.items() if exprs[n].cols and exprs[n].feature is not None}
+    if program is None or not _worthwhile(program.program, kinds, sizes, make):
+        return None
+    numbers = {n: inputs[n] for n in exprs if n not in tensors}
+    asked = tuple(exprs[n] for n in wanted)
+    context = _Context(outputs, asked, tuple(tensors), numbers, sizes, engine, make, program)
+    return list(_Sum.apply(context, *tensors.values()))
+
+
+def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: panel.Maker) -> bool:
+    """Whether products are wide enough to be worth keeping, and the budget holds panels of enough rows."""
+    found = walks(split_means(program) if make.splits else program)
+    products = [f for w in found for f in w.products]
+    widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
+    if len(found) != 1 or widest <= panels.NARROW:
+        return False
+    try:
+        held = make(found[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
+    except Unsupported:
+        return False
+    return held is not None and held.rows >= min(panels.FEW, sizes.rows)
+
+
+class _Sum(torch.autograd.Function):
+    """Forward: the sums, and the gradients of the moving one for a cotangent of one."""
+
+    @staticmethod
+    def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
+        program, count = context.program.program, len(context.outputs)
+        found = panel.execute(program, context.numbers | inputs, context.sizes, context.make)
+        values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
+        grads = iter(zip(values[count:], program.outputs[count:], strict=True))
+        context.waiting = {}
+        for e, present in zip(context.asked, context.program.present, strict=True):
+            leaf = inputs[str(e.attrs[0])]
+            kind = torch.float32 if leaf.dtype is torch.float16 else leaf.dtype  # unscaled, it may leave float16
+            made = autograd.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
+            context.waiting[str(e.attrs[0])] = made
+        sums = tuple(_sum(v, context.sizes) for v in values[:count])
+        ctx.context = context
+        ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
+        ctx.save_for_backward(*tensors)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple:
+        context: _Context = ctx.context
+        g = cotangents[context.program.moving]
+        waiting, context.waiting = context.waiting, None
+        if waiting is None or torch.is_grad_enabled():
+            return None, *_again(context, ctx.saved_tensors, ctx.needs_input_grad[1:], g)
+        found: list[Tensor | None] = []
+        for name, t in zip(context.names, ctx.saved_tensors, strict=True):
+            grad = waiting.get(name)
+            found.append(None if grad is None else grad.mul_(g).to(t.dtype))
+        return None, *found
+
+
+def _sum(value: Any, sizes: Sizes) -> Tensor:
+    value = value if isinstance(value, Tensor) else torch.full((), value, device=sizes.device)
+    return value.expand(sizes.rows).sum()
+
+
+def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[Tensor | None]:
+    """The gradients by the ordinary road: differentiable, and as often as one likes."""
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
+        inputs = context.numbers | dict(zip(context.names, given, strict=True))
+        made = script(lower((context.outputs[context.program.moving],)), frozenset(context.numbers))
+        (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))
+        wanted = [t for t, need in zip(given, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))
+    found = [next(grads) if need else None for need in needs]
+    return [autograd.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
+
+
+def inputs_of(outputs: tuple[Expr, ...]) -> dict[str, Expr]:
+    """The inputs that a program reads, by name."""
+    return {str(e.attrs[0]): e for e in topological(outputs) if e.op == "input"}

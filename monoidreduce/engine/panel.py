@@ -1,0 +1,288 @@
+"""The panel schedule: the vendor's products fill a panel of pairs, everything else is done to it where it lies.
+
+A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results
+over columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is
+known takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done
+to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import BudgetError
+from ..plan import budget, panels
+from ..plan import tiles as plan
+from ..program.expr import Expr, size, topological
+from ..program.lower import Fold, Lowered, Pass
+from . import hardware
+from .accumulate import ACCUMULATORS, Accumulator
+from .eager import Chunk, code_of, slices
+from .evaluate import Evaluator, Sizes, from_layout, to_layout
+from .pick import run_pick
+from .tilerun import Buffers
+from .walks import Walk, as_program, by_reduction, fed, paired, split_means, walks
+
+ALIGN = 64  # elements: rows of a panel begin on a multiple
+
+
+class Step(Protocol):
+    """How one walk's stages are done to a panel."""
+
+    splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
+        """``kinds``: the types of the vectors."""
+
+    def choose(self, room: int) -> panels.Panels | None:
+        """What fits in ``room`` bytes, None where nothing does."""
+
+    def least(self) -> int:
+        """Bytes in which something fits."""
+
+    def begin(self, panel: panels.Panels) -> None: ...
+
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
+        """Do stage ``at`` to a panel: the results of each reduction that are complete, None for the others."""
+
+    def finish(self, at: int) -> list[list[Tensor] | None]:
+        """The results that only all panels complete, None for the others."""
+
+
+Maker = type[Step]
+
+
+# Running ------------------------------------------------------------------------------------------------------
+
+
+def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Maker, room: int = 0) -> list[Any]:
+    """Run a program of one batch element, walk by walk; its outputs in the evaluator's layout.
+
+    ``room``: bytes that panels may take, the budget's if left out.
+    """
+    program = split_means(program) if maker.splits else program
+    whole = Evaluator(sizes, inputs)
+    needed = set(topological(program.outputs))
+    for walk in walks(program):
+        first = _Run(walk, whole, needed, maker, room)
+        for each in [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]:
+            each.run()
+    return [whole(e) for e in program.outputs]
+
+
+def is_wide(fold: Fold, sizes: Sizes) -> bool:
+    """Whether a fold has pairs, and vectors of more features than a kernel's registers hold."""
+    widths = [sizes.of(str(e.feature)) for e in fold.leaves if e.feature is not None]
+    pairs = torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols
+    return bool(pairs) and max([0, *widths]) > panels.NARROW and not writes_pairs(fold)
+
+
+def writes_pairs(fold: Fold) -> bool:
+    """Whether a fold has a result per pair, the gradient of what was given so: tiles write it."""
+    return any(r.attrs[0] == "pair" for r in fold.reductions)
+
+
+def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None, room: int = 0) -> list[Tensor]:
+    """Run a fold as every engine does, one batch element after the other."""
+    program, names = as_program(fold), [str(e.attrs[0]) for e in fold.leaves]
+    one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
+    shape = torch.Size(sizes.batch)
+    found = []
+    for b in range(shape.numel()):
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(b), shape)) if sizes.batch else ()
+        own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
+        values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
+        found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
+    return [torch.stack(parts).view(*shape, *parts[0].shape) for parts in zip(*found, strict=True)]
+
+
+def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
+    length = (sizes.rows,) if e.rows else (sizes.cols,) if e.cols else ()
+    tail = () if e.feature is None else (sizes.of(str(e.feature)),)
+    kind = {"int": torch.int64}.get(e.dtype, sizes.compute)
+    value = value if isinstance(value, Tensor) else torch.full((), value, device=sizes.device)
+    return value.to(kind).expand(*length, *tail)
+
+
+class _Run:
+    """One walk over panels: what it is fed, what it holds, what it found."""
+
+    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
+        self.walk, self.whole, self.needed = walk, whole, needed
+        self.sizes = whole.sizes
+        feeds = [f for s in walk.stages for f in s.feeds]
+        feeds += [a for f in feeds if f.op == "dot" for a in f.args]
+        self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
+        vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
+        self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
+        self.panel: panels.Panels | None = panels.Panels(1, 1)
+        self.least, self.room = 0, room
+        if self.sizes.rows and self.sizes.cols:
+            self.least = self.step.least()
+            self.room = room or budget.limit(hardware.free_memory(self.sizes.device), self.least)
+            self.panel = self.step.choose(self.room)
+        self.found: dict[Expr, Tensor] = {}
+
+    def run(self) -> None:
+        if self.panel is None:
+            raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
+        self.step.begin(self.panel)
+        for rows, cols in _parts(self.sizes, self.panel):
+            local = self._local(rows)
+            for at, stage in enumerate(self.walk.stages):
+                leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in fed(stage)}
+                for leaf, f in stage.products:
+                    leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
+                results = self.step(at, leaves, rows, cols)
+                for nodes, value in paired(stage, results):
+                    self._keep(nodes, value, rows, local)
+        for at, stage in enumerate(self.walk.stages):
+            for nodes, value in paired(stage, self.step.finish(at)):
+                self.whole.memo |= {n: to_layout(value, n) for n in nodes}
+        self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+        for stage in self.walk.stages:
+            self._gather(stage.gathers)
+
+    def _local(self, rows: slice) -> Evaluator:
+        """An evaluator of these rows alone; what does not depend on rows was computed once."""
+        inputs = self.whole.inputs
+        memo = dict(self.fixed)
+        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):
+            if e.op in ("input", "leaf") and e.rows:
+                value = inputs[e.attrs[0]]
+                if e.is_pair:  # given per pair, perhaps broadcast
+                    value = value.expand(self.sizes.rows, self.sizes.cols)
+                memo[e] = to_layout(value[rows] if isinstance(value, Tensor) else value, e)
+            elif e.op == "row_index":
+                memo[e] = torch.arange(rows.start, rows.stop, device=self.sizes.device).view(-1, 1)
+            elif e.rows and e in self.whole.memo:  # a result of an earlier walk
+                memo[e] = self.whole.memo[e][rows]
+        return Evaluator(self.sizes, inputs, memo)
+
+    def _keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
+        """What later stages read of these rows, and what outputs read of all."""
+        for n in nodes:
+            local.memo[n] = to_layout(value, n)
+            if n not in self.needed:
+                continue
+            if value.shape[0] == self.sizes.rows:
+                self.found[n] = value
+                continue
+            if n not in self.found:
+                self.found[n] = value.new_empty((self.sizes.rows, *value.shape[1:]))
+            self.found[n][rows] = value
+
+    def _gather(self, gathers: Pass | None) -> None:
+        if gathers is None:
+            return
+        leaves = {e: from_layout(self.whole(f), f) for e, f in zip(gathers.fold.leaves, gathers.feeds, strict=True)}
+        leaves = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        for r, (nodes,) in by_reduction(gathers.fold.reductions, gathers.results).items():
+            length = self.sizes.rows if r.attrs[1] == "cols" else self.sizes.cols
+            tail = () if r.args[2].feature is None else (self.sizes.of(str(r.args[2].feature)),)
+            out = torch.zeros(1, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
+            run_pick(r, leaves, self.sizes, 1, out, plan.ELEMENTS)
+            self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
+
+
+def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
+    """The panels in their order; where there are no pairs, an empty one, which gives the identities."""
+    rows = slices(sizes.rows, panel.rows) or [slice(0, 0)]
+    cols = slices(sizes.cols, panel.cols) or [slice(0, 0)]
+    if panel.outer == "rows":
+        yield from itertools.product(rows, cols)
+    else:
+        yield from ((r, c) for c, r in itertools.product(cols, rows))
+
+
+def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
+    """What is fed for some columns."""
+    value = from_layout(local(f), f)
+    if not f.cols or not isinstance(value, Tensor):
+        return value
+    return value[:, cols] if f.rows else value[cols]
+
+
+# Steps in torch -----------------------------------------------------------------------------------------------
+
+
+class TorchStep:
+    """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds the products alone."""
+
+    splits = False
+
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
+        self.walk, self.sizes = walk, sizes
+        narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
+        self.kind = torch.bfloat16 if narrow else sizes.compute
+        self.room = plan.LEAST
+
+    def choose(self, room: int) -> panels.Panels | None:
+        self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles
+        return panels.by_rows(self.sizes.rows, self.sizes.cols, self._pair(), room - self.room)
+
+    def least(self) -> int:
+        return self.sizes.cols * self._pair() + plan.LEAST
+
+    def _pair(self) -> int:
+        return max(1, len(self.walk.products)) * self.kind.itemsize
+
+    def begin(self, panel: panels.Panels) -> None:
+        shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
+        self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
+        self.made: tuple[slice | None, set[Expr]] = (None, set())
+        self.tiles = plan.choose(1, panel.rows, panel.cols, room=self.room)
+        self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
+        self.buffers: dict[int, Buffers] = {}
+
+    def _accumulators(self, fold: Fold) -> dict[int, Accumulator]:
+        found = {}
+        for place, r in enumerate(fold.reductions):
+            kind, over, _ = r.attrs
+            if over == "rows":
+                widths = [-1 if f.feature is None else self.sizes.of(str(f.feature)) for f in r.args]
+                found[place] = ACCUMULATORS[kind](r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device)
+        return found
+
+    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
+        stage = self.walk.stages[at]
+        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        for leaf, f in stage.products:
+            given[leaf] = self._product(f, leaves[leaf], rows).unsqueeze(0)
+        numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
+        code = code_of(stage.fold, frozenset(numbers))
+        chunk = Chunk(code, given, self.sizes, self.tiles, 1, self._buffers(at, numbers), rows, self.kept[at])
+        chunk.walk()
+        return [None if p in self.kept[at] else _first(a) for p, a in enumerate(chunk.accumulators)]
+
+    def _buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
+        """One set of tile buffers per stage, kept from panel to panel."""
+        if at not in self.buffers:
+            constants = numbers | {size(axis): self.sizes.of(axis) for axis in ("rows", "cols", *self.sizes.letters)}
+            elements = self.tiles.rows * self.tiles.cols
+            self.buffers[at] = Buffers(elements, self.sizes.compute, self.sizes.device, constants)
+        return self.buffers[at]
+
+    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], rows: slice) -> Tensor:
+        panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
+        if self.made[0] != rows:
+            self.made = (rows, set())
+        if f not in self.made[1]:
+            x, y = sides if f.args[0].rows else sides[::-1]
+            hardware.panel_into(panel, x, y)
+            self.made[1].add(f)
+        return panel
+
+    def finish(self, at: int) -> list[list[Tensor] | None]:
+        kept = self.kept[at]
+        return [_first(kept[p]) if p in kept else None for p in range(len(self.walk.stages[at].fold.reductions))]
+
+
+def _first(accumulator: Accumulator | None) -> list[Tensor]:
+    assert accumulator is not None
+    return [v[0] for v in accumulator.finish()]

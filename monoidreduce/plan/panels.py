@@ -1,0 +1,64 @@
+"""How many rows (and columns) of pairs are held at once by the panel schedule.
+
+A panel's products are the vendor's: they want it large, since every panel reads all columns once more and, in a
+gradient, adds to all column gradients once more (benchmarks/gpu_wide.py). Its size is what the budget leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROUND = 128  # rows of a panel are a multiple of this where there are more
+NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
+# a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
+ADDS = 8
+SMALLEST = 16  # rows and columns of the least panel that is cut both ways
+FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Rows and columns of one panel, and how they follow each other.
+
+    ``wide``: whether 16-bit column totals are kept in float32 meanwhile. ``outer``: whose parts are walked one after
+    the other, each with all parts of the other axis.
+    """
+
+    rows: int
+    cols: int
+    wide: bool = False
+    outer: str = "cols"
+
+    def count(self, rows: int) -> int:
+        """How many panels of rows there are."""
+        return -(-rows // self.rows)
+
+
+def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False) -> Panels | None:
+    """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair, all about equally large."""
+    most = room // max(1, cols * pair)
+    return Panels(_even(rows, most), cols, wide) if most > 0 else None
+
+
+def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, int] | None:
+    """Parts of two axes, the outer one's walked one after the other: all of the inner one where that leaves enough.
+
+    ``each``: bytes, per index of an outer part, of what is added up over several inner ones.
+    """
+    whole = room // max(1, inner * pair)
+    if whole >= min(FEW, outer):
+        return _even(outer, whole), inner
+    side = max(SMALLEST, int((max(0, room) / 2 / pair) ** 0.5))
+    side = min(outer, side, max(SMALLEST, room // 2 // each) if each else side)
+    other = (room - side * each) // (side * pair)
+    return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
+
+
+def _even(length: int, most: int) -> int:
+    """The size of equal parts of ``length``, none above ``most``; rounded where that keeps their number."""
+    if length <= most:
+        return max(1, length)
+    count = -(-length // most)
+    even = -(-length // count)
+    rounded = -(-even // ROUND) * ROUND
+    return rounded if rounded <= most else max(1, most // ROUND * ROUND) if most >= ROUND else even

@@ -1,0 +1,104 @@
+"""Panels done by generated kernels, in the interpreter: every layer of the zoo, sums, and every way to cut pairs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.known import inputs_of
+from monoidreduce.engine.triton import KernelPlan, KernelStep, weigh
+from monoidreduce.engine.walks import walks
+from monoidreduce.plan import panels
+from monoidreduce.program.total import total
+from tests.layers import BY_NAME, ZOO
+from tests.layers_compare import Result, assert_error_rule, cast, run
+
+# the interpreter computes both sides of a where, and NumPy tells of each infinity met there
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
+
+PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1), "weights": KernelPlan(8, 16, 4, 1)}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path_factory):
+    for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
+        monkeypatch.setattr(panels, name, value)
+    monkeypatch.setattr(weigh, "PLANS", PLANS)
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The panels that kernels were run on."""
+    found = []
+    original = KernelStep.begin
+    monkeypatch.setattr(KernelStep, "begin", lambda self, panel: found.append(panel) or original(self, panel))
+    return found
+
+
+@pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
+def test_every_layer_in_panels(layer, seed):
+    args = layer.args(5, 21, seed, torch.float32)
+    with mr.use(engine="panel"), mr.budget(60_000):
+        got = run(layer.op, args)
+    trial = (got, run(layer.dense, args), run(layer.dense, cast(args, torch.float64)))
+    assert_error_rule([trial], factor=4.0, ulps=8.0, terms=1.0)
+
+
+@mr.op
+def loss(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, bias: mr.Col):
+    s = x @ w + bias
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+def pulled(function, args, target):
+    given = [a.detach().requires_grad_() for a in args]
+    value = function(*given, target)
+    grads = torch.autograd.grad(value * 0.3, given)
+    return Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
+
+
+def plain(x, w, bias, target):
+    return F.cross_entropy((x @ w.mT + bias).to(torch.promote_types(x.dtype, torch.float32)), target, reduction="sum")
+
+
+SIZES = {  # budget: rows and columns of the panels of forward and gradient, or of both at once
+    "float32": {300: [(2, 37), (14, 4)], 900: [(4, 37)], 10**6: [(14, 37)]},
+    "float16": {300: [(2, 37), (4, 4), (14, 4)], 700: [(4, 37), (14, 4)], 10**6: [(14, 37)]},
+}
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(d, b) for d, budgets in SIZES.items() for b in budgets])
+def test_every_way_to_cut_the_pairs(dtype, limit, used, seed):
+    args = [torch.randn(s, dtype=torch.float64).to(getattr(torch, dtype)) for s in ((14, 5), (37, 5), (37,))]
+    target = torch.randint(37, (14,))
+    with mr.use(engine="triton"), mr.budget(limit):
+        got = pulled(lambda x, w, b, t: loss.total(x, w, t, b), args, target)
+    truth = pulled(plain, cast(args, torch.float64), target)
+    assert_error_rule([(got, pulled(plain, args, target), truth)], factor=3.0)
+    assert [(p.rows, p.cols) for p in used] == SIZES[dtype][limit]
+
+
+def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
+    """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
+    monkeypatch.setattr(panels, "ADDS", 2)
+    args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
+    outputs = loss._prepare(args, {})[0].outputs
+    inputs = inputs_of(outputs)
+    (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+    sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
+    step = KernelStep(walk, sizes, {torch.bfloat16})
+    assert step.choose(20 * 60 * 2) == panels.Panels(20, 60)
+    assert step.choose(8 * 60 * 2 + 60 * 2 * 4) == panels.Panels(8, 60, wide=True)
+    assert step.choose(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
+
+
+def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
+    monkeypatch.setattr(panels, "NARROW", 256)
+    layer = BY_NAME["scaled_attention"]
+    q, k, v = torch.randn(5, 300), torch.randn(7, 300), torch.randn(7, 4)
+    with mr.use(engine="triton"):
+        got = layer.op(q, k, v, 0.05)
+    torch.testing.assert_close(got, torch.softmax(q @ k.T * 0.05, -1) @ v)
+    assert used and not [w for w in recwarn if isinstance(w.message, mr.FallbackWarning)]
