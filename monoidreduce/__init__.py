@@ -11,6 +11,7 @@ from . import ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
+from .engine.agree import shard
 from .engine.registry import use
 from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
@@ -83,6 +84,7 @@ __all__ = [
     "reduce",
     "row_index",
     "sample",
+    "shard",
     "softmax_mean",
     "sqdist",
     "tally",

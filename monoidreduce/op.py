@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import autograd, reference, registry
+from .engine import agree, autograd, reference, registry
 from .engine.eager import walk
 from .engine.evaluate import Sizes, from_layout
 from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
@@ -47,7 +47,9 @@ class Op:
         if settings.engine == "reference":
             results = reference.run(traced.outputs, inputs, sizes, settings.limit)
         else:
-            results = autograd.execute(lower(traced.outputs), inputs, sizes, registry.FOLDERS[str(settings.engine)])
+            results = autograd.execute(
+                lower(traced.outputs), inputs, sizes, registry.folder(str(settings.engine), sizes)
+            )
         shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
         return traced.pack(shaped)
 
@@ -83,8 +85,10 @@ class Op:
             values = self._bind(args, kwargs)
             sizes, out = _sizes(self.parameters, values)
             traced = self._trace(values)
+            sizes = agree.place(sizes, traced.outputs, values)
             _check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
+            agree.withdraw(error)
             raise error.at(self._describe(args, kwargs)) from None
         inputs = {n: _padded(v, self.parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
         return traced, inputs, sizes, out

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import eager, triton
+from . import distributed, eager, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -30,6 +30,13 @@ def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
 
 
 FOLDERS: dict[str, Callable] = {"eager": eager.run, "triton": _triton, "auto": _by_device}
+
+
+def folder(engine: str, sizes: Any) -> Callable:
+    """What runs folds of these sizes: an engine, or an engine on every rank."""
+    return FOLDERS[engine] if sizes.shard is None else functools.partial(distributed.run, engine=FOLDERS[engine])
+
+
 NAMES = ("auto", "eager", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 

@@ -1,5 +1,6 @@
 """Partial folds combine to the whole: any cut of rows and columns of any layer, values and gradients."""
 
+import itertools
 import math
 import random
 
@@ -79,14 +80,14 @@ def results_of(fold: Fold, leaves, rows, cols, letters):
 def stacks(fold, q, k, v, at):
     """Results of the columns before and after each cut, stacked; the parts' lengths and starts."""
     ends = [0, *at, len(k)]
-    spans = list(zip(ends[:-1], ends[1:], strict=True))
+    spans = list(itertools.pairwise(ends))
     found = [results_of(fold, [q, k[a:b], v[a:b]], len(q), b - a, {"f": q.shape[1], "d": v.shape[1]}) for a, b in spans]
     return [torch.stack(ts) for ts in zip(*found, strict=True)], [b - a for a, b in spans], ends[:-1]
 
 
 def assert_same(got, whole, k):
     """All results alike; of a top-k's places, which torch orders freely among equals, that they hold the values."""
-    *got, top, places, mean, spread = got
+    *got, top, places, _, spread = got
     *whole, _, _, _, _ = rest = whole
     for a, b in zip([*got, top, spread], [*whole, rest[-4], rest[-1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
