@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import agree, autograd, reference, registry
+from .engine import agree, autograd, dtensors, reference, registry
 from .engine.eager import walk
 from .engine.evaluate import Sizes, from_layout
 from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
@@ -42,6 +42,14 @@ class Op:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if dtensors.given((*args, *kwargs.values())):
+            return dtensors.call(self.parameters, self._bind(args, kwargs), lambda local: self._results((), local))
+        outputs, results, _, pack = self._results(args, kwargs)
+        return pack(results)
+
+    def _results(
+        self, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         settings = registry.settings()
         traced, inputs, sizes, out = self._prepare(args, kwargs)
         if settings.engine == "reference":
@@ -51,7 +59,7 @@ class Op:
                 lower(traced.outputs), inputs, sizes, registry.folder(str(settings.engine), sizes)
             )
         shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
-        return traced.pack(shaped)
+        return traced.outputs, shaped, sizes, traced.pack
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
@@ -80,7 +88,9 @@ class Op:
 
     # Binding and checking
 
-    def _prepare(self, args: tuple, kwargs: dict) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
+    def _prepare(
+        self, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
             sizes, out = _sizes(self.parameters, values)
@@ -93,7 +103,7 @@ class Op:
         inputs = {n: _padded(v, self.parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
         return traced, inputs, sizes, out
 
-    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+    def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -167,7 +177,7 @@ class Op:
         self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
         return traced
 
-    def _describe(self, args: tuple, kwargs: dict) -> str:
+    def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={_shown(v)}" for n, v in given)

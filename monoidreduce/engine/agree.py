@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, MonoidReduceError, ShardError
+from ..errors import ArgumentError, MonoidReduceError, RankError, ShardError
 from ..program.expr import Expr, topological
 from . import exchange
 from .evaluate import Sizes
@@ -35,11 +35,17 @@ class Layout:
     rows: Group = None
     cols: Group = None
     order: str = "contiguous"
+    batch: tuple[tuple[int, int, int], ...] = ()  # of divided batch dimensions: see Shard.batch
 
     @property
     def groups(self) -> list[Group]:
         found = [g for g in (self.rows, self.cols) if g is not None]
         return found[:1] if self.rows is self.cols else found
+
+    @property
+    def rounds(self) -> list[Group]:
+        """The groups to agree with: where there are two, the first again, for what only the second one found."""
+        return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
 
 
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
@@ -68,7 +74,13 @@ def shard(*, rows: Any = None, cols: Any = None, order: str = "contiguous") -> I
     """
     if order not in ORDERS:
         raise ArgumentError(detail=f"mr.shard was given order={order!r}", fix=f"Use one of {', '.join(ORDERS)}")
-    token = _layout.set(Layout(_group("rows", rows), _group("cols", cols), order))
+    with dividing(Layout(_group("rows", rows), _group("cols", cols), order)):
+        yield
+
+
+@contextlib.contextmanager
+def dividing(layout: Layout) -> Iterator[None]:
+    token = _layout.set(layout)
     try:
         yield
     finally:
@@ -99,45 +111,68 @@ def _group(name: str, given: Any) -> Group:
 def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> Sizes:
     """The sizes of a call with its place among the ranks; as they are where nothing is divided."""
     layout = current()
-    if layout is None or not layout.groups:
+    if layout is None or not (layout.groups or layout.batch):
         return sizes
-    told = _told(sizes, outputs, values, layout)
-    axes = {}
     here = {"rows": sizes.rows, "cols": sizes.cols}
-    for group in layout.groups:
-        found = _headers(group, 0, told, here, sizes.device)
-        for name in ("rows", "cols"):
-            lengths = found[:, 2 if name == "rows" else 3].tolist()
-            if getattr(layout, name) is group:
-                axes[name] = Axis(_pieces(lengths, layout.order), group)
-            elif len(set(lengths)) > 1:
-                counts = ", ".join(f"{n} on rank {r}" for r, n in enumerate(lengths))
-                raise ShardError(
-                    detail=f"{name} are not divided over this group, but differ in number: {counts}",
-                    fix=f"Give every rank the same {name}, or divide them with mr.shard({name}=...)",
-                )
-    whole = {name: axes.get(name, Axis((((0, here[name]),),))) for name in here}
-    return replace(sizes, shard=Shard(whole["rows"], whole["cols"]))
+    axes = {name: Axis((((0, here[name]),),)) for name in here}
+    lengths = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device)
+    for name in here:
+        if getattr(layout, name) is not None:
+            axes[name] = Axis(_pieces(lengths[name], layout.order), getattr(layout, name))
+    return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch))
 
 
-def withdraw(error: MonoidReduceError, device: torch.device | None = None) -> None:
+def withdraw(error: MonoidReduceError) -> None:
     """Tell the other ranks that this one cannot take part, so that none waits for it."""
     layout = current()
-    if layout is None or isinstance(error, ShardError) or type(error).__name__ == "RankError":
-        return
-    for group in layout.groups:
+    if layout is not None and not isinstance(error, ShardError | RankError):
         with contextlib.suppress(ShardError):
-            _headers(group, 1, error.text, {"rows": 0, "cols": 0}, device or _device(group))
+            _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
+
+
+def _agreed(
+    layout: Layout, told: str, here: Mapping[str, int], device: torch.device | None, failed: bool = False
+) -> dict[str, list[int]]:
+    """How many rows and columns every rank has. A disagreement in one group is carried into the others."""
+    found: dict[str, list[int]] = {}
+    problem: ShardError | None = None
+    try:
+        for group in layout.rounds:
+            try:
+                headers = _headers(group, failed, told, here, device or _device(group))
+                for name in here:
+                    lengths = headers[:, 2 if name == "rows" else 3].tolist()
+                    if getattr(layout, name) is group:
+                        found[name] = lengths
+                    elif len(set(lengths)) > 1:
+                        raise _uneven(name, lengths)
+            except ShardError as error:
+                problem, failed, told = problem or error, True, error.text
+    except RankError:
+        for group in layout.groups:
+            exchange.hang_up(group)
+        raise
+    if problem is not None:
+        raise problem
+    return found
+
+
+def _uneven(name: str, lengths: list[int]) -> ShardError:
+    counts = ", ".join(f"{n} on rank {r}" for r, n in enumerate(lengths))
+    return ShardError(
+        detail=f"{name} are not divided over this group, but differ in number: {counts}",
+        fix=f"Give every rank the same {name}, or divide them with mr.shard({name}=...)",
+    )
 
 
 def _device(group: Group) -> torch.device:
     return torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
 
 
-def _headers(group: Group, status: int, told: str, here: Mapping[str, int], device: torch.device) -> Tensor:
+def _headers(group: Group, failed: bool, told: str, here: Mapping[str, int], device: torch.device) -> Tensor:
     """Everybody's [status, what was told (hashed), rows, cols]; an error on all ranks unless all tell the same."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-    header = torch.tensor([status, _digest(told), here["rows"], here["cols"]], device=device)
+    header = torch.tensor([int(failed), _digest(told), here["rows"], here["cols"]], device=device)
     found = exchange.gather(header, group).cpu()
     if bool(found[:, 0].any()) or bool((found[:, 1] != found[0, 1]).any()):
         _raise(found[:, 0].tolist(), exchange.texts(told, group))

@@ -127,6 +127,8 @@ class Evaluator:
     def _index(self, op: str) -> Tensor:
         s = self.sizes
         if op == "batch_index":
+            if s.shard is not None:
+                return s.shard.batch_index(s.batch, s.device).view(*s.batch, 1, 1)
             count = torch.Size(s.batch).numel()
             return torch.arange(count, device=s.device).view(*s.batch, 1, 1)
         rows = op == "row_index"

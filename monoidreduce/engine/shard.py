@@ -53,6 +53,19 @@ class Shard:
 
     rows: Axis
     cols: Axis
+    batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index here, whole size), if divided
+
+    def batch_index(self, local: tuple[int, ...], device: torch.device) -> Tensor:
+        """The places of the local batch elements in the whole batch, which is numbered in order."""
+        start, whole = [0] * len(local), list(local)
+        for right, first, size in self.batch:
+            start[-right], whole[-right] = first, size
+        found, step = torch.zeros(local, dtype=torch.int64, device=device), 1
+        for d in reversed(range(len(local))):
+            here = torch.arange(start[d], start[d] + local[d], device=device) * step
+            found += here.view(*(-1 if k == d else 1 for k in range(len(local))))
+            step *= whole[d]
+        return found
 
     def axis(self, name: str) -> Axis:
         return self.rows if name == "rows" else self.cols

@@ -44,8 +44,8 @@ def best_mesh(ranks: int, L: int, R: int, A: int, B: int, P: int) -> tuple[int, 
     (8, 1)
     """
     shapes = [(l, ranks // l) for l in range(1, ranks + 1) if ranks % l == 0]
-    cost = lambda s: forward_cost(*s, L, R, A, B, P) + backward_cost(*s, L, R, A, B, P)
-    return min(shapes, key=cost)
+    cost = lambda l, r: forward_cost(l, r, L, R, A, B, P) + backward_cost(l, r, L, R, A, B, P)
+    return min(shapes, key=lambda shape: cost(*shape))
 
 
 # What the collectives send -----------------------------------------------------------------------------------

@@ -3,14 +3,12 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import monoidreduce as mr
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.ranks.cases import Case, part
-from tests.ranks.pool import bytes_sent
 
 
 class _Patch:
