@@ -1,6 +1,6 @@
 """The Triton engine on a GPU: first whether it is right, then how fast it is beside what users would pick instead.
 
-    python3 -m benchmarks.gpu --out DIR [--sweep] [--budget SECONDS] [--workers N]
+    python3 -m benchmarks.gpu --out DIR [--budget SECONDS] [--workers N]
 
 Correctness: every layer of the zoo and a few wide ones, in float32, bfloat16 and float16, values and gradients; the
 error against float64 may be at most twice that of plain torch in the same precision. Speed: attention beside PyTorch's
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -34,7 +33,6 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine.triton import KernelPlan, use_plan
 
 from .cpu import environment
 
@@ -69,6 +67,11 @@ def causal128(q: Row["f"], k: Col["f"], v: Col["d"]):
 @mr.op
 def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
     return mr.sum(torch.relu(x @ p) * q)
+
+
+@mr.op
+def gaussian(x: Row["f"], y: Col["f"], b: Col):
+    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
 
 
 @mr.op
@@ -313,83 +316,6 @@ def _show(row: dict[str, Any]) -> None:
     print(f"{row['work']:36} {'   '.join(cells)}", flush=True)
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
-
-CANDIDATES = {
-    "forward": [
-        (64, 64, 4, 3),
-        (64, 64, 4, 2),
-        (128, 64, 8, 3),
-        (128, 64, 4, 3),
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
-        (64, 128, 4, 3),
-    ],
-    "row gradient": [
-        (128, 64, 8, 3),
-        (128, 64, 8, 2),
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (128, 32, 8, 3),
-        (128, 32, 4, 3),
-    ],
-    "column gradients": [
-        (64, 64, 4, 2),
-        (64, 32, 4, 2),
-        (64, 32, 4, 3),
-        (64, 64, 8, 2),
-        (128, 32, 8, 2),
-        (128, 64, 8, 2),
-        (128, 32, 8, 3),
-    ],
-}
-SWEPT = [("full", 4, 16, 4096, 128), ("causal", 4, 16, 4096, 128), ("causal", 4, 32, 4096, 64)]
-
-
-def _swept(case: tuple, part: str, plan: tuple, quick: bool) -> float:
-    """Milliseconds of forward or backward with one kernel's plan changed; ``quick``: compile, and no more."""
-    kind, b, h, s, d = case
-    op = _attention(kind, d)
-    args = [a.requires_grad_() for a in (_qkv(1, 1, 512, d) if quick else _qkv(b, h, s, d))]
-    over = "rows" if part == "column gradients" else "cols"
-    with mr.use(engine="triton"):
-        if part == "forward":
-            with use_plan({over: KernelPlan(*plan)}), torch.no_grad():
-                return 0.0 if op(*args) is not None and quick else bench(lambda: op(*args))
-        y = op(*args)
-        g = torch.randn_like(y)
-        with use_plan({over: KernelPlan(*plan)}):
-            backward = lambda: torch.autograd.grad(y, args, g, retain_graph=True)
-            return 0.0 if backward() and quick else bench(backward)
-
-
-def _compile_one(job: tuple) -> None:
-    case, part, plan = job
-    with contextlib.suppress(Exception):  # too large for the hardware: measured, it will say so
-        _swept(case, part, plan, quick=True)
-
-
-def sweep(workers: int, clock: Callable[[], bool], save: Callable[[str, Any], None]) -> None:
-    jobs = [(case, part, plan) for case in SWEPT for part, plans in CANDIDATES.items() for plan in plans]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        list(pool.map(_compile_one, jobs))
-    found: dict[str, dict[str, Any]] = {}
-    for case, part, plan in jobs:
-        if not clock():
-            break
-        key = f"{case[0]} D{case[4]} {part}"
-        try:
-            found.setdefault(key, {})[str(plan)] = round(_swept(case, part, plan, quick=False), 4)
-        except Exception as error:
-            found.setdefault(key, {})[str(plan)] = type(error).__name__
-        torch.cuda.empty_cache()
-    for key, times in found.items():
-        ranked = sorted((t, p) for p, t in times.items() if isinstance(t, float))
-        print(f"{key:32} " + "   ".join(f"{p} {t:.3f}" for t, p in ranked[:4]), flush=True)
-    save("sweep", found)
-
-
 def _environment(commit: str | None) -> dict[str, str]:
     """What was measured, on what, and how to measure it again."""
     found = environment()
@@ -436,7 +362,6 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--budget", type=float, default=440.0, help="seconds after which nothing new is begun")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
@@ -460,8 +385,6 @@ def main() -> None:
     rows: list[dict] = []
     time_attention(clock, save, rows)
     time_others(clock, save, rows)
-    if options.sweep and clock():
-        sweep(options.workers, clock, save)
     print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")
 
 

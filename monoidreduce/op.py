@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import agree, autograd, dtensors, reference, registry
+from .engine import agree, autograd, dtensors, reference, registry, sharded
 from .engine.eager import walk
 from .engine.evaluate import Sizes, from_layout
 from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
@@ -42,22 +42,27 @@ class Op:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if dtensors.given((*args, *kwargs.values())):
-            return dtensors.call(self.parameters, self._bind(args, kwargs), lambda local: self._results((), local))
-        outputs, results, _, pack = self._results(args, kwargs)
-        return pack(results)
-
-    def _results(
-        self, args: tuple, kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
+        if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
+            return self._divided(args, kwargs)
         settings = registry.settings()
         traced, inputs, sizes, out = self._prepare(args, kwargs)
         if settings.engine == "reference":
             results = reference.run(traced.outputs, inputs, sizes, settings.limit)
         else:
-            results = autograd.execute(
-                lower(traced.outputs), inputs, sizes, registry.folder(str(settings.engine), sizes)
-            )
+            results = autograd.execute(lower(traced.outputs), inputs, sizes, registry.FOLDERS[str(settings.engine)])
+        shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
+        return traced.pack(shaped)
+
+    def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The call on this rank's part, where rows or columns are divided over ranks."""
+        if dtensors.given((*args, *kwargs.values())):
+            return dtensors.call(self.parameters, self._bind(args, kwargs), lambda local: self._part((), local))
+        _, results, _, pack = self._part(args, kwargs)
+        return pack(results)
+
+    def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
+        traced, inputs, sizes, out = self._prepare(args, kwargs)
+        results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
         shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
         return traced.outputs, shaped, sizes, traced.pack
 

@@ -125,9 +125,24 @@ def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) ->
 def withdraw(error: MonoidReduceError) -> None:
     """Tell the other ranks that this one cannot take part, so that none waits for it."""
     layout = current()
-    if layout is not None and not isinstance(error, ShardError | RankError):
+    if layout is not None and not isinstance(error, ShardError | RankError) and not error.details.get("told"):
+        error.details["told"] = True
         with contextlib.suppress(ShardError):
             _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
+
+
+def whole_cols(rows: int, cols: int) -> int:
+    """How many columns there are on all ranks together, for a check that comes before the op; asked by all ranks."""
+    layout = current()
+    if layout is None or layout.cols is None:
+        return cols
+    return sum(_agreed(layout, "a check of columns", {"rows": rows, "cols": cols}, None)["cols"])
+
+
+def over_rows(total: Tensor) -> Tensor:
+    """A sum over this rank's rows as that over all rows; differentiable."""
+    layout = current()
+    return total if layout is None or layout.rows is None else exchange.Totalled.apply(total, layout.rows)
 
 
 def _agreed(

@@ -69,9 +69,7 @@ class _FoldFunction(torch.autograd.Function):
         leaves = [c if c is not None else next(saved) for c in ctx.constants]
         results = list(saved)
         asked = tuple(ctx.needs_input_grad[1:])
-        if not context.sizes.of("rows") or not context.sizes.of(
-            "cols"
-        ):  # no pairs: nothing flows, whatever the cotangents are
+        if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
             return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
         given = tuple(g is not None for g in cotangents)
         program, names = _gradient_program(context.fold, asked, given)
@@ -102,7 +100,7 @@ class _Names:
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Lowered, _Names]:
-    results, cotangents, outputs = gradient(fold.reductions, fold.leaves, asked, given)
+    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
     names = _Names(
         tuple(e.attrs[0] for e in fold.leaves),
         tuple(e.attrs[0] for e in results),

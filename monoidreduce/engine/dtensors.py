@@ -1,8 +1,8 @@
 """DTensors as arguments: their placements say what is divided; the op runs on the local parts, and gives DTensors back.
 
-On each dimension of the mesh the arguments' rows, their columns, both, or one of their batch dimensions may be sharded;
-whatever lies otherwise is brought along (a slice where it was replicated, a gather where features were sharded). A batch
-dimension needs no talk at all, but for the gradients of what lacks it.
+On each dimension of the mesh the arguments' rows, their columns, both, or one of their batch dimensions may be
+sharded; whatever lies otherwise is brought along (a slice where it was replicated, a gather where features were
+sharded). A batch dimension needs no talk at all, but for the gradients of what lacks it.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ def _batch(mesh: Any, roles: _Roles, parameters: Mapping[str, Any], values: Mapp
 def _wrapped(dtensor: Any, mesh: Any, roles: _Roles, e: Expr, value: Tensor, sizes: Sizes) -> Any:
     at = len(sizes.batch)
     shape = list(value.shape)
-    assert sizes.shard is not None
-    for right, _, whole in sizes.shard.batch:
+    for right, _, whole in sizes.shard.batch if sizes.shard is not None else ():
         shape[at - right] = whole
     if e.rows or e.cols:
         shape[at] = sizes.of("rows" if e.rows else "cols")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..plan import tiles as plan
+from ..program.build import ONE
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import known
 from ..program.lower import Fold
@@ -76,7 +77,20 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
             results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
+    _scale(fold, outputs, dict(zip(given, views, strict=True)) | constants)
     return [o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs]
+
+
+def _scale(fold: Fold, outputs: list[Tensor], values: dict[Expr, Any]) -> None:
+    """Multiply the results that have a scale by it."""
+    scale = {r: s for r, s in fold.scaled if s is not ONE}
+    for (r, _), out in zip(fold.outputs, outputs, strict=True):
+        if r in scale:
+            s = scale[r]
+            factor = s.const if s.op == "const" else values[s]
+            if isinstance(factor, Tensor):
+                factor = factor.unsqueeze(-1) if s.rows or s.cols else factor.unsqueeze(-1).unsqueeze(-1)
+            out *= factor
 
 
 def _width(fold: Fold, sizes: Sizes) -> int:

@@ -30,13 +30,6 @@ def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
 
 
 FOLDERS: dict[str, Callable] = {"eager": eager.run, "triton": _triton, "auto": _by_device}
-
-
-def folder(engine: str, sizes: Any) -> Callable:
-    """What runs folds of these sizes: an engine, or an engine on every rank."""
-    return FOLDERS[engine] if sizes.shard is None else functools.partial(distributed.run, engine=FOLDERS[engine])
-
-
 NAMES = ("auto", "eager", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
@@ -65,6 +58,14 @@ def settings() -> Settings:
 def _default() -> str:
     """By the tensors' device where there are GPUs and Triton; else there is nothing to choose."""
     return "auto" if torch.cuda.is_available() and triton.available() else "eager"
+
+
+def sharded_folder() -> Callable:
+    """What runs folds over many ranks: the engine in force, on each of them."""
+    engine = str(settings().engine)
+    if engine == "reference":
+        raise EngineError(detail="the reference engine knows one process only", fix='Use mr.use(engine="eager")')
+    return functools.partial(distributed.run, engine=FOLDERS[engine])
 
 
 def _checked(name: str, source: str) -> str:

@@ -139,7 +139,9 @@ class TileRun:
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
         if e.feature is not None and e.cols:
             args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
-        return args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+        value = args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+        narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
+        return value.to(torch.bfloat16) if narrow else value
 
     def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A tile in the type it is multiplied in; rounded once, however many products it enters."""

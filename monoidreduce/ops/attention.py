@@ -8,6 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
+from . import checks
 from . import language as mr
 
 
@@ -20,6 +21,7 @@ def _attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], scale: float, cau
     return mr.softmax_mean(s, v)
 
 
+@checks.together
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | Tensor | None = None, causal: bool = False) -> Tensor:
     """Softmax attention: each row's mean of the values, weighted by the softmax of its scaled products with the keys.
 

@@ -5,15 +5,19 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 
 from __future__ import annotations
 
+import functools
 import numbers
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, ShapeError
+from ..engine import agree
+from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
+Layer = TypeVar("Layer", bound=Callable)
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -97,13 +101,14 @@ def labels(x: Tensor, weight: Tensor, target: Any, ignore_index: int) -> Tensor:
         )
     flat = target.reshape(-1).long()
     if visible(flat):
-        bad = ((flat < 0) | (flat >= len(weight))) & (flat != ignore_index)
+        classes = agree.whole_cols(len(flat), len(weight))
+        bad = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
         if bool(bad.any()):
             at = int(bad.to(torch.uint8).argmax())
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), target.shape))
-            fix = "" if len(weight) else "weight has no rows, so there are no classes"
+            fix = "" if classes else "weight has no rows, so there are no classes"
             raise LabelError(
-                label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=len(weight) - 1, fix=fix
+                label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=classes - 1, fix=fix
             )
     return flat
 
@@ -143,4 +148,25 @@ def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 def reduced(loss: Tensor, how: Reduction) -> Tensor:
     """A loss per row, averaged, added up or as it is."""
-    return loss.mean() if how == "mean" else loss.sum() if how == "sum" else loss
+    if how == "none":
+        return loss
+    return total(loss) / total(torch.ones_like(loss)) if how == "mean" else total(loss)
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of all numbers, over all ranks where rows are divided."""
+    return agree.over_rows(x.sum())
+
+
+def together(layer: Layer) -> Layer:
+    """A layer whose checks fail on all ranks of a group when they fail on one."""
+
+    @functools.wraps(layer)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return layer(*args, **kwargs)
+        except MonoidReduceError as error:
+            agree.withdraw(error)
+            raise
+
+    return cast(Layer, checked)

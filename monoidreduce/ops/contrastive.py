@@ -23,6 +23,7 @@ def _contrastive_loss(x: mr.Row["d"], y: mr.Col["d"], temperature: float, normal
     return mr.logsumexp(s), mr.logsumexp(s, over="rows"), own
 
 
+@checks.together
 def contrastive_loss(
     x: Tensor,
     y: Tensor,

@@ -21,6 +21,7 @@ def _cross_entropy(x: mr.Row["d"], weight: mr.Col["d"], target: mr.Row, ignore_i
     return torch.where(target == ignore_index, 0.0, torch.where(known, loss, math.nan))
 
 
+@checks.together
 def cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -59,8 +60,8 @@ def cross_entropy(
         rows, labels = rows.index_select(0, kept), labels[kept]
     loss = _cross_entropy(rows, weight, labels, ignore_index, bias)
     if reduction == "mean":
-        return loss.sum() / seen.sum()
+        return checks.total(loss) / checks.total(seen)
     if reduction == "sum":
-        return loss.sum()
+        return checks.total(loss)
     whole = loss if kept is None else loss.new_zeros(seen.shape).index_copy(0, kept, loss)
     return whole.reshape(target.shape)

@@ -20,6 +20,7 @@ def _log_normaliser(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = N
     return mr.logsumexp(x @ weight if bias is None else x @ weight + bias)
 
 
+@checks.together
 def cross_entropy_given(
     x: Tensor,
     weight: Tensor,
@@ -89,6 +90,7 @@ def _cross_entropy_distributions(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"],
     return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
 
 
+@checks.together
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:
@@ -124,6 +126,7 @@ def _entropy(x: mr.Row["d"], weight: mr.Col["d"], careful: bool, bias: mr.Col | 
     return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
 
 
+@checks.together
 def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The entropy, in nats, of ``softmax(x @ weight.T + bias)`` for each row.
 

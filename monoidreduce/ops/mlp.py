@@ -60,6 +60,7 @@ def _mlp(x: mr.Row["d"], p: mr.Col["d"], q: mr.Col["n"], activation: Callable):
     return mr.sum(activation(x @ p) * q)
 
 
+@checks.together
 def mlp(x: Tensor, p: Tensor, q: Tensor, *, activation: Activation = torch.relu) -> Tensor:
     """A two-layer perceptron: ``activation(x @ p.T) @ q``.
 
@@ -90,6 +91,7 @@ def _gated_mlp(x: mr.Row["d"], gate: mr.Col["d"], up: mr.Col["d"], down: mr.Col[
     return mr.sum(activation(x @ gate) * (x @ up) * down)
 
 
+@checks.together
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: Activation = "silu") -> Tensor:
     """A gated perceptron (SwiGLU, GEGLU, ...): ``(activation(x @ gate.T) * (x @ up.T)) @ down``.
 

@@ -30,6 +30,7 @@ def _sample(x: mr.Row["d"], weight: mr.Col["d"], seed: int, temperature: float, 
     return Sample(drawn, torch.where(drawn < 0, -math.inf, logit - mr.logsumexp(s)))
 
 
+@checks.together
 def sample(
     x: Tensor, weight: Tensor, seed: int | Tensor, *, bias: Tensor | None = None, temperature: float | Tensor = 1.0
 ) -> Sample:

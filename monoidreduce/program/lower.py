@@ -2,8 +2,9 @@
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
-``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. A :class:`Fold` is what an engine runs: reductions
-over numbered leaves, independent of the layer it came from, and equal folds are the same object.
+``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch; except a vector that is fed anyway times a number: the
+number is fed, so that no second vector has to be read. A :class:`Fold` is what an engine runs: reductions over numbered
+leaves, independent of the layer it came from, and equal folds are the same object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,19 @@ class Fold:
 
     leaves: tuple[Expr, ...]
     reductions: tuple[Expr, ...]
+    scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
+
+    @property
+    def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
+        """Every reduction with its scale."""
+        return tuple(zip(self.reductions, self.scales or (build.ONE,) * len(self.reductions), strict=True))
+
+    @property
+    def pure(self) -> tuple[Expr, ...]:
+        """The reductions with their scales inside: the same numbers, as the gradient sees them."""
+        return tuple(
+            r if s is build.ONE else reduce_node(*r.attrs, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
+        )
 
     @property
     def outputs(self) -> list[tuple[Expr, int]]:
@@ -60,8 +74,9 @@ def lower(outputs: tuple[Expr, ...]) -> Lowered:
     deepest = max(levels.values(), default=0)
     passes = []
     for level in range(1, deepest + 1):
-        reductions = [e for e in topological(outputs) if is_pass(e) and levels[e] == level]
-        passes.append(_make_pass(reductions, topological(outputs)))
+        order = topological(outputs)
+        reductions = [e for e in order if is_pass(e) and levels[e] == level]
+        passes.append(_make_pass(reductions, order, _scales(reductions, outputs, levels)))
     return Lowered(tuple(passes), outputs)
 
 
@@ -93,25 +108,77 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
     return replace
 
 
-def _make_pass(reductions: list[Expr], order: list[Expr]) -> Pass:
-    feeds: dict[Expr, Expr] = {}
-    for e in topological([a for r in reductions for a in r.args], stop=lambda e: not e.is_pair):
-        if not e.is_pair and e.op not in _BUILTIN:
-            feeds[e] = node("leaf", (), (f"x{len(feeds)}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
-    fields = build.substitute(tuple(a for r in reductions for a in r.args), feeds)
+def _scales(
+    reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
+) -> dict[Expr, tuple[Expr, Expr]]:
+    """Sums of vectors whose only use is to be multiplied by a number known before the pass: (that product, the number).
+
+    A kernel multiplies before it writes; a vector written, read, multiplied and written again costs twice the memory
+    traffic of the fold's own results.
+    """
+    users: dict[Expr, list[Expr]] = {}
+    for e in topological(outputs):
+        for a in e.args:
+            users.setdefault(a, []).append(e)
+    found: dict[Expr, tuple[Expr, Expr]] = {}
+    for r in reductions:
+        results = users.get(r, [])
+        if r.attrs[0] != "sum" or len(results) != 1 or results[0].feature is None or results[0].dtype != "float":
+            continue
+        at, scale = results[0], build.ONE
+        while at not in outputs and len(above := users.get(at, [])) == 1 and above[0].op == "mul":
+            other = above[0].args[above[0].args[0] is at]
+            if other.feature is not None or levels[other] >= levels[r] or (other.cols if r.rows else other.rows):
+                break
+            at, scale = above[0], build.apply("mul", scale, other)
+        if scale is not build.ONE:
+            found[r] = at, scale
+    return found
+
+
+def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tuple[Expr, Expr]]) -> Pass:
+    fields = [a for r in reductions for a in r.args]
+    factors = [scales[r][1] if r in scales else build.ONE for r in reductions]
+    feeds, derived = _feeds([*fields, *factors])
+    leaves = {
+        e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
+        for k, e in enumerate(feeds)
+    }
+    for e in derived:
+        leaves[e] = build.apply("mul", *(leaves.get(a, a) for a in e.args))
+    new = build.substitute((*fields, *factors), leaves)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
-        renamed.append(reduce_node(r.attrs[0], r.attrs[1], r.attrs[2], fields[at : at + count]))
+        renamed.append(reduce_node(r.attrs[0], r.attrs[1], r.attrs[2], new[at : at + count]))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:
         if e.op == "result":
             users.setdefault((e.args[0], e.attrs[0]), []).append(e)
-    fold = Fold(tuple(feeds.values()), tuple(renamed))
+    for r, (product, _) in scales.items():
+        users[r, 0] = [product]
+    fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), new[at:] if scales else ())
     results = tuple(
         tuple(users.get((r, k), ()))
         for r in reductions
         for k in range(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])))
     )
     return Pass(fold, tuple(feeds), results)
+
+
+def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """The maximal one-sided expressions under ``fields``; those made of others by a factor, apart."""
+    found = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair and e.op not in _BUILTIN]
+    whole = set(found)
+    factored = {
+        e for e in found if e.op == "mul" and e.dtype == "float" and {_vector(a) for a in e.args} == {True, False}
+    }
+    derived = [e for e in topological(found) if e in factored and any(_vector(a) and a in whole for a in e.args)]
+    feeds = [e for e in found if e not in derived]
+    numbers = [a for e in derived for a in e.args if a.feature is None and a.op not in _BUILTIN]
+    return list(dict.fromkeys([*feeds, *numbers])), derived
+
+
+def _vector(e: Expr) -> bool:
+    return e.feature is not None

@@ -125,9 +125,29 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             else:
                 free = apply("div", free, divisor)
             stack.append(f.args[0])
+        elif f.op == "where" and build._is(f.args[2], 0) and (number := _number_factor(f.args[1])) is not None:
+            free = apply("mul", free, number[0])
+            stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
             rest = apply("mul", rest, f)
     return free, alone, rest
+
+
+def _number_factor(e: Expr) -> tuple[Expr, Expr] | None:
+    """e as (a number of no axis) × (the rest).
+
+    No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
+    """
+    if e.op != "mul" or e.dtype != "float":
+        return None
+    for one, other in (e.args, e.args[::-1]):
+        if not one.rows and not one.cols and one.feature is None:
+            return one, other
+    for one, other in (e.args, e.args[::-1]):
+        inner = _number_factor(one)
+        if inner is not None:
+            return inner[0], apply("mul", inner[1], other)
+    return None
 
 
 def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:

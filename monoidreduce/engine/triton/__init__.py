@@ -25,13 +25,14 @@ from .. import batching
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import launch
-from .plan import KernelPlan, use_plan
+from . import describe, launch
+from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
 __all__ = ["KernelPlan", "available", "run", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
+_READY: dict[tuple, Ready] = {}
 
 
 @functools.cache
@@ -58,22 +59,63 @@ def run(
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    if not available():
-        raise Unsupported("Triton is not installed")
-    if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
-    given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
-    batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
-    values = dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True))
-    results: dict[Expr, list[Tensor]] = {}
-    for over, folds, picks in _directions(fold):
-        for r in picks:
-            results[r] = [_pick(r, values, batch, sizes)]
-        if folds.reductions:
-            found = launch.run(folds, over, values, batch, sizes)
-            for (r, _), value in zip(folds.outputs, found, strict=True):
-                results.setdefault(r, []).append(value)
-    return [o.view(*sizes.batch, *o.shape[len(batch) :]) for r in fold.reductions for o in results[r]]
+    key = (
+        id(fold),
+        sizes.rows,
+        sizes.cols,
+        sizes.batch,
+        sizes.compute,
+        sizes.device,
+        describe.precision(),
+        overrides(),
+    )
+    key += tuple(
+        (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
+        if isinstance(v, Tensor)
+        else (type(v), v > 0, abs(v) >= launch.SMALL)
+        for v in leaves
+    )
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _READY[key] = Ready(fold, leaves, sizes)
+        while len(_READY) > 4096:
+            del _READY[next(iter(_READY))]
+    return ready(leaves)
+
+
+class Ready:
+    """A fold on tensors of given types, shapes, strides and alignment: its launches, made once."""
+
+    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes):
+        if not available():
+            raise Unsupported("Triton is not installed")
+        if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
+        values, self.batch = self._merged(leaves)
+        self.picks = [r for _, _, picks in _directions(fold) for r in picks]
+        self.launches = [
+            launch.Launch(folds, over, values, self.batch, sizes)
+            for over, folds, _ in _directions(fold)
+            if folds.reductions
+        ]
+
+    def _merged(self, leaves: list[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
+        """The leaves, tensors with as few batch dimensions as they allow."""
+        given = [e for e, v in zip(self.fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
+        batch, views = batching.merge(self.sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+        return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
+
+    def __call__(self, leaves: list[Any]) -> list[Tensor]:
+        values = dict(zip(self.fold.leaves, leaves, strict=True))
+        merged = functools.cache(lambda: self._merged(leaves)[0])
+        results: dict[tuple[Expr, int], Tensor] = {}
+        for r in self.picks:
+            found = _pick(r, merged(), self.batch, self.sizes)
+            results[r, 0] = found.view(*self.sizes.batch, *found.shape[len(self.batch) :])
+        for one in self.launches:
+            results |= zip(one.fold.outputs, one(values, merged), strict=True)
+        return [results[o] for o in self.fold.outputs]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,10 +123,11 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
     """Per direction: what one kernel folds, and the picks that are gathers of their own."""
     found = []
     for over in ("cols", "rows"):
-        mine = tuple(dict.fromkeys(r for r in fold.reductions if r.attrs[1] == over))
-        whole = Fold(fold.leaves, mine)
+        mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
+        whole = Fold(fold.leaves, tuple(mine))
         picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
-        found.append((over, Fold(fold.leaves, tuple(r for r in mine if r not in picks)), picks))
+        kept = {r: s for r, s in mine.items() if r not in picks}
+        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values())), picks))
     return tuple(found)
 
 

@@ -54,14 +54,14 @@ class Kernel:
 def kernel(spec: Spec) -> Kernel:
     """Write the kernel of a spec; raises Unsupported where there is none."""
     v = Values(spec)
-    reductions = [kinds.make(place, r, v) for place, r in enumerate(spec.fold.reductions)]
+    reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     truths = preferred(spec.fold) if spec.bounds else {}
-    plain = _turn(v, reductions, truths, masked=False)
-    general = _turn(v, reductions, {}, masked=True)
+    walk = _walk(v, reductions, truths)
     end = v.loop(False)
     stores = _stores(reductions, v)
     name = f"fold_over_{spec.over}"
-    used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
+    under = set(topological([*spec.fold.reductions, *spec.fold.scales]))
+    used = [e for e in spec.fold.leaves if e in under]
     body = [
         *_opening(spec),
         *v.before,
@@ -69,7 +69,8 @@ def kernel(spec: Spec) -> Kernel:
         "# running values",
         *(line for r in reductions for line in r.start()),
         "",
-        *_loops(spec, plain, general),
+        *_range(spec),
+        *walk,
         "",
         "# results",
         *end,
@@ -93,6 +94,30 @@ def kernel(spec: Spec) -> Kernel:
     return Kernel(name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept))
 
 
+def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
+    """The loops; twice where a softmax's maximum may be bounded beforehand: with the bound, and with a running one."""
+    soft = [r for r in reductions if isinstance(r, kinds.Soft) and r.product is not None]
+    bounds = [line for r in soft for line in r.bound()]
+    lines: dict[bool, list[str]] = {}
+    for bounded in [True, False] if soft else [False]:
+        for r in soft:
+            r.bounded = bounded
+        plain = _turn(v, reductions, truths, masked=False)
+        general = _turn(v, reductions, {}, masked=True)
+        lines[bounded] = _loops(v.spec, plain, general)
+    if not soft:
+        return lines[False]
+    return [
+        "# norms bound the logits: where the bound is near, it stands in for the running maximum",
+        *bounds,
+        f"if {' & '.join(f'{r.name}_near' for r in soft)}:",
+        *(f"    {r.name}_top = {r.name}_bound" for r in soft),
+        *(f"    {line}" for line in lines[True]),
+        "else:",
+        *(f"    {line}" for line in lines[False]),
+    ]
+
+
 def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
     lines = v.loop(masked)
@@ -109,6 +134,18 @@ def _described(r: Expr) -> str:
     return text if len(text) <= 110 else f"{text[:107]}..."
 
 
+@functools.lru_cache(maxsize=1024)
+def reaches(spec: Spec) -> tuple[tuple[str, Expr], ...]:
+    """The softmaxes whose maximum may be bounded, each with the leaf whose greatest norm it needs."""
+    if not spec.reach:
+        return ()
+    made = [
+        kinds.make(place, r, s, Values(spec)) for place, (r, s) in enumerate(spec.fold.scaled) if r.attrs[0] == "soft"
+    ]
+    soft = [k for k in made if isinstance(k, kinds.Soft) and k.product is not None]
+    return tuple((k.name, next(a for a in k.product.args if spec.folds(a))) for k in soft if k.product is not None)
+
+
 def _header(spec: Spec, used: list[Expr]) -> str:
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
@@ -116,7 +153,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
         side = "row" if e.rows else "column" if e.cols else "batch element"
         what = "a number" if e.feature is None else f'a vector over "{e.feature}" ({spec.width(e.feature)})'
         kind = spec.type_of[e]
-        lines.append(f"{e.attrs[0]}: {what} {'given at the call' if kind == 'number' else f'per {side}, {kind}'}")
+        lines.append(f"{e.attrs[0]}: {what} {'given at the call' if spec.is_number(e) else f'per {side}, {kind}'}")
     return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
 
 
@@ -127,7 +164,7 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     numbers = []
     for e in used:
         x = str(e.attrs[0])
-        if spec.type_of[e] == "number":
+        if spec.is_number(e):
             numbers.append(f"{x}_number")
             names.append(f"{x}_number")
             continue
@@ -136,16 +173,21 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
         names += [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
+    sizes += ["parts", "batches"] if spec.split else []
     names += sizes
-    names += ["bounds", "bounds_b"] if spec.bounds else []
+    names += ["bounds", "bounds_b", "order"] if spec.bounds else []
+    names += [f"{name}_reach" for name, _ in reaches(spec)]
     return names, [*numbers, *sizes]
 
 
 def _opening(spec: Spec) -> list[str]:
+    tile = "tl.load(order + tl.program_id(0) % tiles)  # the longest walks begin first"
     lines = [
-        "tile = tl.program_id(0) % tiles",
+        f"tile = {tile if spec.bounds else 'tl.program_id(0) % tiles'}",
         "batch = tl.program_id(0) // tiles",
     ]
+    if spec.split:
+        lines += ["part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in range(spec.rank - 1, 0, -1):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
@@ -161,21 +203,34 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
-def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
-    """The two loops: whole tiles, then those before and after them."""
+def _range(spec: Spec) -> list[str]:
+    """Which tiles are walked."""
+    names = ("first", "whole_first", "whole_last", "last")
     if spec.bounds:
         lines = [
             "# the tiles to visit: first, whole_first, whole_last, last; the others are known to be idle",
             "edges = bounds + batch * bounds_b + tile * 4",
-            *(f"{n} = tl.load(edges + {k})" for k, n in enumerate(("first", "whole_first", "whole_last", "last"))),
+            *(f"{n} = tl.load(edges + {k})" for k, n in enumerate(names)),
         ]
-        count = "(whole_first - first) + (last - whole_last)"
-        turn = "turn = first + t + tl.where(t < whole_first - first, 0, whole_last - whole_first)"
     else:
         lines = ["whole_first = 0", "whole_last = folded_size // FOLDED"]
-        count = "1"
-        turn = "turn = whole_last + t"
-    lines += [
+        lines += ["first = 0", "last = tl.cdiv(folded_size, FOLDED)"] if spec.split else []
+    if spec.split:
+        lines += [
+            "# this part of them",
+            "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
+            *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in names),
+        ]
+    return lines
+
+
+def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
+    """The two loops: whole tiles, then those before and after them."""
+    count, turn = "1", "turn = whole_last + t"
+    if spec.bounds or spec.split:
+        count = "(whole_first - first) + (last - whole_last)"
+        turn = "turn = first + t + tl.where(t < whole_first - first, 0, whole_last - whole_first)"
+    return [
         "for t in range(whole_first, whole_last):",
         "    start = t * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
@@ -188,11 +243,11 @@ def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
         "        folded_in = folded_at < folded_size",
         *(f"        {line}" for line in general),
     ]
-    return lines
 
 
 def _stores(reductions: list[Kind], v: Values) -> list[str]:
-    lines = ["out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT"]
+    place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
+    lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
     at = 0
     for r in reductions:
         for texts, feature in r.finish():

@@ -10,110 +10,24 @@ import math
 from typing import Any
 
 from ...program import build
-from ...program.build import apply
-from ...program.expr import Expr, const, node, topological
+from ...program.build import ONE, apply
+from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
-from ..tilecode import Contraction, contractions
-from .spec import TINY, Spec, Unsupported, padded
-from .values import LOG2E, Values, is_one, linear, literal
+from ..tilecode import contractions
+from .spec import TINY, Spec, Unsupported
+from .totals import Total, factored
+from .values import LOG2E, Values, is_one, literal
 
-
-class Total:
-    """A running sum of a number or a vector: one block, or one number per feature where features are few."""
-
-    def __init__(self, name: str, feature: Any, dtype: str, v: Values, lanes: bool):
-        self.name, self.v, self.feature = name, v, feature
-        self.kind = v.float if dtype == "float" else "tl.int64"
-        self.width = 0 if feature is None else v.spec.width(feature)
-        self.tiny = feature is not None and self.width <= TINY
-        self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
-        if feature is not None and not self.tiny:
-            v.lane(feature)
-            v.state_width += padded(self.width)
-
-    @property
-    def names(self) -> list[str]:
-        return [f"{self.name}_{f}" for f in range(self.width)] if self.tiny else [self.name]
-
-    def start(self) -> list[str]:
-        shape = "[KEPT, FOLDED]" if self.lanes else "[KEPT]"
-        if self.feature is not None and not self.tiny:
-            shape = f"[KEPT, {padded(self.width)}]"
-        return [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
-
-    def scale(self, factor: str) -> list[str]:
-        block = self.feature is not None and not self.tiny
-        return [f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names]
-
-    def add(self, c: Contraction, weight: str | None) -> None:
-        """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
-        v = self.v
-        if c.walk:
-            self._add_walk(lambda f: v.component(c.weight, f), c.weight, weight)
-        elif c.minus is not None:
-            assert c.vector is not None and weight is not None
-            self._add_gap(c.vector, c.minus, weight)
-        elif c.vector is None:
-            assert weight is not None
-            self._sum(self.name, weight)
-        elif c.vector.op != "leaf" or self.tiny:
-            vector = c.vector
-            self._add_walk(lambda f: v.component(vector, f), vector, weight)
-        else:
-            assert weight is not None
-            self._product(weight, v.block(c.vector))
-
-    def _sum(self, name: str, block: str) -> None:
-        self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
-
-    def _product(self, weight: str, block: str) -> None:
-        v, kind = self.v, self.v.operand_type()
-        if kind != v.spec.compute:
-            weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
-        v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
-
-    def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
-        v = self.v
-        zeros = f"tl.zeros([KEPT, FOLDED], {v.float})"
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                v.number(n)
-        if self.tiny:
-            for k, name in enumerate(self.names):
-                part = component(str(k))
-                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0"))
-            return
-        lane, _ = v.lane(self.feature)
-        with v.walk(self.width) as f:
-            part = component(f)
-            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0")
-            v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], 0.0)")
-
-    def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
-        """Σ weight (x_i - y_j): few features one by one; else by a product centred on the tile, so less cancels."""
-        v = self.v
-        gap = apply("sub", x, y)
-        if self.tiny:
-            return self._add_walk(lambda f: v.component(gap, f), gap, weight)
-        kept, folded, sign = (x, y, 1) if v.spec.folds(y) else (y, x, -1)
-        one, other = v.block(kept), v.block(folded)
-        weight = v.bind((weight, "gap"), weight, True)
-        if v.spec.narrow is None:
-            centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
-            one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
-        whole = f"tl.sum({weight}, 1)[:, None] * {one}"
-        v.inside.append(f"{self.name} += {whole}" if sign > 0 else f"{self.name} -= {whole}")
-        self._product(f"{'-' if sign > 0 else ''}{weight}", other)
-
-    def result(self) -> list[str]:
-        return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
+_NEAR = 60  # in powers of two: weights then lie above 2⁻¹²⁰, within float32's and bfloat16's range
 
 
 class Kind:
     """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
 
-    def __init__(self, place: int, reduction: Expr, v: Values):
-        self.place, self.reduction, self.v = place, reduction, v
+    bounded = False  # whether this loop has a softmax's maximum bounded beforehand
+
+    def __init__(self, place: int, reduction: Expr, scale: Expr, v: Values):
+        self.place, self.reduction, self.scale, self.v = place, reduction, scale, v
         self.kind, self.over, self.params = reduction.attrs
         self.name = f"{self.kind}{place}"
         self.helpers: list[str] = []  # functions of its own that the kernel calls
@@ -141,7 +55,7 @@ class Sum(Kind):
         return self.total.start()
 
     def step(self, fields: tuple[Expr, ...]) -> None:
-        for c in contractions(fields[0], self.over):
+        for c in map(factored, contractions(fields[0], self.over)):
             self.total.add(c, None if c.walk else self._weight(c.weight))
 
     def _weight(self, w: Expr) -> str:
@@ -150,11 +64,22 @@ class Sum(Kind):
         return self.v.bind((text, 0), self.v.seen(text, "0"), True) if self.v.masked else text
 
     def finish(self) -> list[tuple[list[str], Any]]:
-        return [(self.total.result(), self.total.feature)]
+        texts = self.total.result()
+        if self.scale is not ONE:
+            factor = self.v.number(self.scale)
+            if self.total.tiny and not self.v.spec.keeps(self.scale):
+                factor = f"tl.sum({factor} + tl.zeros([1, 1], {self.v.float}), 1)"
+            elif self.total.tiny:
+                factor = f"tl.reshape({factor}, [KEPT])"
+            texts = [f"{t} * {factor}" for t in texts]
+        return [(texts, self.total.feature)]
 
 
 class Soft(Kind):
     """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
+
+    Where the logit is a scaled product and ``|x_i| max_j |y_j|`` (the reach) shows that nothing can overflow or
+    underflow, ``top`` is that bound and the sums are never rescaled; a program instance decides by its own rows.
 
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.
@@ -166,6 +91,30 @@ class Soft(Kind):
         self.means = [
             Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
         ]
+        self.product = self._product() if self.v.spec.reach else None
+
+    def _product(self) -> Expr | None:
+        """The product that the logit is a multiple of, if it is (where its condition holds)."""
+        logit = self.reduction.args[0]
+        if logit.op == "where" and logit.args[2].const == -math.inf:
+            logit = logit.args[1]
+        core, _ = self.v.linear(logit)
+        wide = core.op == "dot" and self.v.spec.width(core.args[0].feature) > TINY and core.dtype == "float"
+        return core if wide and all(a.op == "leaf" for a in core.args) else None
+
+    def bound(self) -> list[str]:
+        """The lines that bind ``top`` for good; ``{name}_near``: whether it is near enough for every row."""
+        assert self.product is not None
+        v, n = self.v, self.name
+        kept = next(a for a in self.product.args if v.spec.keeps(a))
+        logit = self.reduction.args[0]
+        _, factor = v.linear(logit.args[1] if logit.op == "where" else logit)
+        block = v.block(kept)
+        return [
+            f"{n}_length = tl.sqrt(tl.sum({block}.to(tl.float32) * {block}.to(tl.float32), 1))",
+            f"{n}_bound = {n}_length * (tl.load({n}_reach + batch) * tl.abs({factor} + 0.0))",
+            f"{n}_near = tl.max({n}_bound) < {_NEAR}",
+        ]
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
@@ -174,25 +123,39 @@ class Soft(Kind):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        logit, scale = _scaled(fields[0]) if self.fast else (fields[0], 1.0)
+        logit, factor = self._scaled(fields[0]) if self.fast else (fields[0], "")
         s = v.full(logit)
         s = v.bind((s, -math.inf), v.seen(s, 'float("-inf")'), True) if v.masked else s
-        factor = f" * {literal(scale * LOG2E)}" if self.fast else ""
+        factor = f" * {factor}" if self.fast else ""
         power = "tl.exp2" if self.fast else "tl.exp"
-        v.inside += [
-            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
-            f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
-            f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
-            f"{n}_shrink = {power}({n}_top - {n}_safe)",
-            f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
-            f"{n}_top = {n}_new",
-        ]
+        if self.bounded:
+            v.inside += [
+                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
+                f"{n}_total += tl.sum({n}_weight, 1)",
+            ]
+        else:
+            v.inside += [
+                f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+                f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
+                f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
+                f"{n}_shrink = {power}({n}_top - {n}_safe)",
+                f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
+                f"{n}_top = {n}_new",
+            ]
         for mean, value in zip(self.means, fields[1:], strict=True):
-            v.inside += mean.scale(f"{n}_shrink")
-            for c in contractions(value, self.over):
+            v.inside += [] if self.bounded else mean.scale(f"{n}_shrink")
+            for c in map(factored, contractions(value, self.over)):
                 plain = c.walk or is_one(c.weight)
                 part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
+
+    def _scaled(self, logit: Expr) -> tuple[Expr, str]:
+        """A logit as core × (positive factor), the factor taken out of a ``where`` against minus infinity too."""
+        if logit.op == "where" and logit.args[2].const == -math.inf:
+            core, factor = self.v.linear(logit.args[1], positive=True)
+            return apply("where", logit.args[0], core, logit.args[2]), factor
+        core, factor = self.v.linear(logit, positive=True)
+        return (core, factor) if core.is_pair else (logit, self.v.factor(LOG2E))
 
     def finish(self) -> list[tuple[list[str], Any]]:
         n = self.name
@@ -207,17 +170,6 @@ class Soft(Kind):
             across = "[:, None]" if m.feature is not None and not m.tiny else ""
             results.append(([f"{t} / {n}_seen{across}" for t in m.result()], m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
-
-
-def _scaled(logit: Expr) -> tuple[Expr, float]:
-    """A logit as (core) × (positive constant), the constant taken out of a ``where`` against minus infinity too."""
-    if logit.op == "where" and logit.args[2].const == -math.inf:
-        core, factor = linear(logit.args[1])
-        if factor > 0 and factor != 1:
-            return apply("where", logit.args[0], core, logit.args[2]), factor
-        return logit, 1.0
-    core, factor = linear(logit)
-    return (core, factor) if factor > 0 and core.is_pair else (logit, 1.0)
 
 
 class Pick(Kind):
@@ -356,11 +308,11 @@ KINDS: dict[str, type[Kind]] = {
 }
 
 
-def make(place: int, reduction: Expr, v: Values) -> Kind:
+def make(place: int, reduction: Expr, scale: Expr, v: Values) -> Kind:
     kind = KINDS.get(reduction.attrs[0])
     if kind is None:
         raise Unsupported(f"{reduction.attrs[0]} has no kernel")
-    return kind(place, reduction, v)
+    return kind(place, reduction, scale, v)
 
 
 def known(e: Expr, truths: dict[Expr, bool]) -> Expr:

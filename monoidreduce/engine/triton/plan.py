@@ -26,6 +26,7 @@ class KernelPlan:
     block_folded: int
     num_warps: int = 4
     num_stages: int = 2
+    parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -41,14 +42,28 @@ def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
         _override.reset(token)
 
 
-def fixed_plan(over: str) -> KernelPlan | None:
-    """What ``use_plan`` asks for."""
-    return (_override.get() or {}).get(over)
+def overrides() -> tuple:
+    """What ``use_plan`` asks for, as a key."""
+    return tuple((_override.get() or {}).items())
 
 
 def choose(kernel: Kernel, over: str, item: int, shared: int = 0) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes."""
-    return fixed_plan(over) or _fitting(_default(kernel, item), kernel, item, (shared or SHARED) * _SPARE)
+    return (_override.get() or {}).get(over) or _fitting(
+        _default(kernel, item), kernel, item, (shared or SHARED) * _SPARE
+    )
+
+
+def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
+    """Into how many parts the folded axis is cut: where kept tiles are too few to fill the device, and the walk long.
+
+    A part has at least eight tiles, so that combining the parts costs little beside them.
+    """
+    if plan.parts:
+        return max(1, min(plan.parts, tiles))
+    if not instances or instances * 2 > processors:
+        return 1
+    return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
 def _default(kernel: Kernel, item: int) -> KernelPlan:

@@ -23,7 +23,7 @@ class Spec:
 
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
-    types: tuple[str, ...]  # per leaf: its tensor's type, or "number" for a Python number
+    types: tuple[str, ...]  # per leaf: its tensor's type; "number" or "positive" for a Python number
     rooms: tuple[int, ...]  # per leaf: features that may be read, zeros after its own; 0 where only its own
     letters: tuple[tuple[str, int], ...]
     compute: str  # float32 or float64
@@ -31,6 +31,8 @@ class Spec:
     rank: int  # batch dimensions after merging
     bounds: bool  # whether tiles to visit are given
     lanes: bool  # whether plain sums are kept per lane and added at the end
+    reach: bool  # whether softmax logits are bounded by norms, where that is possible
+    split: bool = False  # whether the folded axis is cut into parts, one program instance each
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -47,6 +49,10 @@ class Spec:
     def width(self, feature: str | int | None) -> int:
         text = str(feature).lstrip("#")
         return int(text) if text.isdigit() else self._sizes[str(feature)]
+
+    def is_number(self, e: Expr) -> bool:
+        """Whether a leaf is a Python number."""
+        return self.type_of[e] in ("number", "positive")
 
     def folds(self, e: Expr) -> bool:
         """Whether an expression varies along the folded axis."""

@@ -87,7 +87,7 @@ class Values:
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
     def _name(self, e: Expr) -> str:
-        return str(e.attrs[0]) if e.op == "leaf" and self.spec.type_of[e] != "number" else ""
+        return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
 
     def _text(self, e: Expr) -> str:
         if e.op == "leaf":
@@ -107,7 +107,7 @@ class Values:
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
-        if kind == "number":
+        if self.spec.is_number(e):
             text = f"{name}_number"
             return f"tl.cast({text}, INT)" if e.dtype == "int" else f"({text} != 0)" if e.dtype == "bool" else text
         if self.spec.folds(e):
@@ -207,12 +207,48 @@ class Values:
         if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
             parts = []
             for a in x.args:
-                core, factor = linear(a) if a.is_pair else (a, 1.0)
-                text = f"{self._argument(core, 'float')} * {literal(factor * LOG2E)}"
+                core, factor = self.linear(a) if a.is_pair else (a, self.factor(LOG2E))
+                text = f"{self._argument(core, 'float')} * {factor}"
                 parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
             return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
-        core, factor = linear(x)
-        return f"tl.exp2({self._argument(core, 'float')} * {literal(factor * LOG2E)})"
+        core, factor = self.linear(x)
+        return f"tl.exp2({self._argument(core, 'float')} * {factor})"
+
+    def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
+        """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.
+
+        ``positive``: only factors above zero are taken out.
+        """
+        factor, numbers = 1.0, []
+        while True:
+            k = None
+            if e.op == "neg" and not positive:
+                e, factor = e.args[0], -factor
+                continue
+            if e.op in ("mul", "div"):
+                k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
+            if k is None:
+                return e, self.factor(factor * LOG2E, *numbers)
+            rest = e.args[1] if k is e.args[0] else e.args[0]
+            if k.op == "const":
+                factor = factor / k.const if e.op == "div" else factor * k.const
+            else:
+                numbers.append((k, e.op == "div"))
+            e = rest
+
+    def _factors_out(self, k: Expr, positive: bool) -> bool:
+        if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
+            return False
+        if k.op == "const":
+            return k.const > 0 if positive else k.const != 0
+        return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
+
+    def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
+        """A constant times (or over) numbers, as a literal or a name bound before the loop."""
+        if not numbers:
+            return literal(constant)
+        text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
+        return self.bind(("factor", constant, numbers), text, False)
 
     # Features
 
@@ -335,21 +371,6 @@ class Values:
         """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
-
-
-def linear(e: Expr) -> tuple[Expr, float]:
-    """e as (core) × (constant)."""
-    factor = 1.0
-    while True:
-        if e.op == "neg":
-            e, factor = e.args[0], -factor
-        elif e.op == "mul" and e.args[0].op == "const":
-            factor, e = factor * e.args[0].const, e.args[1]
-        elif e.op in ("mul", "div") and e.args[1].op == "const" and e.args[1].const != 0:
-            k = e.args[1].const
-            e, factor = e.args[0], factor * k if e.op == "mul" else factor / k
-        else:
-            return e, factor
 
 
 def is_one(e: Expr) -> bool:

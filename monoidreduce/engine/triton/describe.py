@@ -1,0 +1,131 @@
+"""What a call's tensors say of a kernel: its spec, what must be converted first, what the device has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expr import Expr, topological
+from ...program.lower import Fold
+from .. import hardware
+from ..evaluate import Sizes
+from ..tilecode import contractions
+from . import skip
+from .spec import TINY, WIDEST, Spec
+from .totals import factored
+
+Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
+_MANY = 2**22  # pairs from which on a look at all norms costs less than a running maximum
+
+
+def describe(
+    fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
+) -> tuple[Spec, tuple[Cast, ...]]:
+    """The spec of a fold on these leaves, and which of them are converted before the launch."""
+    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
+    narrow = next((v.dtype for v in vectors.values() if v.dtype in hardware.SIXTEEN), None)
+    types, rooms, casts = [], [], []
+    for e in fold.leaves:
+        v = values[e]
+        kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
+        room = 0
+        if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
+            kind = torch.float64  # a kernel's own numbers are float32
+        elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
+            if narrow and kind is torch.float32:
+                kind = narrow  # rounded once here, not in every tile
+            row = v.shape[-1] * (2 if narrow else v.element_size())
+            if v.stride(-1) == 1 and row % 16 and v.shape[-1] <= WIDEST:
+                room = -(-v.shape[-1] // 16) * 16  # rows that begin on 16 bytes load four times faster
+        if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
+            casts.append((e, kind, room))
+        types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
+        rooms.append(room)
+    spec = Spec(
+        fold,
+        over,
+        tuple(types),
+        tuple(rooms),
+        tuple(sorted(sizes.letters.items())),
+        str(sizes.compute)[6:],
+        str(narrow)[6:] if narrow else None,
+        len(batch),
+        bool(skip.preferred(fold)),
+        max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
+        narrow is torch.bfloat16 and sizes.rows * sizes.cols >= _MANY,
+    )
+    return spec, tuple(casts)
+
+
+def converted(
+    values: Mapping[Expr, Any], casts: tuple[Cast, ...], batch: tuple[int, ...], sizes: Sizes
+) -> Mapping[Expr, Any]:
+    """The leaves as the kernel reads them."""
+    if not casts:
+        return values
+    found = dict(values)
+    for e, dtype, room in casts:
+        v = found[e]
+        if not isinstance(v, Tensor):
+            found[e] = torch.full((1,) * len(batch), v, dtype=dtype, device=sizes.device).expand(batch)
+        elif room:
+            own = [1 if s == 0 else n for n, s in zip(v.shape[: len(batch)], v.stride(), strict=False)]
+            kept = torch.zeros((*own, v.shape[-2], room), dtype=dtype, device=v.device)
+            kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # what is broadcast is copied once
+            found[e] = kept.expand(*batch, -1, -1)
+        else:
+            found[e] = v.to(dtype)
+    return found
+
+
+def precision() -> str:
+    """How float32 products are done: ``torch.backends.cuda.matmul.allow_tf32`` (or the precision that sets it)."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def shared(device: torch.device) -> int:
+    """Bytes of shared memory of a program instance; 0 where the device does not say."""
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(known, "shared_memory_per_block_optin", 0))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many program instances run at a time, at least; 1 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def asked(fold: Fold) -> tuple[Expr, ...]:
+    """The leaves that the conditions look at."""
+    return tuple(e for e in topological(skip.preferred(fold)) if e.op == "leaf")
+
+
+@functools.lru_cache(maxsize=1024)
+def _used(fold: Fold) -> frozenset[Expr]:
+    return frozenset(e for e in topological([*fold.reductions, *fold.scales]) if e.op == "leaf")
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiplied(fold: Fold) -> frozenset[Expr]:
+    """The vector leaves that only ever enter matrix products."""
+    walked: set[Expr] = set()
+    multiplied: set[Expr] = set()
+    for r in fold.reductions:
+        for c in (factored(c) for a in r.args for c in contractions(a, r.attrs[1])):
+            roots = [x for x in (c.weight, c.vector, c.minus) if x is not None]
+            if c.walk:
+                walked |= {e for e in topological(roots, stop=lambda e: e.feature is None) if e.feature is not None}
+            multiplied |= {x for x in (c.vector,) if x is not None and x.op == "leaf"}
+            for e in topological([x for x in roots if x.feature is None or c.walk]):
+                if e.op == "dot":
+                    multiplied |= set(e.args)
+                elif e.op in ("fsum", "sqdist"):
+                    walked |= set(topological(e.args, stop=lambda x: x.feature is None))
+            walked |= {x for x in (c.minus, c.vector) if x is not None and c.minus is not None}
+    return frozenset(multiplied - walked)
