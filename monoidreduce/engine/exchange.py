@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import RankError
 
+_GOODBYE = 0x6D72  # a tag that nothing is ever sent with
 Group = Any  # torch.distributed.ProcessGroup, which not every build of torch has
 
 
@@ -84,7 +85,7 @@ def hang_up(group: Group) -> None:
     for peer in range(group.size()):  # a receive that times out closes all of a gloo group's connections
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = dist.irecv(nothing, dist.get_global_rank(group, peer), group=group)
+                work = dist.irecv(nothing, dist.get_global_rank(group, peer), group=group, tag=_GOODBYE)
                 if work is not None:
                     work.wait(moment)
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+DEAD = "dead"
 ROOT = Path(__file__).parents[2]
 MOST = 8
 TIMEOUT = 20.0  # of the groups, in seconds
@@ -109,20 +110,20 @@ class Pool:
             self.here[rank].send_bytes(message)
 
     def receive(self, rank: int, seconds: float = TIMEOUT) -> Any:
-        """A rank's answer; None if it died."""
+        """A rank's answer; DEAD if it gave up its life instead."""
         if not select.select([self.here[rank]], [], [], seconds)[0]:
             raise TimeoutError(f"rank {rank} gave no answer in {seconds} s")
         try:
             return pickle.loads(self.here[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            return None
+            return DEAD
 
     def run(self, name: str, size: int, *args: Any) -> list[Any]:
         """A task on all ranks of a world; their answers, or an error with every trace."""
         self.broken = True  # until all is well: a failed task leaves a group in no state to be used again
         self.send(name, size, *args)
         answers = [self.receive(r, 2 * TIMEOUT) for r in range(size)]
-        failed = [f"rank {r}: {a}" for r, a in enumerate(answers) if isinstance(a, Failure) or a is None]
+        failed = [f"rank {r}: {a}" for r, a in enumerate(answers) if isinstance(a, Failure) or a is DEAD]
         assert not failed, "\n".join(failed)
         self.broken = False
         return answers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce.engine import agree
+from monoidreduce.engine import agree, registry
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.ranks.cases import Case, part
@@ -284,3 +284,30 @@ def left_alone(group: Any) -> bool:
     return (
         before[:2] == after[:2] and torch.equal(before[2], after[2]) and alone.shape == (3,) and agree.current() is None
     )
+
+
+def warm(group: Any) -> None:
+    """The first call of everything, so that what follows is the work itself."""
+    _worked(group, ("rows", "cols"))
+
+
+def _worked(group: Any, divided: tuple[str, ...]) -> None:
+    q = torch.ones(40, 8, requires_grad=True)
+    with mr.shard(**{name: group for name in divided}):
+        y = BY_NAME["causal_attention"].op(q, q, q)
+    y.sum().backward()
+
+
+def work(group: Any, divided: tuple[str, ...]) -> None:
+    """Forward and backward without end; only an error gets out."""
+    while True:
+        _worked(group, divided)
+
+
+def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
+    def engine(*args: Any) -> Any:
+        raise MemoryError("no memory left on this rank")
+
+    if group.rank() == 1:
+        registry.FOLDERS["eager"] = engine
+    _worked(group, divided)
