@@ -50,6 +50,8 @@ from .program.reductions import (
     sum as sum,
 )
 from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
+from .sources import chunks
+from .stream import Stream
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -60,11 +62,13 @@ __all__ = [
     "Op",
     "Row",
     "Scalar",
+    "Stream",
     "Tally",
     "Vector",
     "__version__",
     "argmax",
     "argmin",
+    "chunks",
     "col_index",
     "count",
     "dot",

@@ -17,12 +17,14 @@ from torch import Tensor
 from .engine import agree, autograd, dtensors, reference, registry, sharded
 from .engine.eager import walk
 from .engine.evaluate import Sizes, from_layout
+from .engine.streaming import Walk
 from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
 from .program import declare
 from .program.declare import Parameter
 from .program.expr import Expr, topological
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
+from .stream import Prepared, Stream
 
 _TRACES = 256  # kept per op, the oldest dropped
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,6 +62,42 @@ class Op:
         _, results, _, pack = self._part(args, kwargs)
         return pack(results)
 
+    def stream(self, *args: Any, **kwargs: Any) -> Stream:
+        """A fold over columns that come in chunks: give everything but the columns, then feed it.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+        ...     return mr.argmin(mr.sqdist(x, y))
+        >>> corpus = torch.arange(12.0).view(6, 2)
+        >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
+        [3, 4]
+        """
+        columns = [n for n, p in self.parameters.items() if p.axis == "cols"]
+        names = [n for n in self.parameters if n not in columns]
+        if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}.stream takes {', '.join(names)}; columns come later",
+                fix=f"It is declared as {self!r}",
+            )
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        asks = any(isinstance(v, Tensor) and v.requires_grad for v in given.values())
+        present = [n for n in columns if not self.parameters[n].optional]
+        return Stream(functools.partial(self._streamed, given), present, asks)
+
+    def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
+        traced, inputs, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
+        engine = registry.FOLDERS["eager" if (name := str(registry.settings().engine)) == "reference" else name]
+
+        def form(results: list[Any], sizes: Sizes) -> Any:
+            _check_sizes(traced.outputs, sizes)
+            return traced.pack([_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)])
+
+        stays = {n: v for n, v in inputs.items() if n not in chunk}
+        shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
+        name = f"{agree.fingerprint(traced.outputs)} {shape}"
+        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
+
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, inputs, sizes, out = self._prepare(args, kwargs)
         results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
@@ -94,14 +132,15 @@ class Op:
     # Binding and checking
 
     def _prepare(
-        self, args: tuple, kwargs: Mapping[str, Any]
+        self, args: tuple, kwargs: Mapping[str, Any], whole: bool = True
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
             sizes, out = _sizes(self.parameters, values)
             traced = self._trace(values)
             sizes = agree.place(sizes, traced.outputs, values)
-            _check_sizes(traced.outputs, sizes)
+            if whole:  # of a stream's chunks only all together are
+                _check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
             agree.withdraw(error)
             raise error.at(self._describe(args, kwargs)) from None

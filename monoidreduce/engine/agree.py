@@ -211,7 +211,7 @@ def _raise(status: list[int], told: list[str]) -> None:
 
 def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
     """All that must be equal on every rank, as lines of text."""
-    lines = [f"program {_fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
+    lines = [f"program {fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
     lines += [f"order {layout.order}"]
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -223,7 +223,7 @@ def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], la
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(outputs: tuple[Expr, ...]) -> str:
+def fingerprint(outputs: tuple[Expr, ...]) -> str:
     """A program, told by its nodes: equal on all machines for equal programs."""
     number: dict[Expr, int] = {}
     text = hashlib.sha256()

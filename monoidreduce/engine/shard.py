@@ -33,10 +33,11 @@ class Axis:
 
     pieces: tuple[Pieces, ...]
     group: Group = None
+    whole: int | None = None  # the length of the axis where the pieces are not all of it, as in a stream
 
     @property
     def total(self) -> int:
-        return sum(map(length, self.pieces))
+        return sum(map(length, self.pieces)) if self.whole is None else self.whole
 
     @property
     def own(self) -> Pieces:

@@ -82,7 +82,7 @@ class _Pass(torch.autograd.Function):
         values = iter(zip(execute(program, inputs, context.sizes, context.engine), program.outputs, strict=True))
         grads: list[Tensor | None] = []
         for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
-            grads.append(_as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
+            grads.append(as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
         return None, *grads
 
 
@@ -120,7 +120,7 @@ def _zero(leaf: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def _as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
+def as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
     """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
     value, e = result
     if value is None:
