@@ -7,7 +7,7 @@
 ...     return mr.softmax_mean(q @ k, v)
 """
 
-from . import ops
+from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
@@ -17,7 +17,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
-from .program.declare import Batch, Col, Row
+from .program.declare import Batch, Col, Pair, Row
 from .program.reductions import (
     all as all,
 )
@@ -60,6 +60,7 @@ __all__ = [
     "Monoid",
     "MonoidReduce",
     "Op",
+    "Pair",
     "Row",
     "Scalar",
     "Stream",
@@ -81,6 +82,7 @@ __all__ = [
     "mean",
     "mk_GeMMMapReduce",
     "monoids",
+    "nn",
     "num_cols",
     "num_rows",
     "op",

@@ -47,7 +47,7 @@ class _Details(dict):
 class DeclarationError(MonoidReduceError, TypeError):
     """A parameter of an op, or a field of a monoid, is declared in a way we do not know."""
 
-    fix = 'Annotate with Row["f"], Col["f"], Row, Col, mr.Batch, float, int or bool'
+    fix = 'Annotate with Row["f"], Col["f"], Row, Col, mr.Batch, mr.Pair, float, int or bool'
 
 
 class ArgumentError(MonoidReduceError, TypeError):

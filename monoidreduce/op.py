@@ -1,33 +1,37 @@
 """``@mr.op``: the front door. Binds a call's arguments, checks them, traces the body once, and runs it.
 
-Checks happen here, before any work, and every message names the argument, what was given and what was expected. A new
-shape is the same program; only a new number class, a new fixed choice or a left-out argument traces again.
+Checks happen before any work. A new shape is the same program; only a new number class, a new fixed choice or a
+left-out argument traces again. A call that was right once is kept as a plan (``engine/calls.py``); the next call like
+it goes straight there, and a wrong one finds none.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import agree, autograd, dtensors, reference, registry, sharded
+from .engine import agree, autocast, autograd, compiled, dtensors, registry, sharded
+from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, shown, sizes_of
+from .engine.calls import Plan, formed, key_of
 from .engine.eager import walk
-from .engine.evaluate import Sizes, from_layout
+from .engine.evaluate import Sizes
 from .engine.streaming import Walk
-from .errors import ArgumentError, DeviceError, DTypeError, MonoidReduceError, ShapeError, TopKError
+from .errors import ArgumentError, MonoidReduceError, TraceError
 from .program import declare
-from .program.declare import Parameter
-from .program.expr import Expr, topological
+from .program.expr import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
 from .stream import Prepared, Stream
 
 _TRACES = 256  # kept per op, the oldest dropped
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLANS = 1024
+_CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
 class Op:
@@ -38,22 +42,67 @@ class Op:
         self.function = function
         self.parameters = declare.parameters(function)
         self.signature = inspect.signature(function)
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        self._positional = sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)
+        self._places = {
+            name: at for at, name in enumerate(self.parameters) if kinds[at] is not inspect.Parameter.POSITIONAL_ONLY
+        }
+        self._defaults = tuple(p.default for p in self.parameters.values())
+        self._static = tuple(p.axis == "static" for p in self.parameters.values())
+        self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
+        self._plans: dict[tuple, tuple[Plan, ...]] = {}
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled(args, kwargs)
         if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
             return self._divided(args, kwargs)
-        settings = registry.settings()
-        traced, inputs, sizes, out = self._prepare(args, kwargs)
-        if settings.engine == "reference":
-            results = reference.run(traced.outputs, inputs, sizes, settings.limit)
-        else:
-            results = autograd.execute(lower(traced.outputs), inputs, sizes, registry.FOLDERS[str(settings.engine)])
-        shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
-        return traced.pack(shaped)
+        device = autocast.region(args or kwargs.values())
+        if device is not None:
+            return autocast.run(self, self.parameters, device, args, kwargs)
+        engine, key = registry.engine(), None
+        values = self._lined_up(args, kwargs)
+        if values is not None and autograd.straight():
+            key = key_of(values, self._static, engine)
+            for plan in () if key is None else self._plans.get(key, ()):
+                if plan.serves(values):
+                    return plan(values)
+        plan, bound = self._planned(args, kwargs, engine)
+        if key is not None:
+            self._keep(key, plan)
+        return plan(bound)
+
+    def program(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The lowered program that this call would run: its passes and what is fed to them."""
+        return lower(self._prepare(args, kwargs)[0].outputs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """What would run for this call and why, in words."""
+        traced, _, sizes, _ = self._prepare(args, kwargs)
+        program, engine = lower(traced.outputs), registry.settings().engine
+        batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
+        lines = [
+            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, "
+            f"{sizes.compute} arithmetic, engine {engine}"
+        ]
+        walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
+        count = sum(walks)
+        lines.append(
+            f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided")
+        )
+        for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
+            kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
+            lines.append(f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
+            if engine == "eager" and walked:
+                lines += [f"    {line}" for line in walk(p.fold, sizes)]
+        return "\n".join(lines)
+
+    # Over ranks, and over columns that come in chunks
 
     def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The call on this rank's part, where rows or columns are divided over ranks."""
@@ -86,12 +135,13 @@ class Op:
         return Stream(functools.partial(self._streamed, given), present, asks)
 
     def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
-        traced, inputs, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
-        engine = registry.FOLDERS["eager" if (name := str(registry.settings().engine)) == "reference" else name]
+        traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
+        inputs = inputs_of(self.parameters, bound, sizes)
+        engine = registry.FOLDERS["eager" if (name := registry.engine()) == "reference" else name]
 
         def form(results: list[Any], sizes: Sizes) -> Any:
-            _check_sizes(traced.outputs, sizes)
-            return traced.pack([_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)])
+            check_sizes(traced.outputs, sizes)
+            return traced.pack(formed(results, traced, sizes, out))
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
@@ -99,35 +149,90 @@ class Op:
         return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
-        traced, inputs, sizes, out = self._prepare(args, kwargs)
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        inputs = inputs_of(self.parameters, bound, sizes)
         results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
-        shaped = [_shaped(v, e, sizes, out) for v, e in zip(results, traced.outputs, strict=True)]
-        return traced.outputs, shaped, sizes, traced.pack
+        return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
-    def program(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The lowered program that this call would run: its passes and what is fed to them."""
-        return lower(self._prepare(args, kwargs)[0].outputs)
+    # Plans
 
-    def explain(self, *args: Any, **kwargs: Any) -> str:
-        """What would run for this call and why, in words."""
-        traced, _, sizes, _ = self._prepare(args, kwargs)
-        program, engine = lower(traced.outputs), registry.settings().engine
-        batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
-        lines = [
-            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, "
-            f"{sizes.compute} arithmetic, engine {engine}"
-        ]
-        walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
-        count = sum(walks)
-        lines.append(
-            f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided")
-        )
-        for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
-            kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
-            lines.append(f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
-            if engine == "eager" and walked:
-                lines += [f"    {line}" for line in walk(p.fold, sizes)]
-        return "\n".join(lines)
+    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Plan, Sequence[Any]]:
+        """A plan by the long way, through every check, and the arguments in its order."""
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        return Plan.of(traced, self.parameters, bound, sizes, out, engine), list(bound.values())
+
+    def _lined_up(self, args: tuple, kwargs: dict) -> Sequence[Any] | None:
+        """The arguments in the order of the parameters; None where they do not fit, which binding explains."""
+        if len(args) == len(self._defaults) == self._positional:
+            return None if kwargs else args
+        if len(args) > self._positional:
+            return None
+        values = [*args, *self._defaults[len(args) :]]
+        for name, value in kwargs.items():
+            at = self._places.get(name, -1)
+            if at < len(args):
+                return None
+            values[at] = value
+        return None if any(v is ... for v in values) else values
+
+    def _keep(self, key: tuple, plan: Plan) -> None:
+        with self._lock:
+            while len(self._plans) >= _PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = (plan, *self._plans.get(key, ())[: _CHOICES - 1])
+
+    # An op is its function: a copy is itself, and it is pickled by name, as functions are
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Op:
+        return self
+
+    def __reduce__(self) -> str:
+        return self.function.__qualname__
+
+    # Inside torch.compile
+
+    def _compiled(self, args: tuple, kwargs: dict) -> Any:
+        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
+        choices: list[Any] = []
+        values, named = list(args), dict(kwargs)
+        for at, name in enumerate(self._choices):
+            if name is not None and at < len(values):
+                choices += (name, values[at])
+                values[at] = None
+            elif name is not None and name in named:
+                choices += (name, named.pop(name))
+        call = self._call_name(*choices)
+        results = compiled.in_graph(call, *values, **named)
+        return compiled.filled(getattr(self, self._form_name()), results)
+
+    @compiled.constant
+    def _call_name(self, *choices: Any) -> str:
+        return compiled.name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
+
+    @compiled.constant
+    def _form_name(self) -> str:
+        """The attribute where the form of the last results is kept: there dynamo can guard it."""
+        form = compiled.last_form()
+        name = f"_form_{form!r}"
+        setattr(self, name, form)
+        return name
+
+    def _run_in_graph(self, choices: compiled.Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+        chosen = dict(choices)
+        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
+        given, named = (*values, *args[len(values) :]), kwargs | chosen
+        device = autocast.region((*given, *named.values()))
+        if device is not None:
+            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
+        try:
+            plan, bound = self._planned(*compiled.opened(given, named), registry.engine())
+        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
+            plan, bound = self._planned(*compiled.closed(given, named), registry.engine())
+        results = plan.results(bound)
+        return results, plan.traced.pack(list(range(len(results))))
 
     # Binding and checking
 
@@ -136,16 +241,15 @@ class Op:
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            sizes, out = _sizes(self.parameters, values)
+            sizes, out = sizes_of(self.parameters, values)
             traced = self._trace(values)
             sizes = agree.place(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are
-                _check_sizes(traced.outputs, sizes)
+                check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
             agree.withdraw(error)
             raise error.at(self._describe(args, kwargs)) from None
-        inputs = {n: _padded(v, self.parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
-        return traced, inputs, sizes, out
+        return traced, values, sizes, out
 
     def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -156,45 +260,8 @@ class Op:
             ) from None
         bound.apply_defaults()
         for name, value in bound.arguments.items():
-            self._check_kind(self.parameters[name], value)
+            check_kind(self.parameters[name], value)
         return dict(bound.arguments)
-
-    def _check_kind(self, p: Parameter, value: Any) -> None:
-        if value is None and p.optional:
-            return
-        if p.axis in ("rows", "cols", "batch"):
-            if not isinstance(value, Tensor):
-                raise ArgumentError(
-                    detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a tensor"
-                )
-            least = (p.axis != "batch") + (p.feature is not None)
-            if value.dim() < least:
-                expected = {"rows": "..., M", "cols": "..., N", "batch": "..."}[p.axis] + (
-                    f", {p.feature}" if p.feature else ""
-                )
-                raise ShapeError(
-                    detail=f"{p.name} is declared {p}, so its shape is [{expected}], but it is {tuple(value.shape)}",
-                    fix="Add the missing axis, or change the declaration",
-                )
-            if value.is_complex() or value.is_sparse or value.is_quantized:
-                raise DTypeError(detail=f"{p.name} is {_shown(value)}", fix="Give a dense tensor of real numbers")
-        elif p.axis == "number":
-            if isinstance(value, Tensor):
-                if value.dim() != 0:
-                    raise ShapeError(
-                        detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
-                        fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
-                    )
-            elif (
-                p.python is int and isinstance(value, float | int) and not (value == value // 1 and abs(value) < 2**63)
-            ):
-                raise ArgumentError(
-                    detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
-                )
-            elif not isinstance(value, int | float) and not hasattr(value, "item"):
-                raise ArgumentError(
-                    detail=f"{p.name} is declared {p}, but was given {_shown(value)}", fix="Give a number"
-                )
 
     def _trace(self, values: dict[str, Any]) -> Traced:
         dtypes: dict[str, str] = {}
@@ -204,7 +271,9 @@ class Op:
             if p.axis == "static" or value is None:
                 plain[name] = value
             elif isinstance(value, Tensor):
-                dtypes[name] = _number_class(value.dtype)
+                dtypes[name] = number_class(value.dtype)
+            elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
+                dtypes[name] = "float" if p.python is float else "int"
             else:
                 plain[name] = value.item() if hasattr(value, "item") else value
                 if p.python is int and not isinstance(plain[name], bool):
@@ -216,131 +285,16 @@ class Op:
             if all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items()):
                 return traced
         traced = trace(self.function, self.parameters, dtypes, plain)
-        while len(self._traces) >= _TRACES:  # a new lambda in every call must not fill the memory
-            del self._traces[next(iter(self._traces))]
-        self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
+        with self._lock:
+            while len(self._traces) >= _TRACES:  # a new lambda in every call must not fill the memory
+                del self._traces[next(iter(self._traces))]
+            self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
         return traced
 
     def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
-        return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={_shown(v)}" for n, v in given)
-
-
-def _number_class(dtype: torch.dtype) -> str:
-    return "float" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})" if not isinstance(value, int | float) else repr(value)
-
-
-def _padded(value: Any, p: Parameter, rank: int) -> Any:
-    """A tensor with all the batch dimensions there are (size 1 in front), a view; numbers and choices as they are."""
-    if not isinstance(value, Tensor):
-        return value.item() if hasattr(value, "item") else value
-    own = value.dim() - (p.axis in ("rows", "cols")) - (p.feature is not None)
-    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64):
-        value = value.long()  # indices are int64 everywhere
-    return value[(None,) * (rank - own)] if rank > own else value
-
-
-def _sizes(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Sizes, torch.dtype | None]:
-    """Check that sizes, types and devices agree, and say what they are."""
-    found: dict[str, tuple[str, int]] = {}
-    batch: tuple[int, ...] = ()
-    batch_of = ""
-    floats: dict[str, torch.dtype] = {}
-    devices: dict[str, torch.device] = {}
-    for name, p in parameters.items():
-        value = values.get(name)
-        if not isinstance(value, Tensor):
-            continue
-        if p.axis == "number" and value.device.type == "cpu":
-            continue
-        devices[name] = value.device
-        if p.axis == "number":
-            continue
-        if value.dtype.is_floating_point:
-            floats[name] = value.dtype
-        tail = (p.axis in ("rows", "cols")) + (p.feature is not None)
-        own = tuple(value.shape[: value.dim() - tail])
-        if p.axis in ("rows", "cols"):
-            _agree(found, p.axis, name, value.shape[len(own)])
-        if p.feature is not None:
-            _agree(found, str(p.feature), name, value.shape[-1])
-        try:
-            batch = torch.broadcast_shapes(batch, own)
-        except RuntimeError:
-            raise ShapeError(
-                detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",
-                fix="Leading dimensions must be equal or 1",
-            ) from None
-        batch_of = batch_of or name
-    if len(set(devices.values())) > 1:
-        raise DeviceError(
-            detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
-        )
-    if len(set(floats.values())) > 1:
-        raise DTypeError(
-            detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items())
-        )
-    dtype = next(iter(floats.values()), None)
-    if dtype is not None and dtype not in _FLOATS:
-        raise DTypeError(
-            detail=f"{next(iter(floats))} is {dtype}, which has no arithmetic here",
-            fix="Use float64, float32, float16 or bfloat16",
-        )
-    compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
-    device = next(iter(devices.values()), torch.device("cpu"))
-    sizes = {k: s for k, (_, s) in found.items()}
-    return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
-
-
-def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int) -> None:
-    first, size = found.setdefault(axis, (name, length))
-    if axis.isdigit() and length != int(axis):
-        raise ShapeError(detail=f"{name} is declared with {axis} features, but has {length}", fix="Change one of them")
-    if size != length:
-        what = {"rows": "rows", "cols": "columns"}.get(axis, f'features "{axis}"')
-        raise ShapeError(
-            detail=f"{first} has {size} {what}, but {name} has {length}",
-            fix="They must be equal"
-            if axis in ("rows", "cols")
-            else "Equal letters must be equal sizes; use two letters if they differ",
-        )
-
-
-def _check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
-    """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
-    for e in topological(outputs):
-        if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
-            raise ShapeError(
-                detail=f'feature [{e.attrs[0]}] was asked of a vector over "{e.args[0].feature}", which has {count}',
-                fix=f"Features are numbered from 0 to {count - 1}",
-            )
-        if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
-            raise TopKError(
-                k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")
-            )
-
-
-def _shaped(value: Any, e: Expr, sizes: Sizes, out: torch.dtype | None) -> Tensor:
-    """An output as users hold it: every axis of its kind and the whole batch; vectors in the inputs' type.
-
-    Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
-    """
-    if not isinstance(value, Tensor):
-        kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
-        value = torch.full((), value, dtype=kind, device=sizes.device)
-    else:
-        value = from_layout(value, e)
-    tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
-    tail += () if e.feature is None else (sizes.of(str(e.feature)),)
-    value = value.expand((*sizes.batch, *tail))
-    return value.to(out) if out is not None and e.feature is not None and e.dtype == "float" else value
+        return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)
 
 
 def op(function: Callable) -> Op:

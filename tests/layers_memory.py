@@ -59,10 +59,10 @@ class Watch(TorchDispatchMode):
         self.total -= self.live.pop(key, 0)
 
 
-def usage(function: Callable, args: Sequence[Any], *, backward: bool = True) -> Usage:
-    """What a call and its backward allocate; the cotangents are ones, expanded."""
+def usage(function: Callable, args: Sequence[Any], *, backward: bool = True, held: Sequence[Any] = ()) -> Usage:
+    """What a call and its backward allocate; the cotangents are ones, expanded. ``held``: what else was there."""
     given = [a.detach().requires_grad_(backward) if is_float(a) else a for a in args]
-    with Watch(given) as watch:
+    with Watch([*given, *held]) as watch:
         values = [v for v in flatten(function(*given)) if v.requires_grad]
         if values:
             ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in values]

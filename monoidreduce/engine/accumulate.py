@@ -23,6 +23,8 @@ from .tilerun import FEW_FEATURES, TileRun
 class Accumulator:
     """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
 
+    into: Tensor | None = None  # where a number per pair goes, which is not folded
+
     def __init__(
         self, reduction: Expr, batch: int, length: int, widths: list[int], compute: torch.dtype, device: torch.device
     ):
@@ -269,6 +271,26 @@ class User(Accumulator):
         return [s if w >= 0 else s.squeeze(-1) for s, w in zip(self.state, self.widths, strict=True)]
 
 
+class Pair(Accumulator):
+    """A number per pair, added to ``into`` [b, M, N]; where that is broadcast (stride 0), to its one element."""
+
+    def start(self) -> None:
+        pass
+
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+        assert self.into is not None
+        row, col = tile.offset
+        value = tile.full(reducer.roots[0])
+        here = self.into[:, row : row + value.shape[1], col : col + value.shape[2]]
+        for dim in range(3):
+            if here.stride(dim) == 0 and here.shape[dim] > 1:
+                here, value = here.narrow(dim, 0, 1), value.sum(dim, keepdim=True)
+        here += value
+
+    def finish(self) -> list[Tensor]:
+        return []
+
+
 ACCUMULATORS: dict[str, Any] = {
     "sum": Sum,
     "soft": Soft,
@@ -277,4 +299,5 @@ ACCUMULATORS: dict[str, Any] = {
     "moments": Moments,
     "user": User,
     "pick": Pick,
+    "pair": Pair,
 }

@@ -52,8 +52,8 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 
 def current() -> Layout | None:
-    """The layout in force."""
-    return _layout.get()
+    """The layout in force; none in what torch.compile traces."""
+    return None if torch.compiler.is_compiling() else _layout.get()
 
 
 @contextlib.contextmanager
@@ -113,6 +113,11 @@ def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) ->
     layout = current()
     if layout is None or not (layout.groups or layout.batch):
         return sizes
+    if any(e.op == "input" and e.is_pair for e in topological(outputs)):
+        raise ArgumentError(
+            detail="an argument is given for every pair, which cannot be divided over ranks",
+            fix="Say it with indices, or with numbers per row and per column",
+        )
     here = {"rows": sizes.rows, "cols": sizes.cols}
     axes = {name: Axis((((0, here[name]),),)) for name in here}
     lengths = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device)
@@ -137,6 +142,12 @@ def whole_cols(rows: int, cols: int) -> int:
     if layout is None or layout.cols is None:
         return cols
     return sum(_agreed(layout, "a check of columns", {"rows": rows, "cols": cols}, None)["cols"])
+
+
+def divides_cols() -> bool:
+    """Whether other ranks have columns that this one has not."""
+    layout = current()
+    return layout is not None and layout.cols is not None
 
 
 def over_rows(total: Tensor) -> Tensor:

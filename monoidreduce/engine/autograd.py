@@ -1,113 +1,228 @@
 """Passes as one differentiable torch function, and programs as a walk over passes.
 
 The backward of a pass is built symbolically (``program/gradient.py``), lowered like any program and run by this same
-walk, so that first, second and third derivatives take one road, on every engine.
+walk, so that first, second and third derivatives take one road, on every engine. Plain tensors go straight to the
+engine; under a tracer or a transform (``torch.compile``, ``vmap``, ``jvp``, fake tensors) the same fold goes through
+the registered operator (``library.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..program.expr import Expr
 from ..program.gradient import gradient
-from ..program.lower import Fold, Lowered, lower
+from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from .evaluate import Evaluator, Sizes, from_layout, to_layout
+from . import autocast, library
+from .evaluate import Sizes
+from .registry import FOLDERS
+from .script import Script, missing, script
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass needs besides its tensors."""
+    """What a pass needs besides its tensors; gradient programs met so far are kept with it."""
 
     fold: Fold
     sizes: Sizes
-    engine: Callable[..., list[Tensor]]
+    engine: str
+    gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
 
 
-def execute(
-    program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, engine: Callable[..., list[Tensor]]
-) -> list[Any]:
-    """Run a lowered program: feed each pass, fold it, then evaluate the outputs (in the evaluator's layout)."""
-    evaluate = Evaluator(sizes, inputs)
-    for p in program.passes:
-        feeds = [from_layout(evaluate(e), e) for e in p.feeds]
-        results = _FoldFunction.apply(Context(p.fold, sizes, engine), *feeds)
-        for value, nodes in zip(results, p.results, strict=True):
-            for n in nodes:
-                evaluate.memo[n] = to_layout(value, n)
-    return [evaluate(e) for e in program.outputs]
+class Walk:
+    """Runs the passes of one call: a context for each fold, made once."""
+
+    def __init__(self, engine: str):
+        self.engine = engine
+        self.contexts: dict[Fold, Context] = {}
+
+    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
+        context = self.contexts.get(fold)
+        if context is None:
+            context = self.contexts.setdefault(fold, Context(fold, sizes, self.engine))
+        return run(context, leaves)
 
 
-class _FoldFunction(torch.autograd.Function):
-    """One pass over the pairs; its backward is a program."""
+def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
+    """Fold, differentiably where a leaf asks for it."""
+    if not straight():
+        return _Traced.apply(context, *leaves)
+    asks = False
+    for v in leaves:
+        if isinstance(v, Tensor):
+            if type(v) not in _PLAIN:
+                return _Traced.apply(context, *leaves)
+            asks = asks or v.requires_grad
+    if asks and torch.is_grad_enabled():
+        return _Straight.apply(context, *leaves)
+    return FOLDERS[context.engine](context.fold, leaves, context.sizes)
+
+
+def straight() -> bool:
+    """Whether nothing watches torch's calls: no compiler, no fake tensors, no transform, no forward-mode level."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+class _Straight(torch.autograd.Function):
+    """One pass over the pairs by an engine; its backward is a program."""
 
     @staticmethod
-    def forward(context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        detached = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
-        return tuple(context.engine(context.fold, detached, context.sizes))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.context, *leaves = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(o for o, (r, k) in zip(output, ctx.context.fold.outputs, strict=True) if _fixed(o, r, k))
-        )
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+    def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+        output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+        _keep(ctx, context, leaves, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context: Context = ctx.context
-        saved = iter(ctx.saved_tensors)
-        leaves = [c if c is not None else next(saved) for c in ctx.constants]
-        results = list(saved)
-        asked = tuple(ctx.needs_input_grad[1:])
-        if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-            return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-        given = tuple(g is not None for g in cotangents)
-        program, names = _gradient_program(context.fold, asked, given)
-        inputs = dict(zip(names.leaves, leaves, strict=True))
-        inputs |= dict(zip(names.results, results, strict=True))
-        inputs |= {n: g for n, g in zip(names.cotangents, cotangents, strict=True) if g is not None}
-        values = iter(zip(execute(program, inputs, context.sizes, context.engine), program.outputs, strict=True))
-        grads: list[Tensor | None] = []
-        for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
-            grads.append(_as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
-        return None, *grads
+        return _backward(ctx, cotangents)
 
 
-def _fixed(value: Tensor, reduction: Expr, k: int) -> bool:
-    """Whether a result is a constant to gradients."""
-    kind, _, params = reduction.attrs
-    count = len(KINDS[kind].outputs(reduction.args, params))
-    return not value.dtype.is_floating_point or not KINDS[kind].moves(k, count)
+class _Traced(torch.autograd.Function):
+    """The same pass through the registered operator, for whoever traces or transforms it."""
+
+    @staticmethod
+    def forward(context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+        return tuple(library.call(context.fold, context.engine, leaves, context.sizes))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        context, *leaves = inputs
+        _keep(ctx, context, leaves, output)
+        ctx.save_for_forward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        return _backward(ctx, cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
+        """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
+        context, leaves, results = _kept(ctx)
+        leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
+        moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
+        asked = tuple(isinstance(t, Tensor) for t in tangents)
+        tangents_given = [t for t in tangents if isinstance(t, Tensor)]
+        if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
+            return tuple(torch.zeros_like(r) if k in moving else None for k, r in enumerate(results))
+
+        def pulled(*g: Tensor) -> tuple[Tensor, ...]:
+            cotangents: list[Tensor | None] = [None] * len(results)
+            for k, value in zip(moving, g, strict=True):
+                cotangents[k] = value
+            return tuple(t for t in _gradients(context, leaves, results, asked, cotangents) if t is not None)
+
+        with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
+            _, pull = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))
+            found = iter(pull(tuple(tangents_given)))
+        return tuple(next(found) if k in moving else None for k in range(len(results)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, context: Context, *leaves: Any) -> tuple:
+        """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
+        moved = library.in_front(context.fold, leaves, in_dims[1:], info.batch_size)
+        sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
+        results = _Traced.apply(replace(context, sizes=sizes, gradients={}), *moved)
+        return tuple(results), (0,) * len(results)
 
 
-@dataclass(frozen=True)
-class _Names:
-    leaves: tuple[str, ...]
-    results: tuple[str, ...]
-    cotangents: tuple[str, ...]
-    present: tuple[bool, ...]  # which leaves have an output
+def _primal(value: Any) -> Any:
+    """Without the tangent of the present level, which would call ``jvp`` again."""
+    return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
+
+
+def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    ctx.context = context
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
+    ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
+    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+
+
+def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
+    saved = iter(ctx.saved_tensors)
+    leaves = [c if c is not None else next(saved) for c in ctx.constants]
+    return ctx.context, leaves, list(saved)
+
+
+def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
+    context, leaves, results = _kept(ctx)
+    asked = ctx.needs_input_grad[1:]
+    if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
+        return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+    if autocast.region(results) is None:
+        return None, *_gradients(context, leaves, results, asked, cotangents)
+    with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
+        return None, *_gradients(context, leaves, results, asked, cotangents)
 
 
 @functools.lru_cache(maxsize=4096)
-def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Lowered, _Names]:
+def _fixed(fold: Fold) -> tuple[bool, ...]:
+    """Which results are constants to gradients."""
+    found = []
+    for r, k in fold.outputs:
+        kind, _, params = r.attrs
+        outputs = KINDS[kind].outputs(r.args, params)
+        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient program made ready: where its inputs come from (leaves, results, cotangents), and its outputs."""
+
+    script: Script
+    sources: tuple[int, ...]
+    outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
+    walk: Walk
+
+
+def _gradients(
+    context: Context,
+    leaves: list[Any],
+    results: list[Tensor],
+    asked: tuple[bool, ...],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of a pass, one per leaf (None where not asked)."""
+    numbers = tuple(not isinstance(v, Tensor) for v in leaves)
+    key = (asked, tuple(g is not None for g in cotangents), numbers)
+    made = context.gradients.get(key)
+    if made is None:
+        made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
+    pool = [*leaves, *results, *cotangents]
+    values = iter(made.script.run(context.sizes, made.walk, *(pool[k] for k in made.sources)))
+    grads: list[Tensor | None] = [None] * len(leaves)
+    for place, e in made.outputs:
+        leaf = leaves[place]
+        grads[place] = _zero(leaf) if e is None else _as_gradient(next(values), e, leaf, context.fold.leaves[place])
+    return grads
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient_program(
+    fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
     results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
-    names = _Names(
-        tuple(e.attrs[0] for e in fold.leaves),
-        tuple(e.attrs[0] for e in results),
-        tuple(e.attrs[0] for e in cotangents),
-        tuple(e is not None for e in outputs),
-    )
-    return lower(tuple(e for e in outputs if e is not None)), names
+    program = lower(tuple(e for e in outputs if e is not None))
+    names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
+    made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
+    lowered = iter(program.outputs)
+    wanted = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if asked[k]]
+    return made, tuple(names[n] for n in made.inputs), tuple(wanted)
 
 
 def _zero(leaf: Tensor) -> Tensor:
@@ -117,14 +232,12 @@ def _zero(leaf: Tensor) -> Tensor:
     return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
 
 
-def _as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
+def _as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr) -> Tensor:
     """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
-    value, e = result
-    if value is None:
-        return _zero(leaf)
     if not isinstance(value, Tensor):
         return torch.full_like(leaf, value)
-    if expr.feature is not None and e.feature is None:
-        value = value.unsqueeze(-1)
-    value = from_layout(value, expr)  # an axis that the gradient does not vary along has size 1
-    return value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape).to(leaf.dtype)
+    for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
+        value = value.unsqueeze(at)
+    if value.shape != leaf.shape:
+        value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
+    return value if value.dtype == leaf.dtype else value.to(leaf.dtype)

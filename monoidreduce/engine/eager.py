@@ -18,12 +18,12 @@ from torch import Tensor
 from ..plan import tiles as plan
 from ..program.build import ONE
 from ..program.expr import Expr, index, size, topological
-from ..program.intervals import known
+from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
 from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
-from .evaluate import Sizes
+from .evaluate import Sizes, as_number
 from .pick import run_pick
 from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
 from .tilerun import Buffers, TileRun
@@ -38,12 +38,15 @@ class FoldCode:
     conditions: tuple[Expr, ...] = ()
     ranged: tuple[Expr, ...] = ()
     indices: frozenset[Expr] = frozenset()
+    pairs: tuple[Expr, ...] = ()  # the leaves given per pair that are read
     variants: dict[tuple, Code | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
         self.ranged = ranged(self.fold)
-        self.indices = frozenset(e for e in topological(self.fold.reductions) if e.op in ("row_index", "col_index"))
+        under = topological([a for r in self.fold.reductions for a in (r.args[:1] if r.is_pair else r.args)])
+        self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
+        self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
 
     def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
         truths = tuple(interval(c, known) for c in self.conditions)
@@ -62,29 +65,44 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     code = _code(fold, scalars)
-    given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
-    shape, views = batching.merge(sizes.batch, list(given.values()))
+    written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}
+    whole = [_whole(t, r, sizes) for r, t in written.items()]
+    shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
-    outputs = [_empty(r, k, shape, sizes) for r, k in fold.outputs]
+    kept = [(r, k) for r, k in fold.outputs if r not in written]
+    outputs = [_empty(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
     for where in batching.outer(shape):
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
-            part = {e: v[where][chunk] for e, v in zip(given, views, strict=True)}
+            part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}
             results = _Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
             for out, value in zip(outputs, results, strict=True):
                 out[where][chunk] = value
-    _scale(fold, outputs, dict(zip(given, views, strict=True)) | constants)
-    return [o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs]
+    _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
+    folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
+    return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
 
 
-def _scale(fold: Fold, outputs: list[Tensor], values: dict[Expr, Any]) -> None:
+def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
+    """What is given per pair, viewed with all its rows and columns."""
+    return t.expand(*t.shape[:-2], sizes.rows, sizes.cols) if e.is_pair else t
+
+
+def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
+    """Where a number per pair is written in the shape of an argument: in its type, unless sums are kept there."""
+    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
+    return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+
+
+def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
     """Multiply the results that have a scale by it."""
     scale = {r: s for r, s in fold.scaled if s is not ONE}
-    for (r, _), out in zip(fold.outputs, outputs, strict=True):
+    for (r, _), out in outputs.items():
         if r in scale:
             s = scale[r]
             factor = s.const if s.op == "const" else values[s]
@@ -129,7 +147,9 @@ class _Chunk:
                 self.picked[place] = self._pick(r, length)
             else:
                 widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
-                self.accumulators.append(ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device))
+                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device)
+                accumulator.into = leaves.get(r)
+                self.accumulators.append(accumulator)
 
     def _pick(self, r: Expr, length: int) -> Tensor:
         feature = r.args[2].feature
@@ -160,6 +180,7 @@ class _Chunk:
 
     def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
         values = {**row_values, **self._side(col, False)}
+        values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
         shape = (self.batch, row.stop - row.start, col.stop - col.start)
         tile = TileRun(values, shape, self.buffers, (row.start, col.start))
 
@@ -176,7 +197,7 @@ class _Chunk:
         values: dict[Expr, Any] = {}
         compute = self.sizes.compute
         for e, v in self.leaves.items():
-            if not isinstance(v, Tensor):
+            if not isinstance(v, Tensor) or e.is_pair:
                 continue
             if not e.rows and not e.cols:
                 if rows:
@@ -207,6 +228,9 @@ class _Chunk:
             v = self.leaves[e]
             if not isinstance(v, Tensor):
                 fixed[e] = (float(v), float(v))
+                continue
+            if e.is_pair:  # looking would cost as much as the tile
+                fixed[e] = EITHER if e.dtype == "bool" else NAN
                 continue
             if not e.rows and not e.cols:
                 parts, ranges = [v], [fixed]

@@ -114,9 +114,7 @@ class Evaluator:
         return self.sizes.shard.reduced(e, fields, lambda f, p, n: REDUCERS[kind](f, vectors, over, p, n))
 
     def raised(self, value: Value, e: Expr) -> Value:
-        if isinstance(value, Tensor) and e.dtype == "float" and value.dtype != self.sizes.compute:
-            return value.to(self.sizes.compute)
-        return value
+        return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
 
     def _tensor(self, value: Value, e: Expr) -> Tensor:
         if isinstance(value, Tensor):
@@ -159,6 +157,11 @@ class Evaluator:
             tensors.append(a)
         value = primitive.torch(*tensors, **attributes)
         return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
+
+
+def as_number(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
+    """A given tensor in the type that arithmetic is done in."""
+    return x if e.dtype == "bool" else x.to(_KINDS.get(e.dtype, compute))
 
 
 def cast(x: Tensor, to: str, compute: torch.dtype) -> Tensor:

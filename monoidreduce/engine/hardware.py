@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,6 +53,19 @@ def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tens
     if t.dtype in SIXTEEN and not raise_16bit(t.device, t.dtype):
         return t
     return t.to(compute)
+
+
+ROW_DOT: list[Callable[[Tensor, Tensor], Tensor | None]] = []  # the GPU engine's own, if it is there
+
+
+def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
+    """⟨x_i, y_i⟩ in ``compute``; 16-bit vectors on a GPU are raised as they are read, where nothing watches."""
+    plain = type(x) is Tensor and type(y) is Tensor and x.is_cuda and x.dtype in SIXTEEN and compute is torch.float32
+    if plain and ROW_DOT and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
+        found = ROW_DOT[0](x, y)
+        if found is not None:
+            return found
+    return (x.to(compute) * y.to(compute)).sum(-1)
 
 
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)

@@ -84,6 +84,9 @@ def _matched_leaf(
         own = (e.op == "row_index") == by_rows
         length = sizes.rows if by_rows else sizes.cols
         return torch.arange(length, device=sizes.device)[part].view(1, -1, 1) if own else safe
+    if e.is_pair and e in leaves:
+        v = leaves[e] if by_rows else leaves[e].mT
+        return v[:, part].expand(*safe.shape[:2], -1).gather(2, safe)
     if e.is_pair:  # a vector over the target's letter, one number per match
         name = e.attrs[0].removesuffix("/match")
         return next(v for k, v in leaves.items() if k.attrs[0] == name)[:, part]

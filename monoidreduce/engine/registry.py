@@ -47,11 +47,16 @@ _settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("set
 
 def settings() -> Settings:
     """The settings in force: the innermost ``use``, else the environment, else the defaults."""
+    return replace(_settings.get() or Settings(), engine=engine())
+
+
+def engine() -> str:
+    """The engine in force."""
     found = _settings.get()
     if found is not None and found.engine is not None:
-        return found
-    asked = os.environ.get("MONOIDREDUCE_ENGINE") or None
-    return replace(found or Settings(), engine=_checked(asked, "MONOIDREDUCE_ENGINE") if asked else _default())
+        return found.engine
+    asked = os.environ.get("MONOIDREDUCE_ENGINE")
+    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else _default()
 
 
 @functools.cache

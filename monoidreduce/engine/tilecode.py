@@ -147,6 +147,8 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
             reducers.append(Reducer(place, fields[:1], tuple(contractions(v, over) for v in fields[1:])))
         elif kind == "sum":
             reducers.append(Reducer(place, (), (contractions(fields[0], over),)))
+        elif kind == "pair":
+            reducers.append(Reducer(place, fields[:1], ()))
         else:
             reducers.append(Reducer(place, fields, ()))
     return _schedule(reducers, scalars) if reducers else None

@@ -3,24 +3,40 @@
 May import the errors, the algebra, the program and the decorator; never an engine by name, which the plan chooses.
 """
 
-from .attention import attention
+from .attention import AttentionOutput, attention, attention_decode, document_ids
 from .contrastive import contrastive_loss
-from .cross_entropy import cross_entropy
-from .distributions import cross_entropy_distributions, cross_entropy_given, entropy
+from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
+from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
+from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
 from .pooling import MaxPool, max_pool_product
-from .sampling import Sample, sample
+from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 
 __all__ = [
+    "AttentionOutput",
+    "CrossEntropy",
+    "LogProbs",
     "MaxPool",
     "Sample",
+    "TopK",
     "attention",
+    "attention_decode",
     "contrastive_loss",
     "cross_entropy",
     "cross_entropy_distributions",
     "cross_entropy_given",
+    "document_ids",
     "entropy",
     "gated_mlp",
+    "linear_argmax",
+    "linear_cross_entropy",
+    "linear_cross_entropy_soft",
+    "linear_entropy",
+    "linear_jsd",
+    "linear_kl",
+    "linear_logprobs",
+    "linear_sample",
+    "linear_topk",
     "max_pool_product",
     "mlp",
     "sample",

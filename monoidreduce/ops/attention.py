@@ -1,47 +1,316 @@
-"""Attention."""
+"""Attention, with everything that is done to its scores; and its form for decoding."""
 
 from __future__ import annotations
 
 import math
-from typing import no_type_check
+import numbers
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from ..errors import ArgumentError, DTypeError, ShapeError
+from . import checks, grouping
 from . import language as mr
+
+Causal = bool | Literal["upper_left", "lower_right"]
+Window = int | tuple[int | None, int | None]
+Documents = Tensor | tuple[Tensor, Tensor]
+
+
+class AttentionOutput(NamedTuple):
+    """What :func:`attention` returns with ``return_lse``: the values, and the logsumexp of each row's scores."""
+
+    values: Any
+    lse: Any
 
 
 @mr.op
 @no_type_check
-def _attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], scale: float, causal: bool):
+def _attention(
+    q: mr.Row["f"],
+    k: mr.Col["f"],
+    v: mr.Col["d"],
+    scale: float,
+    return_lse: bool,
+    softcap: float | None = None,
+    bias: mr.Pair | None = None,
+    attn_mask: mr.Pair | None = None,
+    hides: bool = False,
+    alibi_slopes: mr.Batch | None = None,
+    lower_right: bool = False,
+    causal: bool = False,
+    left: int | None = None,
+    right: int | None = None,
+    lengths: mr.Batch | None = None,
+    row_documents: mr.Row | None = None,
+    col_documents: mr.Col | None = None,
+    dropout_p: float | None = None,
+    seed: int | None = None,
+    sinks: mr.Batch | None = None,
+):
     s = q @ k * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    if attn_mask is not None and not hides:
+        s = s + attn_mask
+    i, j = mr.row_index, mr.col_index
+    if lower_right:  # the last row stands beside the last column
+        i = i + ((mr.num_cols if lengths is None else lengths) - mr.num_rows)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes * (i - j).abs()
     if causal:
-        s = torch.where(mr.col_index <= mr.row_index, s, -torch.inf)
-    return mr.softmax_mean(s, v)
+        s = torch.where(j <= i, s, -torch.inf)
+    if left is not None:
+        s = torch.where(j >= i - left, s, -torch.inf)
+    if right is not None:
+        s = torch.where(j <= i + right, s, -torch.inf)
+    if lengths is not None:
+        s = torch.where(j < lengths, s, -torch.inf)
+    if row_documents is not None:
+        s = torch.where(row_documents == col_documents, s, -torch.inf)
+    if attn_mask is not None and hides:
+        s = torch.where(attn_mask, s, -torch.inf)
+    y = mr.softmax_mean(s, v if dropout_p is None else mr.dropout(v, dropout_p, seed))
+    if sinks is None:
+        return AttentionOutput(y, mr.logsumexp(s)) if return_lse else y
+    z = mr.logsumexp(s)
+    share = torch.exp(-F.softplus(sinks - z, threshold=50))  # 1 / (1 + exp(sinks - z)); its slope keeps its digits
+    y = y * torch.where(z == -torch.inf, 0.0, share)
+    return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
 @checks.together
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | Tensor | None = None, causal: bool = False) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    causal: Causal = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    documents: Documents | None = None,
+    lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: int | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Softmax attention: each row's mean of the values, weighted by the softmax of its scaled products with the keys.
 
-    The same as ``torch.softmax(q @ k.mT * scale, -1) @ v``, without ever allocating the M × N matrix of scores, forward
-    or backward; with ``causal`` row i sees columns j ≤ i, as ``F.scaled_dot_product_attention(is_causal=True)``, and
-    what lies wholly above the diagonal is not computed.
+    The same as ``torch.softmax(q @ k.mT * scale, -1) @ v``, and by position ``F.scaled_dot_product_attention``, without
+    ever allocating the M × N matrix of scores, forward or backward. What indices, lengths or document numbers hide is
+    not computed either: whole tiles of it are skipped.
 
-    Shapes: ``q`` [..., M, f], ``k`` [..., N, f], ``v`` [..., N, d] give [..., M, d]; leading dimensions broadcast.
-    ``scale`` is a number or a 0-dim tensor, 1/√f if left out. With no columns the result is 0.
+    Shapes: ``q`` [..., M, f], ``k`` [..., N, f], ``v`` [..., N, d] give [..., M, d]; leading dimensions (batch, heads)
+    broadcast. A row that sees nothing gives 0, with zero gradients. Each option is left out of the computation unless
+    it is used; what is added to the scores is added in this order:
 
-    Raises :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` where the arguments do not fit each other.
+    - ``scale``: a number or a 0-dim tensor, 1/√f if left out.
+    - ``softcap`` c: the scaled scores become c tanh(s / c).
+    - ``bias`` and a floating ``attn_mask`` [..., M, N] are added. They are read where they lie and may have axes of
+      size 1; their gradients are as large as themselves. They may be float32 beside 16-bit inputs.
+    - ``alibi_slopes``, a number per head [..., H]: minus slope × |i - j|.
+    - ``causal`` (or ``is_causal``): row i sees columns j ≤ i. For M ≠ N that is torch's ``"upper_left"``;
+      ``"lower_right"`` puts the last row beside the last column (beside the last of ``lengths``), for causal, window
+      and slopes alike.
+    - ``window`` w: row i sees |i - j| ≤ w; a pair (left, right) sees from i - left to i + right, None being no limit.
+    - ``lengths``: how many columns each sequence has, integers [B] or [B, H]: padding is not seen.
+    - ``documents``: which document each token belongs to, integers [L] or [B, L], or a pair of them for rows and
+      columns: tokens see their own document only (:func:`document_ids` makes them from packed lengths).
+    - a boolean ``attn_mask`` [..., M, N]: True is seen.
+    - ``dropout_p``: weights are dropped with this probability, the others scaled by 1/(1 - p). The mask depends on
+      ``seed`` alone (drawn from torch's generator if left out, so ``torch.manual_seed`` repeats it).
+    - ``sinks``, a logit per head [..., H]: takes part in the softmax's total, with no value of its own.
 
-    >>> import torch
+    ``enable_gqa``: q has H heads, k and v fewer, each shared by H / Hkv of q's; nothing is repeated in memory.
+    ``return_lse`` also returns the logsumexp of the scores [..., M] (float32 for 16-bit inputs), sinks included.
+
+    Raises :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` where the arguments do not fit each other,
+    :class:`ArgumentError` for an option that is out of range.
+
+    >>> import torch, torch.nn.functional as F
     >>> from monoidreduce.ops import attention
     >>> q, k, v = torch.randn(2, 5, 4), torch.randn(2, 7, 4), torch.randn(2, 7, 3)
-    >>> expected = torch.softmax(q @ k.mT / 2, -1) @ v
-    >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
+    >>> seen = torch.rand(5, 7) > 0.5
+    >>> seen[:, 0] = True
+    >>> torch.allclose(attention(q, k, v, seen), F.scaled_dot_product_attention(q, k, v, seen), atol=1e-6)
     True
     """
+    checks.floating(q=q, k=k, v=v)
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
         scale = 1 / math.sqrt(max(features, 1))
-    return _attention(q, k, v, scale, bool(causal))
+    options: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    if softcap is not None:
+        checks.positive("softcap", softcap)
+    for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
+        if matrix is not None:
+            options[name] = _matrix(name, matrix, boolean=name == "attn_mask")
+            options["hides"] = matrix.dtype is torch.bool
+    options["causal"], options["lower_right"] = _alignment(causal, is_causal)
+    options["left"], options["right"] = _limits(window)
+    if lengths is not None:
+        options["lengths"] = grouping.per_sequence("lengths", lengths, "[B] or [B, H]", 0, q)
+        _within("lengths", lengths, k)
+    if documents is not None:
+        options["row_documents"], options["col_documents"] = _documents(documents, q, k)
+    checks.between("dropout_p", dropout_p, 0, 1)
+    if dropout_p > 0:
+        checks.whole("seed", 0 if seed is None else seed)
+        options["seed"] = checks.drawn_seed() if seed is None else seed
+        options["dropout_p"] = float(dropout_p)
+    layout = grouping.Groups.of(q, k, v) if enable_gqa else None
+    if layout is not None:
+        q, k, v, options = layout.split(q, k, v, options)
+    result = _attention(q, k, v, scale, bool(return_lse), **options)
+    return result if layout is None else layout.merged(result)
+
+
+@checks.together
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of the newest tokens to a cache that is longer than what it holds: few queries, many keys.
+
+    The same as :func:`attention` of each sequence to its first ``lengths`` keys, its M queries being the last M of
+    them (``causal="lower_right"``), without ever allocating the M × N scores, a mask, or repeated heads.
+
+    Shapes: ``q`` [B, H, M, f], ``k_cache`` [B, Hkv, N, f] and ``v_cache`` [B, Hkv, N, d] with Hkv dividing H, integers
+    ``lengths`` [B], the new tokens counted in, give [B, H, M, d]. The other options are those of :func:`attention`.
+    What the caches hold beyond ``lengths`` does not matter, as long as it is finite.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` as
+    :func:`attention` does.
+
+    >>> import torch
+    >>> from monoidreduce.ops import attention, attention_decode
+    >>> q, keys, values = torch.randn(2, 8, 1, 4), torch.randn(2, 2, 100, 4), torch.randn(2, 2, 100, 4)
+    >>> y = attention_decode(q, keys, values, torch.tensor([100, 37]))
+    >>> second = attention(q[1], keys[1, :, :37], values[1, :, :37], enable_gqa=True)
+    >>> torch.allclose(y[1], second, atol=1e-6)
+    True
+    """
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.tensor(name, t, "[B, heads, length, features]", 4, 4)
+    checks.tensor("lengths", lengths, "[B]", 1, 1)
+    return attention(
+        q,
+        k_cache,
+        v_cache,
+        scale=scale,
+        enable_gqa=True,
+        causal="lower_right",
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        lengths=lengths,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+
+
+@checks.together
+def document_ids(lengths: Tensor) -> Tensor:
+    """The document of every token of a packed sequence, from the documents' lengths.
+
+    The same as ``torch.arange(D).repeat_interleave(lengths)``: what :func:`attention` takes as ``documents``, without
+    ever allocating a mask. Shapes: ``lengths`` [D], integers, give [L] with L their sum.
+
+    Raises :class:`ShapeError`, :class:`DTypeError` or :class:`ArgumentError` for what are no lengths.
+
+    >>> import torch
+    >>> from monoidreduce.ops import document_ids
+    >>> document_ids(torch.tensor([2, 0, 3]))
+    tensor([0, 0, 2, 2, 2])
+    """
+    checks.tensor("lengths", lengths, "[D]", 1, 1)
+    checks.integers("lengths", lengths)
+    if checks.visible(lengths) and bool((lengths < 0).any()):
+        raise ArgumentError(detail=f"lengths holds {int(lengths.min())}", fix="A document has 0 tokens or more")
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def _matrix(name: str, value: Any, boolean: bool) -> Tensor:
+    checks.tensor(name, value, "[..., M, N]", 2)
+    if not value.is_floating_point() and not (boolean and value.dtype is torch.bool):
+        kinds = "truth values (True is seen) or numbers to add" if boolean else "numbers to add"
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix=f"Give {kinds}")
+    return value
+
+
+def _alignment(causal: Any, is_causal: Any) -> tuple[bool, bool]:
+    """Whether rows see only what lies before them, and whether the last row stands beside the last column."""
+    if causal not in (False, True, "upper_left", "lower_right"):
+        raise ArgumentError(
+            detail=f"causal was given {causal!r}", fix='Use True, False, "upper_left" (as True) or "lower_right"'
+        )
+    if is_causal and causal == "lower_right":
+        raise ArgumentError(
+            detail='is_causal=True, which is "upper_left", was given with causal="lower_right"', fix="Drop is_causal"
+        )
+    return bool(causal or is_causal), causal == "lower_right"
+
+
+def _limits(window: Any) -> tuple[int | None, int | None]:
+    sides = window if isinstance(window, tuple) and len(window) == 2 else (window, window)
+    for side in sides:
+        if side is not None and (
+            not isinstance(side, numbers.Integral) or isinstance(side, bool) or not 0 <= int(side) < 2**31
+        ):
+            raise ArgumentError(
+                detail=f"window was given {window!r}",
+                fix="Give a whole number from 0, or a pair (left, right) of such, None being no limit",
+            )
+    return sides
+
+
+def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(documents, tuple | list) and len(documents) == 2:
+        rows, cols = documents
+    else:
+        rows = cols = documents
+    row, col = (
+        grouping.per_sequence("documents", t, "[L] or [B, L], or a pair of them", 1, side)
+        for t, side in ((rows, q), (cols, k))
+    )
+    if row.shape[-1] != q.shape[-2] or col.shape[-1] != k.shape[-2]:
+        raise ShapeError(
+            detail=f"documents has {row.shape[-1]} and {col.shape[-1]} tokens, but there are {q.shape[-2]} rows and "
+            f"{k.shape[-2]} columns",
+            fix="Give one number for each token, a pair of tensors where rows and columns are different tokens",
+        )
+    return row, col
+
+
+def _within(name: str, lengths: Tensor, k: Tensor) -> None:
+    """Lengths that the columns have; looked at where looking is free."""
+    if checks.visible(lengths) and lengths.numel():
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > k.shape[-2]:
+            raise ArgumentError(
+                detail=f"{name} holds {low if low < 0 else high}, but there are {k.shape[-2]} columns",
+                fix=f"Give numbers from 0 to {k.shape[-2]}",
+            )

@@ -6,9 +6,10 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,26 +25,51 @@ _REDUCTIONS = ("mean", "sum", "none")
 # Options
 
 
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """A choice by name."""
+    if value not in choices:
+        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
+
+
 def reduction(value: str) -> None:
     """A loss is averaged, added up or left per row."""
-    if value not in _REDUCTIONS:
-        raise ArgumentError(
-            detail=f"reduction was given {value!r}", fix=f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
-        )
+    one_of("reduction", value, _REDUCTIONS)
 
 
-def whole(name: str, value: Any) -> None:
+def whole(name: str, value: Any, least: int = -(2**63)) -> None:
     """An integer that fits 64 bits, or a 0-dim tensor of integers (which is not looked at)."""
+    if type(value) is int and least <= value < 2**63:
+        return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point() and not value.is_complex():
         return
-    if not isinstance(value, numbers.Integral) or not -(2**63) <= int(value) < 2**63:
-        raise ArgumentError(detail=f"{name} was given {value!r}", fix="Give an integer that fits in 64 bits")
+    if not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
+        above = "" if least < 0 else f", {least} or more"
+        raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Give an integer that fits in 64 bits{above}")
 
 
 def positive(name: str, value: Any) -> None:
-    """A plain number must be above zero; a tensor is not looked at."""
-    if not isinstance(value, Tensor) and not (isinstance(value, numbers.Real) and float(value) > 0):
-        raise ArgumentError(detail=f"{name} was given {value!r}", fix="Give a number above 0, or a 0-dim tensor of one")
+    """A plain number must be above zero and finite; a 0-dim tensor is not looked at."""
+    if type(value) is float and 0 < value < math.inf:
+        return
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+        return
+    if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+        raise ArgumentError(
+            detail=f"{name} was given {_shown(value)}", fix="Give a number above 0, or a 0-dim tensor of one"
+        )
+
+
+def between(name: str, value: Any, least: float, most: float) -> None:
+    """A plain number in a closed range."""
+    if type(value) is float and least <= value <= most and value < math.inf:
+        return
+    if not isinstance(value, numbers.Real) or not least <= float(value) <= most or math.isinf(value):
+        bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
+        raise ArgumentError(detail=f"{name} was given {_shown(value)}", fix=f"Give a number {bounds}")
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 # Tensors
@@ -61,73 +87,133 @@ def tensor(name: str, value: Any, shape: str, least: int, most: int | None = Non
         )
 
 
-def head(x: Any, weight: Any, bias: Any) -> None:
-    """The arguments of a linear head, whose logits are ``x @ weight.T + bias``."""
-    tensor("x", x, "[..., D]", 1)
-    tensor("weight", weight, "[V, D]", 2, 2)
-    alike(x=x, weight=weight)
+def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
+    """The arguments of a linear head, whose logits are ``x @ weight.T + bias``; ``prefix`` of their names."""
+    tensor(f"{prefix}x", x, "[..., D]", 1)
+    tensor(f"{prefix}weight", weight, "[V, D]", 2, 2)
+    if not x.is_floating_point():
+        raise DTypeError(detail=f"{prefix}x is {str(x.dtype)[6:]}, but a head multiplies floating numbers")
+    alike(**{f"{prefix}x": x, f"{prefix}weight": weight})
     if x.shape[-1] != weight.shape[-1]:
         raise ShapeError(
-            detail=f"x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in their features",
+            detail=f"{prefix}x {tuple(x.shape)} and {prefix}weight {tuple(weight.shape)} differ in their features",
             fix="Both have one feature axis, the last: x is [..., D] and weight [V, D], one vector per class",
         )
     if bias is not None:
-        tensor("bias", bias, "[V]", 1, 1)
-        alike(x=x, bias=bias)
+        per_class(f"{prefix}bias", bias, weight)
+
+
+def per_class(name: str, value: Any, weight: Tensor) -> None:
+    """One number for each class."""
+    tensor(name, value, "[V]", 1, 1)
+    alike(**{"weight": weight, name: value})
+    if len(value) != len(weight):
+        raise ShapeError(
+            detail=f"weight has {len(weight)} classes, but {name} has {len(value)}",
+            fix="Give one number for each class, that is, for each row of weight",
+        )
+
+
+def per_row(name: str, value: Any, x: Tensor) -> None:
+    """One number for each row of x, of any real type."""
+    tensor(name, value, "[...]", 0)
+    if value.shape != x.shape[:-1]:
+        raise ShapeError(
+            detail=f"{name} has shape {tuple(value.shape)}, but x {tuple(x.shape)} asks for {tuple(x.shape[:-1])}",
+            fix="Give one number for each row of x",
+        )
+    if value.is_complex():
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give real numbers")
+    _one_device({"x": x, name: value})
 
 
 def alike(**tensors: Tensor) -> None:
     """One number type and one device."""
-    if len({t.dtype for t in tensors.values()}) > 1:
+    first, *rest = tensors.values()
+    if any(t.dtype != first.dtype for t in rest):
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
-    if len({t.device for t in tensors.values()}) > 1:
+    _one_device(tensors)
+
+
+def _one_device(tensors: dict[str, Tensor]) -> None:
+    first, *rest = tensors.values()
+    if any(t.device != first.device for t in rest):
         mixed = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise DeviceError(detail=f"arguments are on different devices: {mixed}")
 
 
-def labels(x: Tensor, weight: Tensor, target: Any, ignore_index: int) -> Tensor:
-    """Class indices, one per row of x, as int64 [M]; each is looked at where looking is free (see :func:`visible`)."""
+def classes(x: Tensor, weight: Tensor, target: Any) -> None:
+    """Class indices, one per row of x."""
     tensor("target", target, "[...]", 0)
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DTypeError(
-            detail=f"target is {str(target.dtype)[6:]}, but class indices are integers",
-            fix="Give integers; a distribution over the classes goes to cross_entropy_given",
+            detail=f"target is {str(target.dtype)[6:]}{list(target.shape)}, but class indices are integers",
+            fix=f"Give integers {list(x.shape[:-1])}, or floating probabilities {[*x.shape[:-1], len(weight)]}",
         )
-    if target.shape != x.shape[:-1]:
-        raise ShapeError(
-            detail=f"target has shape {tuple(target.shape)}, but x {tuple(x.shape)} asks for {tuple(x.shape[:-1])}",
-            fix="Give one label for each row of x",
-        )
+    per_row("target", target, x)
+
+
+class Labels(NamedTuple):
+    """Class indices as int64 [M], whether they were looked at, and the rows that are not ignored (None: all)."""
+
+    classes: Tensor
+    seen: bool
+    kept: Tensor | None = None
+
+
+def labels(target: Tensor, count: int, ignore_index: Any) -> Labels:
+    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`)."""
     flat = target.reshape(-1).long()
-    if visible(flat):
-        classes = agree.whole_cols(len(flat), len(weight))
-        bad = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
-        if bool(bad.any()):
-            at = int(bad.to(torch.uint8).argmax())
-            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), target.shape))
-            fix = "" if classes else "weight has no rows, so there are no classes"
-            raise LabelError(
-                label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=classes - 1, fix=fix
-            )
-    return flat
+    if not visible(flat):
+        return Labels(flat, False)
+    count = agree.whole_cols(flat.numel(), count)
+    if not flat.numel():
+        return Labels(flat, True)
+    least, most = map(int, torch.aminmax(flat))
+    if least < 0 or most >= count:
+        _out_of_range(flat, target, count, ignore_index)
+    if not least <= ignore_index <= most:
+        return Labels(flat, True)
+    counted = flat != ignore_index
+    return Labels(flat, True, None if bool(counted.all()) else counted.nonzero().squeeze(1))
+
+
+def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any) -> None:
+    bad = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
+    if bool(bad.any()):
+        at = int(bad.to(torch.uint8).argmax())
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), target.shape))
+        fix = "" if classes else "weight has no rows, so there are no classes"
+        raise LabelError(
+            label=int(flat[at]), position=place[0] if len(place) == 1 else place, last=classes - 1, fix=fix
+        )
 
 
 def visible(t: Tensor) -> bool:
-    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation."""
-    return t.device.type == "cpu"
+    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
+
+    Within torch.compile and torch.func there are no values to look at.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return t.device.type == "cpu" and not traced
 
 
-def probabilities(x: Tensor, weight: Tensor, probs: Any) -> None:
+def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
+    """Whether a target is floating and of the logits' shape: probabilities for every class."""
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == (*x.shape[:-1], len(weight))
+
+
+def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
     """A given distribution over the classes for each row of x, in the same number type and place."""
-    tensor("probs", probs, "[..., V]", 1)
+    tensor(name, probs, "[..., V]", 1)
     if probs.shape != (*x.shape[:-1], len(weight)):
         raise ShapeError(
-            detail=f"probs has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
+            detail=f"{name} has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
             f"ask for {(*x.shape[:-1], len(weight))}",
             fix="Give one number for each row of x and each row of weight",
         )
-    alike(x=x, probs=probs)
+    alike(**{"x": x, name: probs})
 
 
 # Rows
@@ -146,11 +232,16 @@ def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
-def reduced(loss: Tensor, how: Reduction) -> Tensor:
-    """A loss per row, averaged, added up or as it is."""
+def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str) -> Tensor:
+    """A number per row, times its weight, as it is, added up, or divided by the sum of shares (None: 1) and weights."""
+    if weights is not None:
+        weights = weights.to(value.dtype)
+        value, share = value * weights, weights if share is None else share * weights
     if how == "none":
-        return loss
-    return total(loss) / total(torch.ones_like(loss)) if how == "mean" else total(loss)
+        return value
+    if how == "sum":
+        return total(value)
+    return total(value) / total(torch.ones_like(value) if share is None else share)
 
 
 def total(x: Tensor) -> Tensor:
@@ -159,10 +250,12 @@ def total(x: Tensor) -> Tensor:
 
 
 def together(layer: Layer) -> Layer:
-    """A layer whose checks fail on all ranks of a group when they fail on one."""
+    """A layer whose checks, where they fail on one rank of a group, fail on all."""
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if agree.current() is None:
+            return layer(*args, **kwargs)
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:
@@ -170,3 +263,26 @@ def together(layer: Layer) -> Layer:
             raise
 
     return cast(Layer, checked)
+
+
+def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
+    """A loss per row, averaged, added up or as it is; with weights, their weighted mean, sum or products."""
+    return averaged(loss, None, weights, how)
+
+
+def integers(name: str, value: Tensor) -> None:
+    """Numbers that count or name something."""
+    if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
+
+
+def floating(**tensors: Any) -> None:
+    """Tensors of floating numbers; what is no tensor is left to the op."""
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and not t.is_floating_point():
+            raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
+
+
+def drawn_seed() -> int:
+    """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
+    return int(torch.randint(2**63 - 1, ()))

@@ -1,67 +1,333 @@
-"""Cross-entropy of a linear head against class indices."""
+"""Cross-entropy of a linear head, against class indices or given probabilities."""
 
 from __future__ import annotations
 
 import math
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
-from . import checks
+from ..engine import agree
+from ..errors import ArgumentError
+from . import checks, heads
 from . import language as mr
+
+
+class CrossEntropy(NamedTuple):
+    """What :func:`linear_cross_entropy` returns with ``return_lse`` or ``return_accuracy``; what was not asked is None.
+
+    ``lse``: the logsumexp of each row's logits; ``accuracy``: the share of rows whose largest logit is the target's.
+    """
+
+    loss: Any
+    lse: Any = None
+    accuracy: Any = None
 
 
 @mr.op
 @no_type_check
-def _cross_entropy(x: mr.Row["d"], weight: mr.Col["d"], target: mr.Row, ignore_index: int, bias: mr.Col | None = None):
-    s = x @ weight if bias is None else x @ weight + bias
-    loss = mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
-    known = (target >= 0) & (target < mr.num_cols)
-    return torch.where(target == ignore_index, 0.0, torch.where(known, loss, math.nan))
+def _against_classes(
+    x: mr.Row["d"],
+    weight: mr.Col["d"],
+    target: mr.Row,
+    ignore_index: int,
+    all_count: bool,
+    lse: bool,
+    accuracy: bool,
+    near: mr.Row | None = None,
+    smoothing: float | None = None,
+    z_loss: float | None = None,
+    class_weights: mr.Col | None = None,
+    bias: mr.Col | None = None,
+    softcap: float | None = None,
+    temperature: float | None = None,
+):
+    whole = heads.logits(x, weight, bias, softcap, temperature)
+    s = whole if near is None else whole - near
+    z, hit = mr.logsumexp(s), mr.col_index == target
+    loss = z - mr.sum(torch.where(hit, s, 0.0))
+    if class_weights is not None:
+        share = mr.sum(torch.where(hit, class_weights, 0.0))
+        loss = share * loss
+    if smoothing is not None:
+        loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
+    rows = {"loss": heads.of_label(target, ignore_index, loss)} | _extras(z, near, lse, z_loss)
+    if accuracy:
+        rows["right"] = mr.argmax(whole) == target
+    if class_weights is not None:
+        rows["share"] = share
+    if all_count:
+        return rows
+    ignored = target == ignore_index
+    rows["counted"] = torch.where(ignored, 0.0, 1.0)
+    return {
+        name: torch.where(ignored, False if name == "right" else 0.0, y) if name in ("share", "penalty", "right") else y
+        for name, y in rows.items()
+    }
+
+
+@no_type_check
+def _extras(z, near, lse, z_loss):
+    """The logsumexp and what is asked of it; ``near`` is where the logits were measured from."""
+    whole = z if near is None else z + near
+    return ({"lse": whole} if lse else {}) | ({"penalty": z_loss * whole * whole} if z_loss is not None else {})
+
+
+@no_type_check
+def _mean_surprise(s, z, class_weights):
+    """Σ_j w_j (z - s_j) / V: what label smoothing asks of every class alike."""
+    if class_weights is None:
+        return z - mr.sum(s) / mr.num_cols
+    return (z * mr.sum(class_weights) - mr.sum(class_weights * s)) / mr.num_cols
+
+
+@mr.op
+@no_type_check
+def _against_probabilities(
+    x: mr.Row["d"],
+    weight: mr.Col["d"],
+    given: mr.Pair,
+    lse: bool,
+    accuracy: bool,
+    near: mr.Row | None = None,
+    best: mr.Row | None = None,
+    smoothing: float | None = None,
+    z_loss: float | None = None,
+    class_weights: mr.Col | None = None,
+    bias: mr.Col | None = None,
+    softcap: float | None = None,
+    temperature: float | None = None,
+):
+    whole = heads.logits(x, weight, bias, softcap, temperature)
+    s = whole if near is None else whole - near
+    if smoothing is not None:
+        given = (1 - smoothing) * given + smoothing / mr.num_cols
+    if class_weights is not None:
+        given = given * class_weights
+    z = mr.logsumexp(s)
+    rows = {"loss": z * mr.sum(given) - mr.sum(given * s)} | _extras(z, near, lse, z_loss)
+    if accuracy:
+        rows["right"] = mr.argmax(whole) == best
+    return rows
 
 
 @checks.together
-def cross_entropy(
+def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    class_weights: Tensor | None = None,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    token_weights: Tensor | None = None,
     reduction: checks.Reduction = "mean",
-) -> Tensor:
-    """Cross-entropy of the logits ``x @ weight.T + bias`` against class indices.
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    shift: int = 0,
+) -> Any:
+    """Cross-entropy of the logits ``x @ weight.T + bias`` against class indices or given probabilities.
 
-    The same as ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2), target.flatten(), ...)``, without ever
-    allocating the M × V logits, their softmax or their gradient. For 16-bit inputs the loss is float32.
+    The same as ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2), target.flatten(), weight=class_weights,
+    ...)``, without ever allocating the M × V logits, their softmax or their gradient, whatever the options. For 16-bit
+    inputs the loss is float32.
 
-    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] and integers ``target`` [...] give one number, or [...] with
-    ``reduction="none"``. Rows whose label is ``ignore_index`` have loss 0 and no gradient, and do not count in the
-    mean, which is NaN where none is left. On a CPU ignored rows cost nothing: they are left out before the fold.
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` and ``class_weights`` [V], ``target`` integers [...] or floating
+    probabilities [..., V] (rows need not add up to 1) give one number, or [...] with ``reduction="none"``.
+
+    - ``ignore_index`` (-100 if left out): rows with this label have loss 0 and no gradient, and do not count in the
+      mean, which is NaN where none is left. On a CPU they cost nothing: they are left out before the fold.
+    - ``class_weights``, ``label_smoothing``, ``reduction``: torch's definitions. The mean over class indices is
+      divided by the weights of the labels, that over probabilities by the number of rows.
+    - ``softcap``: a logit s becomes ``softcap * tanh(s / softcap)``; then ``temperature`` divides it. Numbers or 0-dim
+      tensors, which get gradients.
+    - ``z_loss``: adds ``z_loss * lse²`` to each row's loss; its mean is over the rows that count, each once.
+    - ``token_weights`` [...]: multiply the rows' losses; the mean is divided by their sum too.
+    - ``shift``: row t is to predict token t + shift, as ``x[..., :-shift, :]`` against ``target[..., shift:]``
+      (``token_weights`` go with the target).
+    - ``return_lse``, ``return_accuracy``: return a :class:`CrossEntropy` with the rows' logsumexp [...], and the share
+      of rows, of those not ignored, whose largest logit is the target's (with ``reduction="sum"`` their number, with
+      ``"none"`` 0 or 1 for each).
+
+    Coming from elsewhere, the first three arguments stay as they are:
+    ``F.linear_cross_entropy(input, linear_weight, target, linear_bias=b, weight=c)`` has ``bias=b, class_weights=c`` (a
+    ``linear_weight`` of more than two dimensions is not taken). ``LigerFusedLinearCrossEntropyLoss(ce_weight=c,
+    lse_square_scale=z, return_token_accuracy=a)(weight, x, target, bias)`` has x first, and ``class_weights=c,
+    z_loss=z, return_accuracy=a``. Cut Cross-Entropy's ``linear_cross_entropy(e, c, targets, bias, ignore_index,
+    softcap, reduction, shift)`` has the same names, given by keyword, and no filter: gradients are exact.
 
     Raises :class:`LabelError` for a label outside 0 … V - 1, before any work. On a GPU looking would cost a
     synchronisation: there such a row's loss is NaN, never finite. :class:`ShapeError`, :class:`DTypeError`,
     :class:`DeviceError` or :class:`ArgumentError` for arguments that do not fit.
 
     >>> import torch, torch.nn.functional as F
-    >>> from monoidreduce.ops import cross_entropy
+    >>> from monoidreduce.ops import linear_cross_entropy
     >>> x, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([3, 1, -100, 8, 0, 3])
-    >>> torch.allclose(cross_entropy(x, weight, target), F.cross_entropy(x @ weight.T, target))
+    >>> loss = linear_cross_entropy(x, weight, target, label_smoothing=0.1)
+    >>> torch.allclose(loss, F.cross_entropy(x @ weight.T, target, label_smoothing=0.1))
     True
+    >>> linear_cross_entropy(x, weight, target, return_lse=True).lse.shape
+    torch.Size([6])
     """
     checks.reduction(reduction)
-    checks.whole("ignore_index", ignore_index)
+    head = heads.check(x, weight, bias, softcap, temperature)
+    given = checks.is_distribution(x, weight, target)
+    _check(x, weight, target, given, class_weights, ignore_index, label_smoothing, z_loss, token_weights, shift)
+    if shift:
+        x, target, token_weights = _next_tokens(x, target, token_weights, int(shift), given)
+    options = {
+        "smoothing": label_smoothing or None,
+        "z_loss": z_loss or None,
+        "class_weights": class_weights,
+        "lse": bool(return_lse),
+        "accuracy": bool(return_accuracy),
+        **head,
+    }
+    rows, kept = checks.flat(x), None
+    if given:
+        found = _of_probabilities(rows, weight, checks.flat(target), options)
+    else:
+        ignored = -100 if ignore_index is None else ignore_index
+        found, kept = _of_labels(rows, weight, checks.labels(target, len(weight), ignored), ignored, options)
+    weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
+    loss = _reduced(found, weights, reduction)
+    accuracy = _accuracy(found, reduction) if return_accuracy else None
+    if reduction == "none":
+        loss, accuracy = _whole(loss, x, kept), None if accuracy is None else _whole(accuracy, x, kept)
+    if not return_lse and not return_accuracy:
+        return loss
+    return CrossEntropy(loss, _whole(found["lse"], x) if return_lse else None, accuracy)
+
+
+cross_entropy = linear_cross_entropy
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    target: Any,
+    given: bool,
+    class_weights: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    token_weights: Any,
+    shift: Any,
+) -> None:
+    checks.between("label_smoothing", label_smoothing, 0, 1)
+    checks.between("z_loss", z_loss, 0, math.inf)
+    checks.whole("shift", shift, least=0)
+    if shift:
+        checks.tensor("x", x, "[..., T, D] (it is to be shifted)", 2)
+    if class_weights is not None:
+        checks.per_class("class_weights", class_weights, weight)
+    if token_weights is not None:
+        checks.per_row("token_weights", token_weights, x)
+    if ignore_index is not None:
+        checks.whole("ignore_index", ignore_index)
+    if given:
+        checks.probabilities("target", x, weight, target)
+        if ignore_index is not None:
+            raise ArgumentError(
+                detail=f"ignore_index was given {ignore_index!r} with a target of probabilities",
+                fix="Only class indices can be ignored; give such rows a token weight of 0",
+            )
+    else:
+        checks.classes(x, weight, target)
+
+
+def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, given: bool) -> tuple[Any, Any, Any]:
+    """Each row with the target ``shift`` places later."""
+    later = target[..., shift:, :] if given else target[..., shift:]
+    return x[..., : max(x.shape[-2] - shift, 0), :], later, None if weights is None else weights[..., shift:]
+
+
+def _of_labels(
+    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The numbers of each row, and which rows they are of; where looking is free, ignored ones are left out."""
+    kept = None if options["lse"] else labels.kept
+    rows, index = _kept(rows, kept), _kept(labels.classes, kept)
+    near = None
+    if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
+        near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
+    all_count = labels.seen and labels.kept is kept
+    return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
+
+
+def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
+    return y if kept is None else y.index_select(0, kept)
+
+
+def _whole(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    """A number for each row of x, 0 for those that were left out."""
+    if kept is not None:
+        y = y.new_zeros(math.prod(x.shape[:-1])).index_copy(0, kept, y)
+    return y if x.dim() == 2 else y.reshape(x.shape[:-1])
+
+
+def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The numbers of each row against given probabilities."""
+    near = best = None
+    if not given.shape[-1]:  # no class is any row's likeliest
+        best = given.new_full(given.shape[:-1], -2, dtype=torch.int64)
+    elif options["accuracy"] or heads.careful(rows):
+        best = given.argmax(-1)
+        near = _near(rows, weight, best, options) if heads.careful(rows) else None
+    return _against_probabilities(rows, weight, given, near=near, best=best, **options)
+
+
+@torch.no_grad()
+def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
+    """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
+    s = (rows * weight[best]).sum(-1)
+    if options["bias"] is not None:
+        s = s + options["bias"][best]
+    s = heads.capped(s, options["softcap"], options["temperature"])
+    return torch.where(s.isfinite(), s, 0.0)
+
+
+def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -> Tensor:
+    """The loss, and the penalty where there is one: each with what its mean is divided by (None: every row once)."""
+    counted = found.get("counted")
+    loss = checks.averaged(found["loss"], found.get("share", counted), weights, reduction)
+    if "penalty" not in found:
+        return loss
+    return loss + checks.averaged(found["penalty"], counted, weights, reduction)
+
+
+def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
+    return checks.averaged(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
+
+
+@checks.together
+def cross_entropy_given(
+    x: Tensor,
+    weight: Tensor,
+    probs: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: checks.Reduction = "mean",
+) -> Tensor:
+    """:func:`linear_cross_entropy` against a distribution that the caller holds as a matrix, ``probs`` [..., V].
+
+    The same as ``F.cross_entropy(F.linear(x, weight, bias), probs, ...)``, without ever allocating the M × V logits,
+    their softmax or their gradient. The rows of ``probs`` need not add up to 1; if it requires a gradient, that is as
+    large as itself.
+
+    Raises what :func:`linear_cross_entropy` does.
+
+    >>> import torch, torch.nn.functional as F
+    >>> from monoidreduce.ops import cross_entropy_given
+    >>> x, weight, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(6, 9)
+    >>> torch.allclose(cross_entropy_given(x, weight, probs), F.cross_entropy(x @ weight.T, probs), rtol=1e-4)
+    True
+    """
     checks.head(x, weight, bias)
-    labels = checks.labels(x, weight, target, ignore_index)
-    rows, seen, kept = checks.flat(x), labels != ignore_index, None
-    if checks.visible(labels) and not bool(seen.all()):
-        kept = seen.nonzero().squeeze(1)
-        rows, labels = rows.index_select(0, kept), labels[kept]
-    loss = _cross_entropy(rows, weight, labels, ignore_index, bias)
-    if reduction == "mean":
-        return checks.total(loss) / checks.total(seen)
-    if reduction == "sum":
-        return checks.total(loss)
-    whole = loss if kept is None else loss.new_zeros(seen.shape).index_copy(0, kept, loss)
-    return whole.reshape(target.shape)
+    checks.probabilities("probs", x, weight, probs)
+    return linear_cross_entropy(x, weight, probs, bias=bias, reduction=reduction)

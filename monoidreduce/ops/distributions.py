@@ -1,107 +1,259 @@
-"""Cross-entropy against distributions, given or parameterised, and the entropy of a linear head."""
+"""Two linear heads over the same classes, student and teacher: cross-entropy, KL and Jensen-Shannon divergence."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, no_type_check
+from typing import Any, Literal, no_type_check
 
 import torch
 from torch import Tensor
 
-from . import checks
+from ..errors import ShapeError
+from . import checks, heads
 from . import language as mr
 
-_CHUNK = 2**19  # elements of a 16-bit matrix that are raised to float32 at a time
+Direction = Literal["forward", "reverse"]
+_DIRECTIONS = ("forward", "reverse")
 
 
 @mr.op
 @no_type_check
-def _log_normaliser(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
-    return mr.logsumexp(x @ weight if bias is None else x @ weight + bias)
+def _two_heads(
+    p: mr.Row["d"],
+    c: mr.Col["d"],
+    q: mr.Row["e"],
+    t: mr.Col["e"],
+    kind: str,
+    careful: bool,
+    beta: float | None = None,
+    bias: mr.Col | None = None,
+    softcap: float | None = None,
+    teacher_bias: mr.Col | None = None,
+    teacher_softcap: float | None = None,
+    temperature: float | None = None,
+):
+    student = heads.logits(p, c, bias, softcap, temperature)
+    teacher = heads.logits(q, t, teacher_bias, teacher_softcap, temperature)
+    if kind == "jsd":
+        return _jsd(student, teacher, beta)
+    student = heads.shifted(student, careful)
+    if kind == "cross_entropy":
+        return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
+    return _kl(student, heads.shifted(teacher, careful))
+
+
+@no_type_check
+def _kl(student, teacher):
+    """Σ_j p_j (log p_j - log q_j) for the teacher's p and the student's q; 0 · log 0 = 0."""
+    seen, gap = mr.logsumexp(teacher), torch.where(teacher == -math.inf, 0.0, teacher - student)
+    return torch.where(seen == -math.inf, 0.0, mr.softmax_mean(teacher, gap) + (mr.logsumexp(student) - seen))
+
+
+@no_type_check
+def _jsd(student, teacher, beta):
+    """β KL(teacher ‖ m) + (1 - β) KL(student ‖ m) with m = β teacher + (1 - β) student.
+
+    log(p / m) = -log(β + (1 - β) q / p) is taken from the gap log q - log p, exact where the two are close. Beyond
+    80 nats a gap is cut off: the rarer side's probability, and all it adds, is below 1e-34.
+    """
+    gap = torch.clamp(_log_softmax(student) - _log_softmax(teacher), -80.0, 80.0)
+    of_teacher = mr.softmax_mean(teacher, -torch.log1p((1 - beta) * torch.expm1(gap)))
+    of_student = mr.softmax_mean(student, -torch.log1p(beta * torch.expm1(-gap)))
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+@no_type_check
+def _log_softmax(s):
+    """What no one sees stops at -1e30: the gap of two such is 0, not NaN."""
+    z = mr.logsumexp(s)
+    return torch.clamp(s - torch.where(z == -math.inf, 0.0, z), min=-1e30)
+
+
+def _divergence(
+    kind: str,
+    student: tuple[Any, Any, Any, Any],
+    teacher: tuple[Any, Any, Any, Any],
+    temperature: Any,
+    token_weights: Any,
+    reduction: checks.Reduction,
+    *,
+    reverse: bool = False,
+    beta: float | None = None,
+) -> Tensor:
+    """Check two heads (x, weight, bias, softcap), fold one against the other, reduce over the rows.
+
+    In reverse the two change places: the student's distribution is the one that weighs the classes.
+    """
+    checks.reduction(reduction)
+    x, y = student[0], teacher[0]
+    own, other = heads.check(*student, temperature), heads.check(*teacher, temperature, prefix="teacher_")
+    checks.alike(x=x, teacher_x=y)
+    if x.shape[:-1] != y.shape[:-1] or len(student[1]) != len(teacher[1]):
+        raise ShapeError(
+            detail=f"the student has x {tuple(x.shape)} and weight {tuple(student[1].shape)}, "
+            f"the teacher x {tuple(y.shape)} and weight {tuple(teacher[1].shape)}",
+            fix="Both need the same rows and the same classes; only their features may differ",
+        )
+    if token_weights is not None:
+        checks.per_row("token_weights", token_weights, x)
+    ours = (checks.flat(x), student[1], own["bias"], own["softcap"])
+    theirs = (checks.flat(y), teacher[1], other["bias"], other["softcap"])
+    first, second = (theirs, ours) if reverse else (ours, theirs)
+    loss = _two_heads(
+        *first[:2], *second[:2], kind, heads.careful(x), beta, *first[2:], *second[2:], own["temperature"]
+    )
+    return checks.reduced(checks.unflat(loss, x, ours[0]), reduction, token_weights)
 
 
 @checks.together
-def cross_entropy_given(
+def linear_cross_entropy_soft(
     x: Tensor,
     weight: Tensor,
-    probs: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
     *,
     bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | Tensor | None = None,
+    teacher_softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    direction: Direction = "forward",
+    token_weights: Tensor | None = None,
     reduction: checks.Reduction = "mean",
 ) -> Tensor:
-    """Cross-entropy of the logits ``x @ weight.T + bias`` against a distribution that the caller holds as a matrix.
+    """Cross-entropy of a head against the distribution of another, its teacher, as in distillation.
 
-    The same as ``F.cross_entropy(F.linear(x, weight, bias), probs, ...)``, without ever allocating the M × V logits,
-    their softmax or their gradient: Σ_j p_j s_j = ⟨x, Σ_j p_j w_j⟩ + Σ_j p_j b_j is one product of size M × D, and the
-    rest is a fold. The rows of ``probs`` need not add up to 1; if it requires a gradient, that is as large as itself.
-    The loss is exact to the rounding of a logit, however small it is. For 16-bit inputs it is float32.
+    The same as ``F.cross_entropy(F.linear(x, weight, bias) / temperature, torch.softmax(F.linear(teacher_x,
+    teacher_weight, teacher_bias) / temperature, -1), ...)``, without ever allocating either M × V matrix of logits, a
+    softmax or a gradient of one. With ``direction="reverse"`` the student's distribution is taken against the teacher's
+    logits. Gradients go to whichever arguments ask for one, student's, teacher's or both; what asks for none costs
+    nothing. For 16-bit inputs the loss is float32; for wider ones a first pass over the logits that are scored keeps
+    the digits of a small loss.
 
-    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V], ``probs`` [..., V] give one number, or [...] with
-    ``reduction="none"``; the mean is over all rows.
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``teacher_x`` [..., E], ``teacher_weight`` [V, E], ``bias`` and
+    ``teacher_bias`` [V] give one number, or [...] with ``reduction="none"``; the mean is over rows. ``token_weights``
+    [...] multiply the rows' losses, and the mean is divided by their sum. ``softcap``, ``teacher_softcap`` and
+    ``temperature`` as in :func:`linear_cross_entropy`; nothing is multiplied by ``temperature²``.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
 
     >>> import torch, torch.nn.functional as F
-    >>> from monoidreduce.ops import cross_entropy_given
-    >>> x, weight, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(6, 9)
-    >>> torch.allclose(cross_entropy_given(x, weight, probs), F.cross_entropy(x @ weight.T, probs), rtol=1e-4)
+    >>> from monoidreduce.ops import linear_cross_entropy_soft
+    >>> x, weight, teacher_x, teacher = torch.randn(6, 4), torch.randn(9, 4), torch.randn(6, 3), torch.randn(9, 3)
+    >>> expected = F.cross_entropy(x @ weight.T / 2, torch.softmax(teacher_x @ teacher.T / 2, -1))
+    >>> torch.allclose(linear_cross_entropy_soft(x, weight, teacher_x, teacher, temperature=2), expected, rtol=1e-4)
     True
     """
-    checks.reduction(reduction)
-    checks.head(x, weight, bias)
-    checks.probabilities(x, weight, probs)
-    rows, given = checks.flat(x), checks.flat(probs)
-    z = _log_normaliser(rows, weight, bias)
-    expected = ((given @ weight).to(z.dtype) * rows).sum(-1)
-    if bias is not None:
-        expected = expected + (given @ bias).to(z.dtype)
-    loss = z * _row_sums(given, z.dtype) - expected
-    return checks.reduced(checks.unflat(loss, x, rows), reduction)
+    checks.one_of("direction", direction, _DIRECTIONS)
+    student, teacher = (x, weight, bias, softcap), (teacher_x, teacher_weight, teacher_bias, teacher_softcap)
+    reverse = direction == "reverse"
+    return _divergence("cross_entropy", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-def _row_sums(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Σ_j p_ij in ``dtype``; torch would raise all of a 16-bit matrix at once, this raises a few rows at a time."""
-    if p.dtype == dtype or not p.numel():
-        return p.sum(-1, dtype=dtype)
-    return torch.cat([part.sum(-1, dtype=dtype) for part in p.split(max(1, _CHUNK // p.shape[-1]))])
+@checks.together
+def linear_kl(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | Tensor | None = None,
+    teacher_softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    direction: Direction = "forward",
+    token_weights: Tensor | None = None,
+    reduction: checks.Reduction = "mean",
+) -> Tensor:
+    """The Kullback-Leibler divergence KL(teacher ‖ student) of two heads, or in reverse KL(student ‖ teacher).
 
+    The same as ``F.kl_div(log_softmax(F.linear(x, weight, bias)), log_softmax(F.linear(teacher_x, teacher_weight,
+    teacher_bias)), reduction="batchmean", log_target=True)`` on rows, without ever allocating either M × V matrix of
+    logits, a softmax or a gradient of one. A class that the weighing head gives no probability (a bias of minus
+    infinity) adds 0. Everything else is as in :func:`linear_cross_entropy_soft`; for inputs wider than 16 bits a first
+    pass over both heads keeps the digits of a small divergence.
 
-@no_type_check
-def _shifted(s, careful):
-    """Logits less their logsumexp, held constant: a loss that no shift changes then is no gap of two large numbers.
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
 
-    It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
+    >>> import torch, torch.nn.functional as F
+    >>> from monoidreduce.ops import linear_kl
+    >>> x, weight, teacher_x, teacher = torch.randn(6, 4), torch.randn(9, 4), torch.randn(6, 3), torch.randn(9, 3)
+    >>> log_q, log_p = torch.log_softmax(x @ weight.T, -1), torch.log_softmax(teacher_x @ teacher.T, -1)
+    >>> expected = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    >>> torch.allclose(linear_kl(x, weight, teacher_x, teacher), expected, rtol=1e-4)
+    True
     """
-    if not careful:
-        return s
-    z = torch.detach(mr.logsumexp(s))
-    return s - torch.where(z == -math.inf, 0.0, z)
+    checks.one_of("direction", direction, _DIRECTIONS)
+    student, teacher = (x, weight, bias, softcap), (teacher_x, teacher_weight, teacher_bias, teacher_softcap)
+    reverse = direction == "reverse"
+    return _divergence("kl", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-def _careful(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype.itemsize > 2
+@checks.together
+def linear_jsd(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    *,
+    beta: float = 0.5,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | Tensor | None = None,
+    teacher_softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    token_weights: Tensor | None = None,
+    reduction: checks.Reduction = "mean",
+) -> Tensor:
+    """The generalised Jensen-Shannon divergence of two heads, of student q and teacher p.
 
+    The same as ``beta * KL(p ‖ m) + (1 - beta) * KL(q ‖ m)`` with the mixture ``m = beta * p + (1 - beta) * q``,
+    without ever allocating an M × V matrix of logits, of either softmax, of the mixture or a gradient of one. With
+    ``beta`` 0 it is KL(p ‖ q), with 1 KL(q ‖ p), as in generalised knowledge distillation. Everything else is as in
+    :func:`linear_cross_entropy_soft`; the two logsumexps are a first pass.
 
-@mr.op
-@no_type_check
-def _cross_entropy_distributions(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"], t: mr.Col["e"], careful: bool):
-    student, teacher = _shifted(p @ c, careful), q @ t
-    return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
+    Raises :class:`ArgumentError` for a ``beta`` outside 0 … 1, :class:`ShapeError`, :class:`DTypeError`,
+    :class:`DeviceError` or :class:`ArgumentError` for arguments that do not fit.
+
+    >>> import torch, torch.nn.functional as F
+    >>> from monoidreduce.ops import linear_jsd
+    >>> x, weight, teacher_x, teacher = torch.randn(6, 4), torch.randn(9, 4), torch.randn(6, 3), torch.randn(9, 3)
+    >>> q, p = torch.softmax(x @ weight.T, -1), torch.softmax(teacher_x @ teacher.T, -1)
+    >>> m = (p + q) / 2
+    >>> expected = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
+    >>> torch.allclose(linear_jsd(x, weight, teacher_x, teacher, reduction="none"), expected, rtol=1e-3, atol=1e-6)
+    True
+    """
+    checks.between("beta", beta, 0, 1)
+    student, teacher = (x, weight, bias, softcap), (teacher_x, teacher_weight, teacher_bias, teacher_softcap)
+    kind = "jsd" if 0 < beta < 1 else "kl"
+    return _divergence(
+        kind,
+        student,
+        teacher,
+        temperature,
+        token_weights,
+        reduction,
+        reverse=beta == 1,
+        beta=float(beta) if kind == "jsd" else None,
+    )
 
 
 @checks.together
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:
-    """Cross-entropy of the logits ``p @ c.T`` against the distribution ``softmax(q @ t.T)``, as in distillation.
+    """Cross-entropy of the logits ``p @ c.mT`` against the distribution ``softmax(q @ t.mT)``, in batches.
 
     The same as ``F.cross_entropy(p @ c.T, torch.softmax(q @ t.T, -1), ...)``, without ever allocating either M × N
-    matrix of logits, a softmax or a gradient of one. All four arguments have gradients. For 16-bit inputs the loss is
-    float32; for wider ones a first pass over ``p`` and ``c`` keeps the digits of a small loss.
+    matrix of logits, a softmax or a gradient of one: :func:`linear_cross_entropy_soft` without its options, and with
+    leading dimensions that broadcast, each with classes of its own.
 
     Shapes: ``p`` [..., M, d], ``c`` [..., N, d], ``q`` [..., M, e], ``t`` [..., N, e] give one number, or [..., M] with
-    ``reduction="none"``; leading dimensions broadcast; the mean is over all rows.
+    ``reduction="none"``; the mean is over all rows.
 
     Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
     do not fit.
@@ -114,39 +266,4 @@ def cross_entropy_distributions(
     True
     """
     checks.reduction(reduction)
-    return checks.reduced(_cross_entropy_distributions(p, c, q, t, _careful(p)), reduction)
-
-
-@mr.op
-@no_type_check
-def _entropy(x: mr.Row["d"], weight: mr.Col["d"], careful: bool, bias: mr.Col | None = None):
-    s = _shifted(x @ weight if bias is None else x @ weight + bias, careful)
-    value = s if bias is None else torch.where(s == -math.inf, 0.0, s)  # 0 · log 0 = 0
-    z = mr.logsumexp(s)
-    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
-
-
-@checks.together
-def entropy(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """The entropy, in nats, of ``softmax(x @ weight.T + bias)`` for each row.
-
-    The same as ``torch.distributions.Categorical(logits=F.linear(x, weight, bias)).entropy()``, without ever allocating
-    the M × V logits, their softmax or their gradient. A class whose bias is minus infinity does not take part; with no
-    classes the entropy is 0. For 16-bit inputs the entropy is float32; for wider ones a first pass keeps the digits of
-    a small entropy.
-
-    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give [...].
-
-    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
-    do not fit.
-
-    >>> import torch
-    >>> from monoidreduce.ops import entropy
-    >>> x, weight = torch.randn(6, 4), torch.randn(9, 4)
-    >>> expected = torch.distributions.Categorical(logits=x @ weight.T).entropy()
-    >>> torch.allclose(entropy(x, weight), expected, atol=1e-5)
-    True
-    """
-    checks.head(x, weight, bias)
-    rows = checks.flat(x)
-    return checks.unflat(_entropy(rows, weight, _careful(x), bias), x, rows)
+    return checks.reduced(_two_heads(p, c, q, t, "cross_entropy", heads.careful(p)), reduction)

@@ -7,11 +7,11 @@ gathers them here once, and every layer imports this module as ``mr`` and reads 
 from __future__ import annotations
 
 from ..op import op
-from ..program.declare import Col, Row
-from ..program.reductions import argmax, gumbel, logsumexp, max, softmax_mean, sum
-from ..program.symbol import col_index, num_cols, row_index
+from ..program.declare import Batch, Col, Pair, Row
+from ..program.reductions import argmax, argmin, dropout, gumbel, logsumexp, max, min, softmax_mean, sum, topk
+from ..program.symbol import col_index, num_cols, num_rows, row_index, sqdist
 
 __all__ = [
-    "Col", "Row", "argmax", "col_index", "gumbel", "logsumexp", "max", "num_cols",
-    "op", "row_index", "softmax_mean", "sum",
+    "Batch", "Col", "Pair", "Row", "argmax", "argmin", "col_index", "dropout", "gumbel", "logsumexp", "max", "min",
+    "num_cols", "num_rows", "op", "row_index", "softmax_mean", "sqdist", "sum", "topk",
 ]  # fmt: skip

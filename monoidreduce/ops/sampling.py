@@ -1,4 +1,4 @@
-"""Sampling from a linear head."""
+"""Choosing classes by a linear head: sampling, the k best, the best."""
 
 from __future__ import annotations
 
@@ -8,31 +8,49 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, heads
 from . import language as mr
 
 
 class Sample(NamedTuple):
-    """What :func:`sample` returns: the class drawn for each row, and the logarithm of its probability."""
+    """What :func:`linear_sample` returns: the class drawn for each row, and the logarithm of its probability."""
 
     index: Any
     log_prob: Any
 
 
+class TopK(NamedTuple):
+    """What :func:`linear_topk` returns: the values of the k best classes, best first, and the classes."""
+
+    values: Any
+    indices: Any
+
+
 @mr.op
 @no_type_check
-def _sample(x: mr.Row["d"], weight: mr.Col["d"], seed: int, temperature: float, bias: mr.Col | None = None):
-    s = x @ weight / temperature
-    if bias is not None:
-        s = s + bias / temperature
+def _sample(
+    x: mr.Row["d"],
+    weight: mr.Col["d"],
+    seed: int,
+    bias: mr.Col | None = None,
+    softcap: float | None = None,
+    temperature: float | None = None,
+):
+    s = heads.logits(x, weight, bias, softcap, temperature)
     drawn = mr.argmax(s + mr.gumbel(seed))
     logit = mr.sum(torch.where(mr.col_index == drawn, s, 0.0))
     return Sample(drawn, torch.where(drawn < 0, -math.inf, logit - mr.logsumexp(s)))
 
 
 @checks.together
-def sample(
-    x: Tensor, weight: Tensor, seed: int | Tensor, *, bias: Tensor | None = None, temperature: float | Tensor = 1.0
+def linear_sample(
+    x: Tensor,
+    weight: Tensor,
+    seed: int | Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
 ) -> Sample:
     """Draw one class for each row from ``softmax((x @ weight.T + bias) / temperature)``, with its log-probability.
 
@@ -43,24 +61,112 @@ def sample(
     16-bit inputs it is float32.
 
     Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give ``index`` (int64) and ``log_prob``, both [...]; rows
-    are counted through all leading dimensions. ``seed`` and ``temperature`` are numbers or 0-dim tensors. Where there
-    is nothing to draw (no classes, or all of minus infinite bias) the index is -1 and the log-probability minus
-    infinity.
+    are counted through all leading dimensions. ``seed`` is an integer or a 0-dim tensor; ``softcap`` and
+    ``temperature`` as in :func:`linear_cross_entropy`. Where there is nothing to draw (no classes, or all of minus
+    infinite bias) the index is -1 and the log-probability minus infinity.
 
     Raises :class:`ArgumentError` for a seed that is no integer or a temperature that is not above 0,
     :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
 
     >>> import torch
-    >>> from monoidreduce.ops import sample
+    >>> from monoidreduce.ops import linear_sample
     >>> x, weight = torch.randn(6, 4), torch.randn(9, 4)
-    >>> index, log_prob = sample(x, weight, 7)
+    >>> index, log_prob = linear_sample(x, weight, 7)
     >>> expected = torch.log_softmax(x @ weight.T, -1).gather(-1, index[:, None])[:, 0]
     >>> torch.allclose(log_prob, expected, atol=1e-5)
     True
     """
-    checks.head(x, weight, bias)
+    head = heads.check(x, weight, bias, softcap, temperature)
     checks.whole("seed", seed)
-    checks.positive("temperature", temperature)
     rows = checks.flat(x)
-    drawn = _sample(rows, weight, seed, temperature, bias)
-    return Sample(*(checks.unflat(value, x, rows) for value in drawn))
+    return Sample(*(checks.unflat(value, x, rows) for value in _sample(rows, weight, seed, **head)))
+
+
+sample = linear_sample
+
+
+@mr.op
+@no_type_check
+def _topk(
+    x: mr.Row["d"],
+    weight: mr.Col["d"],
+    k: int,
+    largest: bool,
+    log_probs: bool,
+    bias: mr.Col | None = None,
+    softcap: float | None = None,
+    temperature: float | None = None,
+):
+    s = heads.logits(x, weight, bias, softcap, temperature)
+    best = mr.topk(s, k, largest=largest)
+    return TopK(best.values - mr.logsumexp(s) if log_probs else best.values, best.indices)
+
+
+@checks.together
+def linear_topk(
+    x: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    largest: bool = True,
+    log_probs: bool = False,
+) -> TopK:
+    """The k largest logits of each row, or log-probabilities, best first, and their classes.
+
+    The same as ``torch.topk(F.linear(x, weight, bias), k)``, with ``log_probs`` of the logits' ``log_softmax``, without
+    ever allocating the M × V logits or their gradient. The values are differentiable. Among equal logits, which classes
+    stand at the edge is not defined. A place that only saw minus infinity has the index -1.
+
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give ``values`` and ``indices`` (int64), both [..., k];
+    values come in the type of x. ``softcap`` and ``temperature`` as in :func:`linear_cross_entropy`. With
+    ``largest=False`` the k smallest, smallest first.
+
+    Raises :class:`TopKError` for more than V classes, :class:`ArgumentError` for a k that is no integer above 0,
+    :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit each other.
+
+    >>> import torch
+    >>> from monoidreduce.ops import linear_topk
+    >>> x, weight = torch.randn(6, 4), torch.randn(9, 4)
+    >>> values, indices = linear_topk(x, weight, 3)
+    >>> expected = (x @ weight.T).topk(3)
+    >>> torch.allclose(values, expected.values, atol=1e-5), torch.equal(indices, expected.indices)
+    (True, True)
+    """
+    head = heads.check(x, weight, bias, softcap, temperature)
+    checks.whole("k", k, least=1)
+    rows = checks.flat(x)
+    found = _topk(rows, weight, int(k), bool(largest), bool(log_probs), **head)
+    return TopK(*(checks.unflat(value, x, rows) for value in found))
+
+
+@mr.op
+@no_type_check
+def _argmax(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
+    return mr.argmax(heads.logits(x, weight, bias, None, None))
+
+
+@checks.together
+def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """The class of the largest logit of each row, the first of equals, as greedy decoding takes it.
+
+    The same as ``F.linear(x, weight, bias).argmax(-1)``, without ever allocating the M × V logits. (A softcap or a
+    temperature changes no argmax.) Where there is nothing to choose from, no classes or all of minus infinite bias, it
+    is -1.
+
+    Shapes: ``x`` [..., D], ``weight`` [V, D], ``bias`` [V] give int64 [...].
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import linear_argmax
+    >>> x, weight = torch.randn(6, 4), torch.randn(9, 4)
+    >>> torch.equal(linear_argmax(x, weight), (x @ weight.T).argmax(-1))
+    True
+    """
+    checks.head(x, weight, bias)
+    rows = checks.flat(x)
+    return checks.unflat(_argmax(rows, weight, bias), x, rows)

@@ -118,9 +118,7 @@ def travels(fold: Fold, of: Of, widths: Mapping[str, int], item: int, totals: tu
     return "rows" if rows < cols else "cols"
 
 
-def sent(
-    fold: Fold, of: Of, widths: Mapping[str, int], item: int, totals: tuple[int, int], ranks: tuple[int, int]
-) -> float:
+def sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[int, int]) -> float:
     """Bytes that one rank sends for a fold with rows over ``ranks[0]`` and columns over ``ranks[1]`` (two groups)."""
     total = 0.0
     here = {"cols": totals[0] / ranks[0], "rows": totals[1] / ranks[1]}

@@ -110,7 +110,18 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
             other.op == "where" and not one.is_pair and one.feature is None and _is(other.args[2], 0)
         ):  # push factors under a mask
             return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
+        if other.op == "mul" and other.is_pair and not one.is_pair and one.feature is None and one.dtype == "float":
+            for pair, number in (other.args, other.args[::-1]):
+                if pair.is_pair and _joins(number, one):  # one factor per pair instead of two
+                    return apply("mul", pair, apply("mul", number, one))
     return None
+
+
+def _joins(a: Expr, b: Expr) -> bool:
+    """Whether two numbers are multiplied once, outside the pairs; a ``decay`` stays beside its exponential."""
+    if a.is_pair or a.feature is not None or a.dtype != "float" or "decay" in (a.op, b.op):
+        return False
+    return not ((a.rows and b.cols) or (a.cols and b.rows))
 
 
 def _div(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:

@@ -1,8 +1,8 @@
 """Declarations: what the parameters of an op are, read from its signature.
 
 ``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
-number per batch element; ``float``, ``int`` and ``bool`` are numbers given at the call; ``str`` and callables are
-fixed choices, a new one is a new trace. ``X | None`` may be left out.
+number per batch element and ``Pair`` one number per pair; ``float``, ``int`` and ``bool`` are numbers given at the
+call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class _Side(type):
     feature: Feature
 
     def __getitem__(cls, feature: Any) -> Any:
+        if cls.axis == "pairs":
+            raise DeclarationError(
+                detail=f"{cls.__name__}[{feature!r}] would be a tensor of M × N × {feature}",
+                fix="A Pair is one number per pair; give what depends on one side only as Row or Col",
+            )
         if (
             not isinstance(feature, str | int)
             or isinstance(feature, bool)
@@ -61,9 +66,23 @@ class Batch(metaclass=_Side):
     feature: Feature = None
 
 
+class Pair(metaclass=_Side):
+    """One number, integer or truth value per pair, as the caller holds it: a bias, a mask. Shape ``[..., M, N]``.
+
+    It is only ever sliced, tile by tile; an axis of size 1 is broadcast; its gradient is as large as itself.
+    """
+
+    axis = "pairs"
+    feature: Feature = None
+
+
+AXES = {"rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": ()}  # between batch and features
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: where it lives (``rows``, ``cols``, ``batch``, ``number``, ``static``) and what it may be."""
+    """One parameter: where it lives (``rows``, ``cols``, ``pairs``, ``batch``, ``number``, ``static``) and what it may
+    be."""
 
     name: str
     axis: str
@@ -77,14 +96,28 @@ class Parameter:
             "input",
             (),
             (self.name,),
-            rows=self.axis == "rows",
-            cols=self.axis == "cols",
+            rows=self.axis in ("rows", "pairs"),
+            cols=self.axis in ("cols", "pairs"),
             feature=self.feature,
             dtype=dtype,
         )
 
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The axes that its tensor has after the batch dimensions."""
+        return (*AXES.get(self.axis, ()), *(() if self.feature is None else (str(self.feature),)))
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.axis in AXES
+
+    @property
+    def shape(self) -> str:
+        """The shape of its tensor, in words."""
+        return f"[{', '.join(['...', *({'rows': 'M', 'cols': 'N'}.get(a, a) for a in self.tail)])}]"
+
     def __str__(self) -> str:
-        side = {"rows": "Row", "cols": "Col", "batch": "Batch"}.get(self.axis)
+        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "batch": "Batch"}.get(self.axis)
         if side is None:
             return self.python.__name__ if self.python else "a fixed choice"
         return side if self.feature is None else f'{side}["{self.feature}"]'

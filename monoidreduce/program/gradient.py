@@ -2,8 +2,8 @@
 
 Each reduction's pullback turns the cotangents of its results into cotangents of one pair's fields (Theorem 2.1);
 ``pull.py`` takes them back to the leaves; there they are summed over the axes that the leaf does not have, as
-reductions (Corollary 2.1.1). The results ``P`` and their cotangents are just more inputs, so the gradient program is
-again a program.
+reductions (Corollary 2.1.1), and those of what was given per pair are written out. The results ``P`` and their
+cotangents are just more inputs, so the gradient program is again a program.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def _gather(leaf: Expr, g: Expr | None) -> Expr | None:
         return None
     if leaf.feature is not None and g.feature is None:
         g = build.spread(g, leaf.feature)
+    if leaf.is_pair:
+        return make("pair", "neither", (), (g, leaf))[0]
     if not leaf.cols:
         (g,) = make("sum", "cols", (), (g,))
     if not leaf.rows:

@@ -2,9 +2,10 @@
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
-``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch; except a vector that is fed anyway times a number: the
-number is fed, so that no second vector has to be read. A :class:`Fold` is what an engine runs: reductions over numbered
-leaves, independent of the layer it came from, and equal folds are the same object.
+``⟨g, P⟩``) is *fed* to the pass, computed once by plain torch. Two are left to the engine, and what they are made of
+is fed: a vector that is fed anyway times a number, so that no second vector is read, and ``decay``, which a kernel
+joins with an exponential. A :class:`Fold` is what an engine runs: reductions over numbered leaves, independent of the
+layer it came from, and equal folds are the same object.
 """
 
 from __future__ import annotations
@@ -108,6 +109,11 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
     return replace
 
 
+def _is_fed(e: Expr) -> bool:
+    """What a pass is given: what lives on one side, and what is given per pair."""
+    return not e.is_pair or e.op in ("input", "leaf")
+
+
 def _scales(
     reductions: list[Expr], outputs: tuple[Expr, ...], levels: dict[Expr, int]
 ) -> dict[Expr, tuple[Expr, Expr]]:
@@ -145,7 +151,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         for k, e in enumerate(feeds)
     }
     for e in derived:
-        leaves[e] = build.apply("mul", *(leaves.get(a, a) for a in e.args))
+        leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
     new = build.substitute((*fields, *factors), leaves)
     renamed, at = [], 0
     for r in reductions:
@@ -168,17 +174,18 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
 
 
 def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """The maximal one-sided expressions under ``fields``; those made of others by a factor, apart."""
-    found = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair and e.op not in _BUILTIN]
+    """The maximal one-sided expressions under ``fields``; and those that engines make from others, which are fed."""
+    found = [e for e in topological(fields, stop=_is_fed) if _is_fed(e)]
     whole = set(found)
-    factored = {
-        e for e in found if e.op == "mul" and e.dtype == "float" and {_vector(a) for a in e.args} == {True, False}
-    }
-    derived = [e for e in topological(found) if e in factored and any(_vector(a) and a in whole for a in e.args)]
-    feeds = [e for e in found if e not in derived]
-    numbers = [a for e in derived for a in e.args if a.feature is None and a.op not in _BUILTIN]
-    return list(dict.fromkeys([*feeds, *numbers])), derived
-
-
-def _vector(e: Expr) -> bool:
-    return e.feature is not None
+    feeds: dict[Expr, None] = {}
+    derived: set[Expr] = set()
+    stack = found[::-1]
+    while stack:
+        e = stack.pop()
+        again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
+        if e.op == "decay" or (again and any(a.feature is None for a in e.args)):
+            derived.add(e)
+            stack += e.args[::-1]
+        elif e.op not in _BUILTIN:
+            feeds[e] = None
+    return list(feeds), [e for e in topological(found) if e in derived]

@@ -57,6 +57,11 @@ def _floor_divide(a: Any, b: Any, out: Any = None) -> Any:
     return value if out is None else out.copy_(value)
 
 
+def _decay(x: Any, out: Any = None) -> Any:
+    """exp(-x), and 0 where x is minus infinity: one over a total whose logarithm is x, 0 if there was nothing."""
+    return torch.where(x == -math.inf, 0.0, torch.exp(-x), **({} if out is None else {"out": out}))
+
+
 def _gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
@@ -120,6 +125,7 @@ _ROWS = [
         lambda x: iv.div(iv.TRUE, x),
         triton="1.0 / {0}",
     ),
+    _P("decay", _decay, lambda g, y, x: (-g * y,), lambda x: (0.0, iv.INF), triton="decay({0})"),
     _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})"),
     _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0), triton="tl.exp2({0})"),
     _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})"),

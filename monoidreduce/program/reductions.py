@@ -2,9 +2,11 @@
 
 Every reduction of the language is one of seven kinds plus arithmetic on its results: ``sum``; ``soft`` (logsumexp and
 softmax means of any number of values, one logit); ``best`` (largest or smallest, and where); ``topk``; ``moments``;
-``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal.py`` only). A
-kind knows its results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a
-pair is idle, that is, equal to the identity. An engine knows how to fold each kind; nobody else needs to.
+``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal.py`` only). An
+eighth, ``pair``, folds nothing: it writes a number per pair out, in the shape of an argument that was given per pair,
+summed over what was broadcast in that (made by ``gradient.py`` only; its ``over`` is neither axis). A kind knows its
+results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a pair is idle,
+that is, equal to the identity. An engine knows how to fold each kind; nobody else needs to.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: lis
     """
     logit, *values = fields
     _, *means, log_total, peak = results
-    weight = torch.exp(logit - peak) * torch.where(log_total == -math.inf, 0.0, torch.exp(-log_total))
+    weight = torch.exp(logit - peak) * Symbol(build.apply("decay", log_total.expr))
     inner: Any = 0.0
     for g_log in (g[0], g[-2]):  # z and log_total differ by the peak, a constant: they move alike
         inner = inner if g_log is None else g_log + inner
@@ -172,6 +174,11 @@ KINDS: dict[str, Kind] = {
         lambda f, params: [(f[2].feature, "float")],
         _pick_pullback,
         _never,
+    ),
+    "pair": Kind(
+        lambda f, params: [(None, "float")],  # fields: the number, and the argument whose shape it takes
+        lambda over, params, f, r, g: [g[0], None],
+        lambda params, f: f[0] == iv.FALSE,
     ),
 }
 

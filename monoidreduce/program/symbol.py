@@ -155,7 +155,7 @@ def expr_of(value: Any) -> Expr:
             )
         raise TraceError(
             detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
-            fix="Pass it as an argument, declared Row, Col or mr.Batch",
+            fix="Pass it as an argument, declared Row, Col, mr.Batch or mr.Pair",
         )
     raise TraceError(
         detail=f"{value!r} ({type(value).__name__}) cannot enter a pair expression", fix="Use numbers and arguments"

@@ -27,7 +27,12 @@ from tests.layers_compare import assert_equal, assert_error_rule, cast, run
 from tests.programs import program_of
 
 SMALL = KernelPlan(16, 32, 4, 1)
-FALLS_BACK = ["mean_of_the_best", "nearest_neighbours", "attention_of_ones_own_monoid"]  # a few that do
+FALLS_BACK = [
+    "mean_of_the_best",
+    "nearest_neighbours",
+    "attention_of_ones_own_monoid",
+    "biased_attention",
+]  # a few that do
 SLOW = {
     "grouped_query_attention",
     "maxsim",
@@ -272,7 +277,9 @@ def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
 
 
 def has_no_kernel(layer, args):
-    """Whether a layer has a top-k or a monoid with vectors."""
+    """Whether a layer has a top-k, a monoid with vectors or an argument given per pair."""
+    if any(p.axis == "pairs" for p in layer.parameters):
+        return True
     reductions = [r for p in layer.op.program(*args).passes for r in p.fold.reductions]
     whole = [r for r in reductions if r.attrs[0] == "user" and any(f.feature is not None for f in r.args)]
     return any(r.attrs[0] == "topk" for r in reductions) or bool(whole)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from monoidreduce.engine.agree import _pieces
-from tests.layers import BY_NAME
+from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import Result, is_float, run
 
+DIVISIBLE = [layer for layer in ZOO if all(p.axis != "pairs" for p in layer.parameters)]
+PER_PAIR = [layer for layer in ZOO if layer not in DIVISIBLE]  # given for every pair: refused
 DIVISIONS = [("rows",), ("cols",), ("rows", "cols")]
 
 

@@ -29,31 +29,35 @@ def used() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-what, path = sys.argv[1:]
-count = 4 * ROOM // (FEATURES * 4)
-block = numpy.random.default_rng(0).standard_normal((count // 64, FEATURES), dtype=numpy.float32)
-with open(path, "wb") as file:
-    for k in range(64):
-        file.write((block * (1 + k / 64)).tobytes())
-del block
-x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
-search(x, torch.randn(300, FEATURES)), total(x, torch.randn(300, FEATURES))  # warm
-corpus = numpy.memmap(path, numpy.float32, "r", shape=(count, FEATURES))
-resource.setrlimit(resource.RLIMIT_AS, (used() + ROOM, resource.RLIM_INFINITY))
-try:
-    torch.empty(count, FEATURES)
-    raise SystemExit("the limit does not hold")
-except RuntimeError:
-    pass
-got = (search if what == "topk" else total).stream(x).over(mr.chunks(corpus, size=8192))
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-if what == "topk":
-    best = [(x @ torch.from_numpy(numpy.array(corpus[at : at + 65536])).T) for at in range(0, count, 65536)]
-    same = torch.equal(got, torch.cat(best, 1).topk(10).indices)
-else:
-    parts = [
-        torch.tanh(x.double() @ torch.from_numpy(numpy.array(corpus[at : at + 65536])).double().T).sum(1)
-        for at in range(0, count, 65536)
-    ]
-    same = torch.allclose(got.double(), torch.stack(parts).sum(0), rtol=1e-4, atol=0.5)
-print("same" if same else "different")
+def main(what: str, path: str) -> None:
+    count = 4 * ROOM // (FEATURES * 4)
+    block = numpy.random.default_rng(0).standard_normal((count // 64, FEATURES), dtype=numpy.float32)
+    with open(path, "wb") as file:
+        for k in range(64):
+            file.write((block * (1 + k / 64)).tobytes())
+    del block
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+    search(x, torch.randn(300, FEATURES)), total(x, torch.randn(300, FEATURES))  # warm
+    corpus = numpy.memmap(path, numpy.float32, "r", shape=(count, FEATURES))
+    resource.setrlimit(resource.RLIMIT_AS, (used() + ROOM, resource.RLIM_INFINITY))
+    try:
+        torch.empty(count, FEATURES)
+        raise SystemExit("the limit does not hold")
+    except RuntimeError:
+        pass
+    got = (search if what == "topk" else total).stream(x).over(mr.chunks(corpus, size=8192))
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if what == "topk":
+        best = [(x @ torch.from_numpy(numpy.array(corpus[at : at + 65536])).T) for at in range(0, count, 65536)]
+        same = torch.equal(got, torch.cat(best, 1).topk(10).indices)
+    else:
+        parts = [
+            torch.tanh(x.double() @ torch.from_numpy(numpy.array(corpus[at : at + 65536])).double().T).sum(1)
+            for at in range(0, count, 65536)
+        ]
+        same = torch.allclose(got.double(), torch.stack(parts).sum(0), rtol=1e-4, atol=0.5)
+    print("same" if same else "different")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -311,3 +311,121 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
     if group.rank() == 1:
         registry.FOLDERS["eager"] = engine
     _worked(group, divided)
+
+
+def refused_layer(group: Any, name: str) -> str:
+    try:
+        with mr.shard(rows=group):
+            BY_NAME[name].op(*BY_NAME[name].args(5, 7, 0))
+    except mr.MonoidReduceError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+# Bytes
+
+
+def traffic(group: Any, which: str, rows: int, cols: int, features: int) -> dict[str, float]:
+    """Bytes that this rank sent for one forward and one backward, as the kernel counts them, and what they held."""
+    gen = torch.Generator().manual_seed(1)
+    make = lambda n: torch.randn(n, features, generator=gen)
+    me, world = group.rank(), group.size()
+    q, k = _split(make(rows), 0, me, world), _split(make(cols), 0, me, world)
+    whole_q = make(rows)
+    q, whole_q, k = (t.clone().requires_grad_() for t in (q, whole_q, k))
+    calls = {
+        "ring": lambda: _scores(q, k, k),
+        "cols": lambda: _scores(whole_q, k, k),
+        "vocabulary": lambda: mr.ops.cross_entropy(whole_q, k, torch.zeros(rows, dtype=torch.int64)),
+    }
+    axes = {"rows": group, "cols": group} if which == "ring" else {"cols": group}
+    with mr.shard(**axes):
+        calls[which]()  # connections are made
+        dist.barrier(group)
+        start = bytes_sent()
+        y = calls[which]()
+        dist.barrier(group)
+        middle = bytes_sent()
+    y.sum().backward()
+    dist.barrier(group)
+    return {"forward": middle - start, "backward": bytes_sent() - middle}
+
+
+@mr.op
+def _scores(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["f"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+def megatron(group: Any, rows: int, cols: int, features: int) -> dict[str, Any]:
+    """Vocabulary-parallel cross-entropy with plain collectives on local logits, beside ours: results and bytes."""
+    gen = torch.Generator().manual_seed(1)
+    x, w = torch.randn(rows, features, generator=gen), torch.randn(cols, features, generator=gen)
+    target = torch.randint(0, cols, (rows,), generator=gen)
+    me, world = group.rank(), group.size()
+    part = _split(w, 0, me, world)
+    start = sum(len(_split(w, 0, r, world)) for r in range(me))
+    found = {}
+    for name in ("ours", "theirs"):
+        mine, local = x.clone().requires_grad_(), part.clone().requires_grad_()
+        dist.barrier(group)
+        before = bytes_sent()
+        if name == "ours":
+            with mr.shard(cols=group):
+                loss = mr.ops.cross_entropy(mine, local, target)
+            loss.backward()
+            grad = mine.grad
+        else:
+            loss, grad, local.grad = _plain_vocabulary_parallel(mine.detach(), local.detach(), target, start, group)
+        dist.barrier(group)
+        found[name] = {"loss": loss.item(), "x": grad, "w": local.grad, "bytes": bytes_sent() - before}
+    return found
+
+
+def _plain_vocabulary_parallel(x: Tensor, w: Tensor, target: Tensor, start: int, group: Any) -> tuple:
+    """As in Megatron-LM: the local logits are there; a maximum, a sum and the target's logit are all-reduced."""
+    logits = x @ w.T
+    top = logits.amax(1)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    inside = (target >= start) & (target < start + len(w))
+    at = (target - start).clamp(0, len(w) - 1)
+    picked = torch.where(inside, logits.gather(1, at[:, None])[:, 0] - top, 0.0)
+    dist.all_reduce(picked, group=group)
+    p = torch.exp(logits - top[:, None])
+    total = p.sum(1)
+    dist.all_reduce(total, group=group)
+    p /= total[:, None]
+    p[torch.arange(len(x))[inside], at[inside]] -= 1
+    p /= len(x)
+    grad = p @ w
+    dist.all_reduce(grad, group=group)
+    return (total.log() - picked).mean(), grad, p.T @ x
+
+
+def torch_loss_parallel(group: Any, rows: int, cols: int) -> str:
+    """The same loss by torch's loss_parallel on sharded logits."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    gen = torch.Generator().manual_seed(2)
+    x, w = torch.randn(rows, 6, generator=gen), torch.randn(cols, 6, generator=gen)
+    target = torch.randint(0, cols, (rows,), generator=gen)
+    mesh = DeviceMesh("cpu", torch.arange(group.size()))
+    logits = distribute_tensor(x @ w.T, mesh, [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        theirs = torch.nn.functional.cross_entropy(logits, distribute_tensor(target, mesh, [Replicate()]))
+        theirs.backward()
+    dx = logits.grad.full_tensor() @ w
+    mine = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+    heads = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+
+    @mr.op
+    def loss(x: mr.Row["d"], w: mr.Col["d"], t: mr.Row):
+        s = x @ w
+        return mr.mean(mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == t, s, 0.0)), over="rows")
+
+    ours = loss(mine, heads, distribute_tensor(target, mesh, [Replicate()]))
+    ours.backward()
+    assert isinstance(ours, DTensor)
+    pairs = [(ours.full_tensor(), theirs.full_tensor()), (mine.grad.full_tensor(), dx)]
+    return "same" if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else f"{pairs}"

@@ -81,14 +81,14 @@ def test_expanded_and_strided_cotangents(name, seed):
 
 
 def batched(layer, M, N, seed):
-    """Arguments whose batch dimensions differ: rows [2, 1, ...], columns [3, ...], everything else as it is."""
+    """Arguments whose batch dimensions differ: rows [2, 1, ...], columns and pairs [3, ...], the rest as it is."""
     gen = torch.Generator().manual_seed(seed)
     draws = [[layer.make(M, N, gen, FLOAT64) for _ in range(3)] for _ in range(2)]
     args = []
     for k, p in enumerate(layer.parameters[: len(draws[0][0])]):
         if p.axis == "rows":
             args.append(torch.stack([draws[b][0][k] for b in range(2)]).unsqueeze(1))
-        elif p.axis == "cols":
+        elif p.axis in ("cols", "pairs"):
             args.append(torch.stack([draws[0][b][k] for b in range(3)]))
         else:
             args.append(draws[0][0][k])
@@ -104,7 +104,8 @@ def one_by_one(layer):
         for i in range(2):
             for j in range(3):
                 picked = [
-                    a[i, 0] if x == "rows" else a[j] if x == "cols" else a for a, x in zip(args, axes, strict=False)
+                    a[i, 0] if x == "rows" else a[j] if x in ("cols", "pairs") else a
+                    for a, x in zip(args, axes, strict=False)
                 ]
                 results.append(flatten(layer.dense(*picked)))
         return [torch.stack(same).unflatten(0, (2, 3)) for same in zip(*results, strict=True)]
@@ -114,7 +115,7 @@ def one_by_one(layer):
 
 def has_own_batch(layer):
     args = layer.args(2, 5, 0)
-    least = [(p.axis in ("rows", "cols")) + (p.feature is not None) for p in layer.parameters]
+    least = [len(p.tail) for p in layer.parameters]
     return any(isinstance(a, torch.Tensor) and a.dim() > n for a, n in zip(args, least, strict=False))
 
 

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
         "stream",
     },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
-    "nn": {"errors", "algebra", "program", "plan", "engine", "op", "ops"},
+    "nn": {"errors", "ops"},  # modules: no mathematics
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # the doors of the house: they may import any room, and the package itself
 ENGINES = {"reference", "eager", "triton", "distributed"}  # engine/<name>.py, engine/<name>_*.py or engine/<name>/

@@ -21,11 +21,11 @@ from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
-from .. import batching
+from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import describe, launch
+from . import describe, launch, rows
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
@@ -33,6 +33,9 @@ __all__ = ["KernelPlan", "available", "run", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
+
+
+hardware.ROW_DOT[:] = [rows.dot]
 
 
 @functools.cache
@@ -91,6 +94,8 @@ class Ready:
             raise Unsupported("Triton is not installed")
         if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        if any(e.is_pair for e in fold.leaves):
+            raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
         values, self.batch = self._merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]

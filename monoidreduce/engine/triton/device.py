@@ -13,6 +13,15 @@ def sign(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
+def decay(x):
+    return tl.where(x == float("-inf"), 0.0, tl.exp(-x))
+
+
+def unseen(x):
+    # the logarithm of a total by which weights are divided: infinite where there was nothing, so that they are 0
+    return tl.where(x == float("-inf"), float("inf"), x)
+
+
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 

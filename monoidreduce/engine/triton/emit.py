@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import device, kinds
+from . import device, kinds, skip
 from .kinds import Kind, known
-from .skip import preferred
 from .spec import TINY, Spec, padded
 from .values import Values
 
@@ -55,9 +54,9 @@ def kernel(spec: Spec) -> Kernel:
     """Write the kernel of a spec; raises Unsupported where there is none."""
     v = Values(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
-    truths = preferred(spec.fold) if spec.bounds else {}
+    truths = skip.preferred(spec.fold) if spec.bounds else {}
     walk = _walk(v, reductions, truths)
-    end = v.loop(False)
+    v.loop(False)
     stores = _stores(reductions, v)
     name = f"fold_over_{spec.over}"
     under = set(topological([*spec.fold.reductions, *spec.fold.scales]))
@@ -73,7 +72,7 @@ def kernel(spec: Spec) -> Kernel:
         *walk,
         "",
         "# results",
-        *end,
+        *v.inside,
         *stores,
     ]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
@@ -104,28 +103,28 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
             r.bounded = bounded
         plain = _turn(v, reductions, truths, masked=False)
         general = _turn(v, reductions, {}, masked=True)
-        lines[bounded] = _loops(v.spec, plain, general)
+        lines[bounded] = _loops(v.spec, plain, general, ("near" if bounded else "far") if soft else None)
     if not soft:
         return lines[False]
     return [
         "# norms bound the logits: where the bound is near, it stands in for the running maximum",
         *bounds,
-        f"if {' & '.join(f'{r.name}_near' for r in soft)}:",
-        *(f"    {r.name}_top = {r.name}_bound" for r in soft),
-        *(f"    {line}" for line in lines[True]),
-        "else:",
-        *(f"    {line}" for line in lines[False]),
+        f"near = {' & '.join(f'{r.name}_near' for r in soft)}",
+        *(f'{r.name}_top = tl.where(near, {r.name}_bound, float("-inf"))' for r in soft),
+        *lines[True],
+        "# else there is one",
+        *lines[False],
     ]
 
 
 def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
-    lines = v.loop(masked)
+    v.loop(masked)
     for r in reductions:
         fields = tuple(known(f, truths) for f in r.reduction.args)
-        lines.append(f"# {_described(r.reduction)}")
+        v.inside.append(f"# {_described(r.reduction)}")
         r.step(fields)
-    return lines
+    return v.inside
 
 
 def _described(r: Expr) -> str:
@@ -175,17 +174,14 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
-    names += ["bounds", "bounds_b", "order"] if spec.bounds else []
+    names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
     names += [f"{name}_reach" for name, _ in reaches(spec)]
-    return names, [*numbers, *sizes]
+    return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
 
 
 def _opening(spec: Spec) -> list[str]:
-    tile = "tl.load(order + tl.program_id(0) % tiles)  # the longest walks begin first"
-    lines = [
-        f"tile = {tile if spec.bounds else 'tl.program_id(0) % tiles'}",
-        "batch = tl.program_id(0) // tiles",
-    ]
+    lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
+    lines += ["tile += flip * (tiles - 1 - 2 * tile)  # the longest walks begin first"] if spec.bounds else []
     if spec.split:
         lines += ["part = batch // batches", "batch = batch % batches"]
     rest = "batch"
@@ -205,40 +201,56 @@ def _opening(spec: Spec) -> list[str]:
 
 def _range(spec: Spec) -> list[str]:
     """Which tiles are walked."""
-    names = ("first", "whole_first", "whole_last", "last")
     if spec.bounds:
         lines = [
-            "# the tiles to visit: first, whole_first, whole_last, last; the others are known to be idle",
-            "edges = bounds + batch * bounds_b + tile * 4",
-            *(f"{n} = tl.load(edges + {k})" for k, n in enumerate(names)),
+            "# the tiles to visit, from first to last: whole ones in two runs, and those around; others are idle",
+            f"edges = bounds + batch * bounds_b + tile * {len(skip.EDGES)}",
+            *(f"{n} = tl.load(edges + {k})" for k, n in enumerate(skip.EDGES)),
         ]
+    elif spec.split:
+        lines = ["first = 0", "whole_first = 0", "whole_last = folded_size // FOLDED"]
+        lines += ["last = tl.cdiv(folded_size, FOLDED)", "again_first = last", "again_last = last"]
     else:
-        lines = ["whole_first = 0", "whole_last = folded_size // FOLDED"]
-        lines += ["first = 0", "last = tl.cdiv(folded_size, FOLDED)"] if spec.split else []
+        return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
             "# this part of them",
             "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
-            *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in names),
+            *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in skip.EDGES),
         ]
-    return lines
-
-
-def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
-    """The two loops: whole tiles, then those before and after them."""
-    count, turn = "1", "turn = whole_last + t"
-    if spec.bounds or spec.split:
-        count = "(whole_first - first) + (last - whole_last)"
-        turn = "turn = first + t + tl.where(t < whole_first - first, 0, whole_last - whole_first)"
     return [
-        "for t in range(whole_first, whole_last):",
-        "    start = t * FOLDED",
+        *lines,
+        "whole = whole_last - whole_first",
+        "before = whole_first - first",
+        "between = again_first - whole_last",
+        "again = again_last - again_first",
+    ]
+
+
+def _loops(spec: Spec, plain: list[str], general: list[str], when: str | None) -> list[str]:
+    """The two loops: whole tiles, then those before and after them; not at all where ``when`` is false.
+
+    A condition is an empty range, not a branch: around loops a branch would cost them their pipelines.
+    """
+    begin, stop, at = "whole_first", "whole_last", "t"
+    count, turn = "1", "whole_last + t"
+    if spec.bounds or spec.split:
+        begin, stop, at = "0", "whole + again", "whole_first + t + tl.where(t < whole, 0, between)"
+        count = "before + between + last - again_last"
+        turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
+    lines = ["far = near == 0"] if when == "far" else []
+    if when:
+        lines += [f"{when}_stop = tl.where({when}, {stop}, {begin})", f"{when}_turns = tl.where({when}, {count}, 0)"]
+        stop, count = f"{when}_stop", f"{when}_turns"
+    return [
+        *lines,
+        f"for t in range({begin}, {stop}):",
+        f"    start = {at if at == 't' else f'({at})'} * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in plain),
         "if RAGGED:",
         f"    for t in range(0, {count}):",
-        f"        {turn}",
-        "        start = turn * FOLDED",
+        f"        start = ({turn}) * FOLDED",
         "        folded_at = start + tl.arange(0, FOLDED)",
         "        folded_in = folded_at < folded_size",
         *(f"        {line}" for line in general),

@@ -14,7 +14,8 @@ from ...program.build import ONE, apply
 from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
 from ..tilecode import contractions
-from .spec import TINY, Spec, Unsupported
+from .matched import Matched, matches
+from .spec import REACHES, TINY, Spec, Unsupported
 from .totals import Total, factored
 from .values import LOG2E, Values, is_one, literal
 
@@ -112,7 +113,8 @@ class Soft(Kind):
         block = v.block(kept)
         return [
             f"{n}_length = tl.sqrt(tl.sum({block}.to(tl.float32) * {block}.to(tl.float32), 1))",
-            f"{n}_bound = {n}_length * (tl.load({n}_reach + batch) * tl.abs({factor} + 0.0))",
+            f"{n}_farthest = tl.sqrt(tl.max(tl.load({n}_reach + batch * {REACHES} + tl.arange(0, {REACHES})), 0))",
+            f"{n}_bound = {n}_length * ({n}_farthest * tl.abs({factor} + 0.0))",
             f"{n}_near = tl.max({n}_bound) < {_NEAR}",
         ]
 
@@ -173,15 +175,22 @@ class Soft(Kind):
 
 
 class Pick(Kind):
-    """The number at one index of the folded axis, read from the tile that holds it."""
+    """The number at one index of the folded axis.
+
+    With 16-bit products it is computed once per kept index, from what lies there; in float32 it is read from the tile
+    that holds it, so that a small loss is the difference of numbers that were rounded alike.
+    """
 
     def prepare(self) -> None:
+        self.direct = self.v.spec.narrow is not None and matches(self.reduction.args[1], self.v.spec)
         self.total = Total(self.name, None, "float", self.v, self.v.spec.lanes)
 
     def start(self) -> list[str]:
-        return self.total.start()
+        return [] if self.direct else self.total.start()
 
     def step(self, fields: tuple[Expr, ...]) -> None:
+        if self.direct:
+            return
         target, value, _ = fields
         hit = f"folded_at[None, :] == {self.v.number(target)}"
         if self.v.masked:  # what lies beyond the axis is no match, whatever the index
@@ -189,7 +198,14 @@ class Pick(Kind):
         self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
 
     def finish(self) -> list[tuple[list[str], Any]]:
-        return [(self.total.result(), None)]
+        if not self.direct:
+            return [(self.total.result(), None)]
+        target, value, _ = self.reduction.args
+        there = Matched(self.v, self.name, target)
+        text = there.number(value)
+        self.v.inside += there.before
+        zeros = f"tl.zeros([KEPT, 1], {self.v.float})"
+        return [([f"tl.reshape(tl.where({there.inside_text}, {text} + {zeros}, 0.0), [KEPT])"], None)]
 
 
 class Best(Kind):

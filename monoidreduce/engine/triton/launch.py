@@ -6,7 +6,6 @@ decoded from the program's number. Lengths are run-time arguments, so that a new
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +19,14 @@ from ...program.lower import Fold
 from ...program.reductions import KINDS
 from ..combine import combine
 from ..evaluate import Sizes
-from . import describe, emit, skip, source
+from . import describe, emit, rows, skip, source
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
-_BOUNDS: dict[tuple, tuple[Tensor, Tensor]] = {}  # of conditions on indices and numbers only
+_BOUNDS: dict[tuple, tuple[Tensor, int]] = {}  # of conditions on indices and numbers only
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
         RAGGED=call.ragged,
     )
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
-    on = torch.cuda.device(call.device) if call.device.type == "cuda" else contextlib.nullcontext()
-    with on:
+    with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
         return source.again(compiled, call.grid, tuple(constants.values()))
 
@@ -125,7 +123,7 @@ class Launch:
                 arguments[at] = values[e]
             if self.spec.bounds:
                 arguments += self._bounds(values)
-            arguments += [_reach(values[e]) for _, e in self.reaches]
+            arguments += [rows.reach(values[e]) for _, e in self.reaches]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
@@ -164,27 +162,19 @@ class Launch:
         return combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)])
 
     def _bounds(self, values: Values) -> list[Any]:
-        """Which tiles are visited, and in which order the kept ones begin."""
+        """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
         asked = {e: values[e] for e in describe.asked(self.fold)}
-        device, numbers = self.sizes.device, () if self.data else tuple(asked.values())
-        key = (self.fold, self.over, self.lengths, self.blocks, numbers, device)
-        found = None if self.data else _BOUNDS.get(key)
-        if found is None:
-            flat = {e: v.flatten(0, len(self.batch) - 1) if isinstance(v, Tensor) else v for e, v in asked.items()}
+        device, batches = self.sizes.device, len(self.batch) - 1
+        if self.data:
+            flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
             edges = skip.bounds(self.fold, self.over, flat, self.lengths, self.blocks, device)
-            if self.data:  # looking for the longest walks would cost more than it brings
-                order = torch.arange(self.tiles, dtype=torch.int32, device=device)
-            else:
-                order = (edges[0, :, 3] - edges[0, :, 0]).argsort(descending=True, stable=True).to(torch.int32)
-            found = edges, order
-            if not self.data:
-                _BOUNDS[key] = found
-                while len(_BOUNDS) > 256:
-                    del _BOUNDS[next(iter(_BOUNDS))]
-        edges, order = found
-        return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, order]
-
-
-def _reach(v: Tensor) -> Tensor:
-    """The greatest norm of a leaf's vectors, per batch element."""
-    return torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax(-1).flatten()
+            return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
+        key = (self.fold, self.over, self.lengths, self.blocks, tuple(asked.values()), device)
+        if key not in _BOUNDS:
+            edges = skip.bounds(self.fold, self.over, asked, self.lengths, self.blocks, torch.device("cpu"))
+            walks = edges[0, :, -1] - edges[0, :, 0]
+            _BOUNDS[key] = edges.to(device), int(walks[-1] > walks[0])
+            while len(_BOUNDS) > 256:
+                del _BOUNDS[next(iter(_BOUNDS))]
+        edges, flip = _BOUNDS[key]
+        return [edges, 0, flip]

@@ -2,8 +2,8 @@
 
 The conditions of a fold (``col_index <= row_index``, equal documents) are evaluated on index ranges and on each tile's
 least and greatest value of any leaf they look at. Of each kept tile the kernel is told the first and last folded tile
-that is not idle, and a run of whole tiles between them on which every condition is known. The rules here are those of
-``program/intervals.py`` for the operations that conditions are made of, on tensors; any other operation is unknown.
+that is not idle, and two runs of whole tiles between them on which every condition is known. The rules here are those
+of ``program/intervals.py`` for the operations that conditions are made of, on tensors; any other operation is unknown.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...program.reductions import KINDS
 from ..tilecode import conditions, interval
 
 Range = tuple[Tensor, Tensor]
+EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 _MOST_CONDITIONS = 4
 _MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the folded axis are taken together
 
@@ -67,14 +68,14 @@ def _idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
 def bounds(
     fold: Fold, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int], device: Any
 ) -> Tensor:
-    """``[batch or 1, kept tiles, 4]``: first, whole_first, whole_last, last.
+    """``[batch or 1, kept tiles, 6]``: ``EDGES``, in folded tiles.
 
     ``values``: leaves as Python numbers or tensors ``[batch, length]`` (``[batch]`` for one number per batch element);
     ``lengths`` and ``blocks``: of the kept and the folded axis.
     """
     kept_tiles, folded_tiles = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
     if not folded_tiles:
-        return torch.zeros(1, kept_tiles, 4, dtype=torch.int32, device=device)
+        return torch.zeros(1, kept_tiles, len(EDGES), dtype=torch.int32, device=device)
     chosen = preferred(fold)
     batch = max([1, *(v.shape[0] for v in values.values() if isinstance(v, Tensor))])
     group = max(1, -(-batch * kept_tiles * folded_tiles // _MOST_CELLS))
@@ -95,11 +96,11 @@ def bounds(
     first = torch.where(active, at, groups).amin(-1)
     last = torch.where(active, at + 1, 0).amax(-1)
     first = torch.minimum(first, last)
-    start = torch.where(whole, at, groups).amin(-1, keepdim=True)
-    stop = torch.where(~whole & (at > start), at, groups).amin(-1)
-    start = start.squeeze(-1)
-    none = start == groups
-    edges = [first, torch.where(none, first, start), torch.where(none, first, stop), last]
+    runs = [first]
+    for wanted in (whole, ~whole, whole, ~whole):  # where a run of whole tiles begins and ends, twice
+        found = torch.where(wanted & (at >= runs[-1].unsqueeze(-1)), at, groups).amin(-1)
+        runs.append(torch.minimum(found, last))
+    edges = [*runs, last]
     return (torch.stack(edges, -1) * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
 
 

@@ -6,6 +6,7 @@ content. What runs is the text that was just written here, never whatever the fi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -16,6 +17,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def folder() -> Path:
@@ -56,6 +59,11 @@ def load(text: str) -> Any:
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
+
+
+def on(device: torch.device) -> Any:
+    """A kernel is launched on the current device: make it this one (the interpreter has none)."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[..., Any] | None:

@@ -10,6 +10,7 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 
 TINY = 8  # up to here features are unrolled; beyond, products are matrix products
+REACHES = 64  # partial results of the greatest norm, per batch element
 WIDEST = 256  # beyond, accumulators do not fit in registers
 
 

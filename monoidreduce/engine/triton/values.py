@@ -21,6 +21,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 LOG2E = math.log2(math.e)
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
+_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -46,10 +47,9 @@ class Values:
         self.state_width = 0  # features of all running sums
         self.scalars = False  # inside a monoid's combine: plain literals only
 
-    def loop(self, masked: bool) -> list[str]:
+    def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
         self.inside, self.inner, self.masked = [], {}, masked
-        return self.inside
 
     def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         """Name a value, once; before the loop unless it varies along the folded axis."""
@@ -103,6 +103,8 @@ class Values:
             return self._over_features(e)
         if e.op == "exp" and self.spec.narrow:
             return self._exp(e.args[0])
+        if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
+            return self._exp(e.args[0].args[0], e.args[1].args[0])
         return self._primitive(e, [self._argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def _leaf(self, e: Expr) -> str:
@@ -124,11 +126,15 @@ class Values:
             return text if kind == self.spec.compute else f"{text}.to({self.float})"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
 
-    def pointer(self, e: Expr) -> str:
-        """Where a leaf's tile (or its batch element) begins."""
+    def base(self, e: Expr) -> str:
+        """Where a leaf's batch element begins."""
         name = str(e.attrs[0])
         batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
-        base = self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+        return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+
+    def pointer(self, e: Expr) -> str:
+        """Where a leaf's tile (or its batch element) begins."""
+        name, base = str(e.attrs[0]), self.base(e)
         if self.spec.folds(e):
             return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
         if self.spec.keeps(e):
@@ -199,11 +205,21 @@ class Values:
         kind = self.float if e.dtype == "float" else "tl.int32" if abs(a.const) < 2**31 else "tl.int64"
         return f"tl.full({'()' if self.scalars else '[1, 1]'}, {text}, {kind})"
 
-    def _exp(self, x: Expr) -> str:
+    def _exp(self, x: Expr, total: Expr | None = None) -> str:
         """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
 
         Only where products are of 16 bits: a fused multiply-subtract of large logits costs float32 its last digits.
+        ``total``: the logarithm of what the exponential is divided by; it joins the one-sided part.
         """
+        if total is not None:
+            one_sided = x.op == "sub" and x.is_pair and not x.args[1].is_pair
+            if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
+                return f"{self._exp(x)} * decay({self.number(total)})"
+            core, factor = self.linear(x.args[0])
+            pair = self._argument(core, "float")  # first, so that numbers are loaded while it is computed
+            shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
+            shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
+            return f"tl.exp2({pair} * {factor} - {shift})"
         if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
             parts = []
             for a in x.args:
@@ -261,9 +277,13 @@ class Values:
         if self.spec.width(x.feature) > TINY and e.dtype == "float" and leaves:
             if e.op == "dot":
                 return self.product(x, y)
+            norms = [self._norm(v) for v in (x, y)]
+            square = f"tl.maximum({norms[0]} + {norms[1]} - 2.0 * {self.product(x, y)}, 0.0)"
             if self.spec.narrow:  # products of 16-bit numbers are exact: cancellation costs less than their rounding
-                norms = [self._norm(v) for v in (x, y)]
-                return f"tl.maximum({norms[0]} + {norms[1]} - 2.0 * {self.product(x, y)}, 0.0)"
+                return square
+            name = self.bind((e, "square"), square, True)
+            self._near(e, name, norms)
+            return name
 
         def part(f: str) -> str:
             a, b = self.component(x, f), self.component(y, f)
@@ -273,6 +293,18 @@ class Values:
             return f"{gap} * {gap}"
 
         return self._walked(x, part, e)
+
+    def _near(self, e: Expr, square: str, norms: list[str]) -> None:
+        """Where a tile has pairs so close that the product cost digits, it is computed anew, feature by feature."""
+        close = f"tl.max(tl.where({square} < {_CLOSE} * ({norms[0]} + {norms[1]}), 1, 0))"
+        lines, self.inside = self.inside, []
+        names = dict(self.inner)
+        self.inside.append(f"{square} = tl.zeros([KEPT, FOLDED], {self.float})")
+        with self.walk(self.spec.width(e.args[0].feature)) as f:
+            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in e.args), True)
+            self.inside.append(f"{square} += {gap} * {gap}")
+        lines += [f"if {close} > 0:", *(f"    {line}" for line in self.inside)]
+        self.inside, self.inner = lines, names
 
     def _norm(self, v: Expr) -> str:
         axis = "[None, :]" if self.spec.folds(v) else "[:, None]"

@@ -1,0 +1,119 @@
+"""What a call costs before any arithmetic: host time of tiny calls, ours against torch's own layers.
+
+``python -m benchmarks.host`` prints a Markdown table. "Above the engine" runs the same call with an engine that hands
+back buffers made beforehand, so that only binding, checks, autograd and the torch calls around the folds are left. On a
+GPU nothing is waited for inside the loop: what is timed is the host."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monoidreduce import ops
+from monoidreduce.engine import registry
+from monoidreduce.program.reductions import KINDS
+
+Call = Callable[..., Tensor]
+
+
+def cases(device: str) -> Iterator[tuple[str, tuple[Tensor, ...], Call, Call]]:
+    """Name, inputs, ours, theirs."""
+    q, k, v = (torch.randn(1, 2, 128, 64, device=device, requires_grad=True) for _ in range(3))
+    yield "attention 1×2×128×64", (q, k, v), ops.attention, F.scaled_dot_product_attention
+    x = torch.randn(128, 64, device=device, requires_grad=True)
+    w = torch.randn(512, 64, device=device, requires_grad=True)
+    t = torch.randint(0, 512, (128,), device=device)
+    yield (
+        "linear cross-entropy 128×64×512",
+        (x, w),
+        lambda x, w: ops.cross_entropy(x, w, t),
+        lambda x, w: F.cross_entropy(F.linear(x, w), t),
+    )
+
+
+@contextmanager
+def no_engine() -> Iterator[None]:
+    """Every engine replaced by one that returns buffers made at its first call."""
+    kept = dict(registry.FOLDERS)
+    made: dict[Any, list[Tensor]] = {}
+
+    def stub(fold: Any, leaves: list[Any], sizes: Any) -> list[Tensor]:
+        if fold not in made:
+            made[fold] = [_zeros(*output, sizes) for output in fold.outputs]
+        return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
+
+    registry.FOLDERS.update(dict.fromkeys(kept, stub))
+    try:
+        yield
+    finally:
+        registry.FOLDERS.update(kept)
+
+
+def _zeros(reduction: Any, k: int, sizes: Any) -> Tensor:
+    kind, over, params = reduction.attrs
+    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
+    shape = (*sizes.batch, sizes.rows if over == "cols" else sizes.cols)
+    shape += () if feature is None else (sizes.of(str(feature)),)
+    return torch.zeros(shape, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device)
+
+
+def microseconds(call: Callable[[], object], repeats: int, rounds: int = 7) -> float:
+    """Of one call: the best of several rounds."""
+    best = float("inf")
+    for round_ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        took = (time.perf_counter() - start) / repeats * 1e6
+        best = min(best, took) if round_ else best
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return best
+
+
+def both(call: Call, inputs: tuple[Tensor, ...], repeats: int) -> tuple[float, float]:
+    """Microseconds of the forward (of inputs that ask for gradients), and of forward and backward."""
+    cotangent = torch.ones_like(call(*inputs))
+
+    def step() -> None:
+        torch.autograd.grad(call(*inputs), inputs, cotangent)
+
+    return microseconds(lambda: call(*inputs), repeats), microseconds(step, repeats)
+
+
+def table(device: str, repeats: int) -> str:
+    lines = [
+        f"Host time in µs, forward / forward+backward, {device}, torch {torch.__version__}",
+        "",
+        "| call | ours | ours, above the engine | torch | torch's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, inputs, ours, theirs in cases(device):
+        whole = both(ours, inputs, repeats)
+        with no_engine():
+            above = both(ours, inputs, repeats)
+        peer = both(theirs, inputs, repeats)
+        shown = [f"{f:.0f} / {b:.0f}" for f, b in (whole, above, peer)]
+        peer_name = "SDPA" if theirs is F.scaled_dot_product_attention else "linear + cross_entropy"
+        lines.append(f"| {name} | {' | '.join(shown)} | {peer_name} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=100)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print(table(asked.device, asked.repeats))
+
+
+if __name__ == "__main__":
+    main()

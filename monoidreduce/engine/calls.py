@@ -1,0 +1,142 @@
+"""A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
+
+A plan is found by a key of everything that the checks of a call look at, and of nothing else: values are no part of
+it, so a new temperature is the same plan. Whatever the key cannot say (a tensor subclass, a NumPy number) has none, and
+goes the long way through every check.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program.declare import Parameter
+from ..program.expr import Expr, topological
+from ..program.lower import lower
+from ..program.trace import Traced
+from . import reference, registry
+from .arguments import padded
+from .autograd import Walk
+from .evaluate import Sizes, from_layout
+from .script import inputs, script
+
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_LARGEST = 2**63
+
+
+def key_of(values: Sequence[Any], static: Sequence[bool], engine: str) -> tuple | None:
+    """What a call's checks depend on; None where this cannot be said cheaply."""
+    key: list[Any] = [engine]
+    for value, choice in zip(values, static, strict=True):
+        kind = type(value)
+        if choice:
+            key += (kind, value)
+        elif kind in _TENSORS:
+            key += (value.dtype, value.shape, value.device, value.layout)
+        elif kind is float or kind is bool or value is None or (kind is int and -_LARGEST < value < _LARGEST):
+            key.append(kind)
+        else:
+            return None
+    return tuple(key)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One traced program on arguments of one kind."""
+
+    traced: Traced
+    sizes: Sizes
+    run: Callable[..., list[Any]]
+    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which argument, and its view
+    fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @staticmethod
+    def of(
+        traced: Traced,
+        parameters: dict[str, Parameter],
+        values: dict[str, Any],
+        sizes: Sizes,
+        out: torch.dtype | None,
+        engine: str,
+    ) -> Plan:
+        places = {name: k for k, name in enumerate(parameters)}
+        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine)
+        return Plan(
+            traced,
+            sizes,
+            run,
+            tuple((places[n], _view(values[n], parameters[n], len(sizes.batch))) for n in names),
+            tuple((places[n], values[n]) for n in traced.fixed),
+            tuple(_shape(e, sizes, out) for e in traced.outputs),
+        )
+
+    def serves(self, values: Sequence[Any]) -> bool:
+        """Whether the program is the one for these numbers."""
+        return all(values[at] == v and type(values[at]) is type(v) for at, v in self.fixed)
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        return self.traced.pack(self.results(values))
+
+    def results(self, values: Sequence[Any]) -> list[Tensor]:
+        """The results in order, before the body's own form is put on them."""
+        found = self.run(*(values[at] if view is None else view(values[at]) for at, view in self.given))
+        return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
+
+
+def _walk(traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str) -> tuple[tuple[str, ...], Callable]:
+    """By passes: the names of the inputs, and what runs on them."""
+    program = lower(traced.outputs)
+    numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
+    made = script(program, numbers)
+    return made.inputs, functools.partial(made.run, sizes, Walk(engine))
+
+
+def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
+    """By the dense oracle, which shares nothing with the passes but the arguments."""
+    names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
+
+    def run(*given: Any) -> list[Any]:
+        known = dict(zip(names, given, strict=True))
+        found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
+        return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
+
+    return names, run
+
+
+def _view(value: Any, p: Parameter, rank: int) -> Callable[[Any], Any] | None:
+    """How an argument becomes an input: None where it is one already."""
+    view = functools.partial(padded, p=p, rank=rank)
+    return None if view(value) is value else view
+
+
+def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
+    """An output as users hold it: every axis of its kind and the whole batch; vectors in the inputs' type.
+
+    Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
+    """
+    tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
+    tail += () if e.feature is None else (sizes.of(str(e.feature)),)
+    kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
+    return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
+
+
+def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+    """Results in the evaluator's layout as users hold them."""
+    pairs = zip(found, traced.outputs, strict=True)
+    return [_as_given(from_layout(v, e), _shape(e, sizes, out), sizes) for v, e in pairs]
+
+
+def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
+    """A result in its output's shape and type."""
+    shape, dtype = output
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=dtype, device=sizes.device)
+    if value.shape != shape:
+        value = value.expand(shape)
+    return value if value.dtype == dtype else value.to(dtype)

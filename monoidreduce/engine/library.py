@@ -1,0 +1,195 @@
+"""A fold as a registered torch operator, ``torch.ops.monoidreduce.fold``: what compilers and tracers see of us.
+
+The operator has no gradient of its own (``autograd.py`` puts it under one), no state, and outputs that alias nothing.
+A fold travels as its name: a digest of its text, so that a graph kept on disk means the same fold in the next
+process, or is not found in its cache at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import EngineError
+from ..program.expr import Expr, topological
+from ..program.lower import Fold
+from ..program.reductions import KINDS
+from .evaluate import Sizes
+from .registry import FOLDERS
+
+_SCHEMA = (
+    "fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, SymInt rows, SymInt cols, "
+    "SymInt[] batch, str letters, SymInt[] lengths, ScalarType compute, Device device) -> Tensor[]"
+)
+_lock = threading.Lock()
+_FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
+_PROCESS = uuid.uuid4().hex  # part of the names of folds over a user's own classes, whose text is not their meaning
+
+library = torch.library.Library("monoidreduce", "DEF")
+library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold through the operator: as an engine would be called."""
+    numbers = {k: v for k, v in enumerate(leaves) if not isinstance(v, Tensor)}
+    return torch.ops.monoidreduce.fold(
+        name(fold),
+        engine,
+        [v for v in leaves if isinstance(v, Tensor)],
+        list(numbers.values()),
+        list(numbers),
+        sizes.rows,
+        sizes.cols,
+        list(sizes.batch),
+        ",".join(sizes.letters),
+        list(sizes.letters.values()),
+        sizes.compute,
+        sizes.device,
+    )
+
+
+def _run(
+    fold: str,
+    engine: str,
+    leaves: list[Tensor],
+    numbers: list[Any],
+    places: list[int],
+    rows: int,
+    cols: int,
+    batch: list[int],
+    letters: str,
+    lengths: list[int],
+    compute: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
+    with torch.no_grad():  # gradients are autograd.py's business
+        return list(FOLDERS[engine](_known(fold), _joined(leaves, numbers, places), sizes))
+
+
+def _fake(
+    fold: str,
+    engine: str,
+    leaves: list[Tensor],
+    numbers: list[Any],
+    places: list[int],
+    rows: int,
+    cols: int,
+    batch: list[int],
+    letters: str,
+    lengths: list[int],
+    compute: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
+    given = _joined(leaves, numbers, places)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _shapes(_known(fold), given, sizes)]
+
+
+def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
+    """Tensors and numbers in the order of the fold's leaves."""
+    given: list[Any] = list(leaves)
+    for place, number in zip(places, numbers, strict=True):
+        given.insert(place, number)
+    return given
+
+
+def _known(name: str) -> Fold:
+    if name not in _FOLDS:
+        raise EngineError(
+            detail="a graph from another process names a fold that this process has not met",
+            fix="Call the op once on any tensors of these types, with gradients if the graph has them, then the graph",
+        )
+    return _FOLDS[name]
+
+
+def _letters(names: str, lengths: list[int]) -> dict[str, int]:
+    return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
+
+
+def _shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each of a fold's results."""
+    found: list[tuple[tuple[int, ...], torch.dtype]] = []
+    for r, k in fold.outputs:
+        kind, over, params = r.attrs
+        feature, dtype = KINDS[kind].outputs(r.args, params)[k]
+        if kind == "pair":  # a number per pair, in the shape of an argument
+            like = leaves[fold.leaves.index(r.args[1])]
+            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
+            found.append((tuple(like.shape), like.dtype if once else sizes.compute))
+            continue
+        tail = () if feature is None else (sizes.of(str(feature)),)
+        length = sizes.rows if over == "cols" else sizes.cols
+        found.append(((*sizes.batch, length, *tail), sizes.compute if dtype == "float" else torch.int64))
+    return found
+
+
+library.impl("fold", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("monoidreduce::fold", _fake, lib=library)
+
+
+def in_front(fold: Fold, leaves: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+    """Leaves with a mapped dimension as the first batch dimension.
+
+    Those that do not have it broadcast; what is given per pair is expanded, for its gradient is written in its shape.
+    """
+    found: list[Any] = []
+    for e, v, d in zip(fold.leaves, leaves, dims, strict=True):
+        if isinstance(v, Tensor):
+            v = v.unsqueeze(0) if d is None else v.movedim(d, 0)
+            v = v.expand(size, *v.shape[1:]) if d is None and e.is_pair else v
+        found.append(v)
+    return found
+
+
+def _vmap(info: Any, dims: tuple, fold: str, engine: str, leaves: list[Tensor], *rest: Any) -> tuple:
+    numbers, places, rows, cols, batch, *others = rest
+    at = _joined(dims[2], [None] * len(places), places)
+    moved = in_front(_known(fold), _joined(leaves, numbers, places), at, info.batch_size)
+    found = torch.ops.monoidreduce.fold(
+        fold,
+        engine,
+        [v for v in moved if isinstance(v, Tensor)],
+        numbers,
+        places,
+        rows,
+        cols,
+        [info.batch_size, *batch],
+        *others,
+    )
+    return found, [0] * len(found)
+
+
+torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
+
+
+@functools.lru_cache(maxsize=4096)
+def name(fold: Fold) -> str:
+    """The name of a fold: a digest of its text, node by node."""
+    parts = (fold.leaves, fold.reductions, fold.scales)
+    order = topological([e for part in parts for e in part])
+    number = {e: k for k, e in enumerate(order)}
+    lines = [_line(e, number) for e in order]
+    lines += [str([number[e] for e in part]) for part in parts]
+    found = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+    with _lock:
+        _FOLDS[found] = fold
+    return found
+
+
+def _line(e: Expr, number: dict[Expr, int]) -> str:
+    return f"{e.op} {[number[a] for a in e.args]} {_text(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"

@@ -1,0 +1,84 @@
+"""How attention's heads are laid out: groups of heads that share keys, and numbers given per sequence.
+
+Only views: nothing is repeated. May import the errors and the checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ShapeError
+from . import checks
+
+# what may come per head, and how many axes it has after the heads
+_PER_HEAD = {
+    "bias": 2, "attn_mask": 2, "row_documents": 1, "col_documents": 1, "alibi_slopes": 0, "sinks": 0, "lengths": 0,
+}  # fmt: skip
+
+
+def per_sequence(name: str, value: Any, shape: str, tail: int, x: Any) -> Tensor:
+    """Integers whose leading dimensions are those of x [B, ..., L, f], with size 1 for those that they lack."""
+    checks.tensor(name, value, shape, tail)
+    checks.integers(name, value)
+    checks.tensor("q and k", x, "[..., length, features]", 2)
+    missing = (x.dim() - 2) - (value.dim() - tail)
+    if missing < 0:
+        raise ShapeError(
+            detail=f"{name} has shape {tuple(value.shape)}, but there are only {x.dim() - 2} batch dimensions in "
+            f"{tuple(x.shape)}",
+            fix=f"{shape} was expected",
+        )
+    return value[(..., *(None,) * missing, *(slice(None),) * tail)]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``shared`` heads of keys and values, each for ``group`` heads of queries: [H] is seen as [shared, group]."""
+
+    shared: int
+    group: int
+
+    @staticmethod
+    def of(q: Any, k: Any, v: Any) -> Groups | None:
+        """The groups of these heads; None where every query's head has its own."""
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            checks.tensor(name, t, "[..., heads, length, features]", 3)
+        counts = {name: t.shape[-3] for name, t in (("q", q), ("k", k), ("v", v))}
+        many, few = counts["q"], counts["k"]
+        if counts["v"] != few or not few or many % few:
+            given = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            raise ShapeError(
+                detail=f"heads do not go into each other: {given}",
+                fix="k and v have equally many heads, and q a multiple of them",
+            )
+        return Groups(few, many // few) if many != few else None
+
+    def split(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict]:
+        """The same arguments with heads seen as [shared, group], of which keys and values have [shared, 1]."""
+        seen = {
+            name: self._grouped(name, value, _PER_HEAD[name]) if name in _PER_HEAD and value is not None else value
+            for name, value in options.items()
+        }
+        return q.unflatten(-3, (self.shared, self.group)), k.unsqueeze(-3), v.unsqueeze(-3), seen
+
+    def _grouped(self, name: str, t: Any, tail: int) -> Any:
+        if not isinstance(t, Tensor) or t.dim() <= tail:
+            return t
+        at = t.dim() - tail - 1
+        if t.shape[at] == 1:
+            return t.unsqueeze(at)
+        if t.shape[at] != self.shared * self.group:
+            raise ShapeError(
+                detail=f"{name} has {t.shape[at]} heads, but q has {self.shared * self.group}",
+                fix="Give one for each of q's heads, or one for all",
+            )
+        return t.unflatten(at, (self.shared, self.group))
+
+    def merged(self, result: Any) -> Any:
+        """A result [..., shared, group, M, d] with its heads in one dimension again; one per row if it is a pair."""
+        if isinstance(result, Tensor):
+            return result.flatten(-4, -3)
+        return type(result)(result[0].flatten(-4, -3), result[1].flatten(-3, -2))
