@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import monoidreduce as mr
@@ -10,6 +11,7 @@ from monoidreduce.engine import agree, registry
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.ranks.cases import Case, part
+from tests.ranks.pool import bytes_sent
 
 
 class _Patch:
