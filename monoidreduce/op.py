@@ -48,7 +48,9 @@ class Op:
             name: at for at, name in enumerate(self.parameters) if kinds[at] is not inspect.Parameter.POSITIONAL_ONLY
         }
         self._defaults = tuple(p.default for p in self.parameters.values())
-        self._static = tuple(p.axis == "static" for p in self.parameters.values())
+        self._kinds = tuple(
+            "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
+        )
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
         self._plans: dict[tuple, tuple[Plan, ...]] = {}
@@ -68,7 +70,7 @@ class Op:
         engine, key = registry.engine(), None
         values = self._lined_up(args, kwargs)
         if values is not None and autograd.straight():
-            key = key_of(values, self._static, engine)
+            key = key_of(values, self._kinds, engine)
             for plan in () if key is None else self._plans.get(key, ()):
                 if plan.serves(values):
                     return plan(values)

@@ -211,6 +211,24 @@ FUNCTIONS = {
     )
 }  # fmt: skip
 
+# for each function, one sample with most of its options at once
+ALL_OPTIONS = {
+    "linear_cross_entropy": {
+        "bias": True, "softcap": "tensor", "temperature": "tensor", "class_weights": True, "label_smoothing": 0.1,
+        "z_loss": 0.01, "token_weights": True, "return_lse": True, "shift": 1,
+    },
+    "linear_logprobs": {"bias": True, "softcap": 5.0, "temperature": "tensor", "return_entropy": True, "top_k": 4},
+    "linear_cross_entropy_soft": {"bias": True, "teacher_bias": True, "temperature": "tensor", "token_weights": True},
+    "linear_kl": {"bias": True, "softcap": "tensor", "teacher_softcap": 3.0, "reduction": "none"},
+    "linear_jsd": {"teacher_bias": True, "temperature": "tensor", "beta": 0.1, "reduction": "none"},
+    "linear_entropy": {"bias": True, "softcap": "tensor", "temperature": "tensor"},
+    "linear_sample": {"bias": True, "softcap": "tensor", "temperature": "tensor"},
+    "linear_topk": {"bias": True, "softcap": "tensor", "k": 2, "log_probs": True},
+    "linear_argmax": {"bias": True},
+}  # fmt: skip
+RICH = {name: (name, FUNCTIONS[name].default(**options)) for name, options in ALL_OPTIONS.items()}
+RICH["probabilities"] = ("linear_cross_entropy", {**RICH["linear_cross_entropy"][1], "target": "probabilities"})
+
 
 # Inputs --------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..errors import NoGradientError
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
@@ -55,14 +56,9 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not straight():
+    if not plain(leaves):
         return _Traced.apply(context, *leaves)
-    asks = False
-    for v in leaves:
-        if isinstance(v, Tensor):
-            if type(v) not in _PLAIN:
-                return _Traced.apply(context, *leaves)
-            asks = asks or v.requires_grad
+    asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():
         return _Straight.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
@@ -75,6 +71,11 @@ def straight() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def plain(values: Sequence[Any]) -> bool:
+    """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
+    return straight() and all(type(v) in _PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -159,6 +160,11 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
+        raise NoGradientError(
+            detail="batched cotangents (is_grads_batched, vectorize) are torch's older vmap, which hides them",
+            fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
+        )
     context, leaves, results = _kept(ctx)
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are

@@ -29,16 +29,23 @@ _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
 
 
-def key_of(values: Sequence[Any], static: Sequence[bool], engine: str) -> tuple | None:
-    """What a call's checks depend on; None where this cannot be said cheaply."""
+def key_of(values: Sequence[Any], kinds: Sequence[str], engine: str) -> tuple | None:
+    """What a call's checks depend on; None where this cannot be said cheaply.
+
+    ``kinds`` says of each parameter whether it is ``static``, a whole number (``int``), or neither.
+    """
     key: list[Any] = [engine]
-    for value, choice in zip(values, static, strict=True):
+    for value, declared in zip(values, kinds, strict=True):
         kind = type(value)
-        if choice:
+        if declared == "static":
             key += (kind, value)
         elif kind in _TENSORS:
             key += (value.dtype, value.shape, value.device, value.layout)
-        elif kind is float or kind is bool or value is None or (kind is int and -_LARGEST < value < _LARGEST):
+        elif kind is bool or value is None or (kind is float and declared != "int"):
+            key.append(kind)
+        elif (
+            kind is int and -_LARGEST < value < _LARGEST
+        ):  # what is larger, or whole but no int, is looked at each time
             key.append(kind)
         else:
             return None
@@ -71,7 +78,7 @@ class Plan:
             traced,
             sizes,
             run,
-            tuple((places[n], _view(values[n], parameters[n], len(sizes.batch))) for n in names),
+            tuple((places[n], _view(values[n], parameters[n], sizes)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed),
             tuple(_shape(e, sizes, out) for e in traced.outputs),
         )
@@ -109,9 +116,11 @@ def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
     return names, run
 
 
-def _view(value: Any, p: Parameter, rank: int) -> Callable[[Any], Any] | None:
+def _view(value: Any, p: Parameter, sizes: Sizes) -> Callable[[Any], Any] | None:
     """How an argument becomes an input: None where it is one already."""
-    view = functools.partial(padded, p=p, rank=rank)
+    view = functools.partial(padded, p=p, rank=len(sizes.batch))
+    if isinstance(value, Tensor) and value.device != sizes.device:  # a number that was given as a tensor on the host
+        return lambda v: view(v).to(sizes.device, non_blocking=True)
     return None if view(value) is value else view
 
 

@@ -20,6 +20,7 @@ from ..program.build import ONE
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
+from ..program.primitives import PRIMITIVES
 from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
@@ -105,10 +106,24 @@ def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Exp
     for (r, _), out in outputs.items():
         if r in scale:
             s = scale[r]
-            factor = s.const if s.op == "const" else values[s]
+            factor = _factor(s, values)
             if isinstance(factor, Tensor):
                 factor = factor.unsqueeze(-1) if s.rows or s.cols else factor.unsqueeze(-1).unsqueeze(-1)
             out *= factor
+
+
+def _factor(s: Expr, values: dict[Expr, Any]) -> Any:
+    """The value of a scale: a constant, a leaf, or what a kernel would make of leaves."""
+    if s.op == "const" or s in values:
+        return s.const if s.op == "const" else values[s]
+    args = [_factor(a, values) for a in s.args]
+    one_sided = s.rows or s.cols
+    return PRIMITIVES[s.op].torch(
+        *(
+            a.unsqueeze(-1) if isinstance(a, Tensor) and one_sided and not (e.rows or e.cols) else a
+            for a, e in zip(args, s.args, strict=True)
+        )
+    )
 
 
 def _width(fold: Fold, sizes: Sizes) -> int:

@@ -11,11 +11,27 @@ import functools
 import math
 import platform
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 SIXTEEN = (torch.float16, torch.bfloat16)
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+asked: ContextVar[tuple[str | None, bool]] = ContextVar("asked", default=(None, False))  # precision, strict
+
+
+def float32_precision() -> str:
+    """How kernels multiply float32 numbers: as ``mr.use`` asks, else as torch itself would."""
+    chosen = asked.get()[0]
+    if chosen is not None:
+        return chosen
+    matmul = torch.backends.cuda.matmul
+    said = getattr(matmul, "fp32_precision", None)  # since torch 2.9; the older switch cannot be read beside it
+    if said is None:
+        return "tf32" if matmul.allow_tf32 else "ieee"
+    said = torch.backends.fp32_precision if said == "none" else said
+    return "tf32" if said == "tf32" else "ieee"
 
 
 @functools.cache

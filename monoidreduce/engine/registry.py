@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import distributed, eager, triton
+from . import distributed, eager, hardware, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -40,6 +40,8 @@ class Settings:
 
     engine: str | None = None
     limit: int | None = REFERENCE_LIMIT
+    precision: str | None = None
+    strict: bool = False
 
 
 _settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("settings", default=None)
@@ -82,15 +84,33 @@ def _checked(name: str, source: str) -> str:
 
 
 @contextlib.contextmanager
-def use(engine: str | None = None, *, limit: int | None = REFERENCE_LIMIT) -> Iterator[None]:
-    """Choose the engine inside the block; ``limit`` bounds the pair elements of ``reference`` (None: no bound).
+def use(
+    engine: str | None = None,
+    *,
+    limit: int | None = REFERENCE_LIMIT,
+    precision: str | None = None,
+    strict: bool = False,
+) -> Iterator[None]:
+    """Choose inside the block how ops run.
+
+    ``engine``: ``auto``, ``eager``, ``reference`` or ``triton``. ``limit`` bounds the pair elements of ``reference``
+    (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee``, ``tf32`` or ``tf32x3`` (three
+    products of TF32, almost float32, on the matrix units); None follows torch's own switch,
+    ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
     ...     pass
     """
-    token = _settings.set(Settings(_checked(engine, "mr.use") if engine is not None else None, limit))
+    if precision is not None and precision not in hardware.PRECISIONS:
+        raise EngineError(
+            detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(hardware.PRECISIONS)}"
+        )
+    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit, precision, strict)
+    token = _settings.set(chosen)
+    before = hardware.asked.set((precision, strict))
     try:
         yield
     finally:
+        hardware.asked.reset(before)
         _settings.reset(token)

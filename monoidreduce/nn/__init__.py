@@ -3,6 +3,7 @@
 Where torch has a module of the same name, arguments and state dicts are the same.
 """
 
+from .attention import MultiheadAttention
 from .heads import (
     LinearArgmax,
     LinearCrossEntropyLoss,
@@ -14,8 +15,13 @@ from .heads import (
     LinearSoftCrossEntropyLoss,
     LinearTopK,
 )
+from .layers import MLP, ChamferLoss, ContrastiveLoss, GatedMLP, MaxSim, SinkhornLoss
 
 __all__ = [
+    "MLP",
+    "ChamferLoss",
+    "ContrastiveLoss",
+    "GatedMLP",
     "LinearArgmax",
     "LinearCrossEntropyLoss",
     "LinearEntropy",
@@ -25,4 +31,7 @@ __all__ = [
     "LinearSample",
     "LinearSoftCrossEntropyLoss",
     "LinearTopK",
+    "MaxSim",
+    "MultiheadAttention",
+    "SinkhornLoss",
 ]

@@ -3,12 +3,17 @@
 May import the errors, the algebra, the program and the decorator; never an engine by name, which the plan chooses.
 """
 
+import types
+
+from . import checks
 from .attention import AttentionOutput, attention, attention_decode, document_ids
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
 from .distributions import cross_entropy_distributions, linear_cross_entropy_soft, linear_jsd, linear_kl
+from .kernels import Sinkhorn, kernel_logsumexp, kernel_sum, sinkhorn, sinkhorn_step, softmin
 from .logprobs import LogProbs, entropy, linear_entropy, linear_logprobs
 from .mlp import gated_mlp, mlp
+from .neighbours import Neighbours, chamfer, kmeans_assign, knn, maxsim
 from .pooling import MaxPool, max_pool_product
 from .sampling import Sample, TopK, linear_argmax, linear_sample, linear_topk, sample
 
@@ -17,10 +22,13 @@ __all__ = [
     "CrossEntropy",
     "LogProbs",
     "MaxPool",
+    "Neighbours",
     "Sample",
+    "Sinkhorn",
     "TopK",
     "attention",
     "attention_decode",
+    "chamfer",
     "contrastive_loss",
     "cross_entropy",
     "cross_entropy_distributions",
@@ -28,6 +36,10 @@ __all__ = [
     "document_ids",
     "entropy",
     "gated_mlp",
+    "kernel_logsumexp",
+    "kernel_sum",
+    "kmeans_assign",
+    "knn",
     "linear_argmax",
     "linear_cross_entropy",
     "linear_cross_entropy_soft",
@@ -38,6 +50,14 @@ __all__ = [
     "linear_sample",
     "linear_topk",
     "max_pool_product",
+    "maxsim",
     "mlp",
     "sample",
+    "sinkhorn",
+    "sinkhorn_step",
+    "softmin",
 ]
+
+for _name in __all__:  # over many ranks, what one of them refuses is refused by all
+    if isinstance(globals()[_name], types.FunctionType):
+        globals()[_name] = checks.together(globals()[_name])

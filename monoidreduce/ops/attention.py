@@ -37,7 +37,7 @@ def _attention(
     softcap: float | None = None,
     bias: mr.Pair | None = None,
     attn_mask: mr.Pair | None = None,
-    hides: bool = False,
+    mask: str = "adds",
     alibi_slopes: mr.Batch | None = None,
     lower_right: bool = False,
     causal: bool = False,
@@ -55,7 +55,7 @@ def _attention(
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
         s = s + bias
-    if attn_mask is not None and not hides:
+    if attn_mask is not None and mask == "adds":
         s = s + attn_mask
     i, j = mr.row_index, mr.col_index
     if lower_right:  # the last row stands beside the last column
@@ -72,8 +72,8 @@ def _attention(
         s = torch.where(j < lengths, s, -torch.inf)
     if row_documents is not None:
         s = torch.where(row_documents == col_documents, s, -torch.inf)
-    if attn_mask is not None and hides:
-        s = torch.where(attn_mask, s, -torch.inf)
+    if attn_mask is not None and mask != "adds":
+        s = torch.where(attn_mask if mask == "shows" else ~attn_mask, s, -torch.inf)
     y = mr.softmax_mean(s, v if dropout_p is None else mr.dropout(v, dropout_p, seed))
     if sinks is None:
         return AttentionOutput(y, mr.logsumexp(s)) if return_lse else y
@@ -83,7 +83,6 @@ def _attention(
     return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
-@checks.together
 def attention(
     q: Tensor,
     k: Tensor,
@@ -94,6 +93,7 @@ def attention(
     *,
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
+    mask_hides: bool = False,
     causal: Causal = False,
     window: Window | None = None,
     softcap: float | None = None,
@@ -127,7 +127,7 @@ def attention(
     - ``lengths``: how many columns each sequence has, integers [B] or [B, H]: padding is not seen.
     - ``documents``: which document each token belongs to, integers [L] or [B, L], or a pair of them for rows and
       columns: tokens see their own document only (:func:`document_ids` makes them from packed lengths).
-    - a boolean ``attn_mask`` [..., M, N]: True is seen.
+    - a boolean ``attn_mask`` [..., M, N]: True is seen (with ``mask_hides`` hidden, as nn.MultiheadAttention has it).
     - ``dropout_p``: weights are dropped with this probability, the others scaled by 1/(1 - p). The mask depends on
       ``seed`` alone (drawn from torch's generator if left out, so ``torch.manual_seed`` repeats it).
     - ``sinks``, a logit per head [..., H]: takes part in the softmax's total, with no value of its own.
@@ -156,12 +156,11 @@ def attention(
     for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
         if matrix is not None:
             options[name] = _matrix(name, matrix, boolean=name == "attn_mask")
-            options["hides"] = matrix.dtype is torch.bool
+            options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
     options["causal"], options["lower_right"] = _alignment(causal, is_causal)
     options["left"], options["right"] = _limits(window)
     if lengths is not None:
-        options["lengths"] = grouping.per_sequence("lengths", lengths, "[B] or [B, H]", 0, q)
-        _within("lengths", lengths, k)
+        options["lengths"] = grouping.lengths("lengths", lengths, k)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
     checks.between("dropout_p", dropout_p, 0, 1)
@@ -176,7 +175,6 @@ def attention(
     return result if layout is None else layout.merged(result)
 
 
-@checks.together
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -229,7 +227,6 @@ def attention_decode(
     )
 
 
-@checks.together
 def document_ids(lengths: Tensor) -> Tensor:
     """The document of every token of a packed sequence, from the documents' lengths.
 
@@ -303,14 +300,3 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             fix="Give one number for each token, a pair of tensors where rows and columns are different tokens",
         )
     return row, col
-
-
-def _within(name: str, lengths: Tensor, k: Tensor) -> None:
-    """Lengths that the columns have; looked at where looking is free."""
-    if checks.visible(lengths) and lengths.numel():
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > k.shape[-2]:
-            raise ArgumentError(
-                detail=f"{name} holds {low if low < 0 else high}, but there are {k.shape[-2]} columns",
-                fix=f"Give numbers from 0 to {k.shape[-2]}",
-            )

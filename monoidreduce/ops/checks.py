@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..engine import agree
+from ..engine import agree, autocast
+from ..engine.autograd import plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -128,9 +129,9 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
 
 
 def alike(**tensors: Tensor) -> None:
-    """One number type and one device."""
+    """One number type (outside autocast, which makes it so) and one device."""
     first, *rest = tensors.values()
-    if any(t.dtype != first.dtype for t in rest):
+    if any(t.dtype != first.dtype for t in rest) and autocast.region(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
     _one_device(tensors)
@@ -193,10 +194,9 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any)
 def visible(t: Tensor) -> bool:
     """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
 
-    Within torch.compile and torch.func there are no values to look at.
+    Under a compiler or a transform there is nothing to look at.
     """
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return t.device.type == "cpu" and not traced
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and plain([t])
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
@@ -283,6 +283,7 @@ def floating(**tensors: Any) -> None:
             raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
 
 
-def drawn_seed() -> int:
+def drawn_seed() -> int | Tensor:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
-    return int(torch.randint(2**63 - 1, ()))
+    seed = torch.randint(2**63 - 1, ())
+    return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run

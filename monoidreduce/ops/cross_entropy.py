@@ -52,26 +52,20 @@ def _against_classes(
         loss = share * loss
     if smoothing is not None:
         loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
-    rows = {"loss": heads.of_label(target, ignore_index, loss)} | _extras(z, near, lse, z_loss)
+    counting = lambda y, none=0.0: y if all_count else torch.where(target == ignore_index, none, y)
+    rows = {"loss": loss if all_count else heads.of_label(target, ignore_index, loss)}
+    z = z if near is None else z + near
+    if lse:
+        rows["lse"] = z
+    if z_loss is not None:
+        rows["penalty"] = counting(z_loss * z * z)
     if accuracy:
-        rows["right"] = mr.argmax(whole) == target
+        rows["right"] = counting(mr.argmax(whole) == target, False)
     if class_weights is not None:
-        rows["share"] = share
-    if all_count:
-        return rows
-    ignored = target == ignore_index
-    rows["counted"] = torch.where(ignored, 0.0, 1.0)
-    return {
-        name: torch.where(ignored, False if name == "right" else 0.0, y) if name in ("share", "penalty", "right") else y
-        for name, y in rows.items()
-    }
-
-
-@no_type_check
-def _extras(z, near, lse, z_loss):
-    """The logsumexp and what is asked of it; ``near`` is where the logits were measured from."""
-    whole = z if near is None else z + near
-    return ({"lse": whole} if lse else {}) | ({"penalty": z_loss * whole * whole} if z_loss is not None else {})
+        rows["share"] = counting(share)
+    if not all_count:
+        rows["counted"] = counting(1.0)
+    return rows
 
 
 @no_type_check
@@ -106,13 +100,17 @@ def _against_probabilities(
     if class_weights is not None:
         given = given * class_weights
     z = mr.logsumexp(s)
-    rows = {"loss": z * mr.sum(given) - mr.sum(given * s)} | _extras(z, near, lse, z_loss)
+    rows = {"loss": z * mr.sum(given) - mr.sum(given * s)}
+    z = z if near is None else z + near
+    if lse:
+        rows["lse"] = z
+    if z_loss is not None:
+        rows["penalty"] = z_loss * z * z
     if accuracy:
         rows["right"] = mr.argmax(whole) == best
     return rows
 
 
-@checks.together
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -305,7 +303,6 @@ def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
     return checks.averaged(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
-@checks.together
 def cross_entropy_given(
     x: Tensor,
     weight: Tensor,

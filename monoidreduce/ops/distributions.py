@@ -34,29 +34,32 @@ def _two_heads(
 ):
     student = heads.logits(p, c, bias, softcap, temperature)
     teacher = heads.logits(q, t, teacher_bias, teacher_softcap, temperature)
+    masked = teacher_bias is not None
     if kind == "jsd":
-        return _jsd(student, teacher, beta)
+        return _jsd(student, teacher, beta, masked)
     student = heads.shifted(student, careful)
     if kind == "cross_entropy":
         return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
-    return _kl(student, heads.shifted(teacher, careful))
+    return _kl(student, heads.shifted(teacher, careful), masked)
 
 
 @no_type_check
-def _kl(student, teacher):
-    """Σ_j p_j (log p_j - log q_j) for the teacher's p and the student's q; 0 · log 0 = 0."""
-    seen, gap = mr.logsumexp(teacher), torch.where(teacher == -math.inf, 0.0, teacher - student)
+def _kl(student, teacher, masked):
+    """Σ_j p_j (log p_j - log q_j), the teacher's p and the student's q; ``masked``: where p may be 0, 0 log 0 = 0."""
+    seen, gap = mr.logsumexp(teacher), teacher - student
+    gap = torch.where(teacher == -math.inf, 0.0, gap) if masked else gap
     return torch.where(seen == -math.inf, 0.0, mr.softmax_mean(teacher, gap) + (mr.logsumexp(student) - seen))
 
 
 @no_type_check
-def _jsd(student, teacher, beta):
+def _jsd(student, teacher, beta, masked):
     """β KL(teacher ‖ m) + (1 - β) KL(student ‖ m) with m = β teacher + (1 - β) student.
 
     log(p / m) = -log(β + (1 - β) q / p) is taken from the gap log q - log p, exact where the two are close. Beyond
     80 nats a gap is cut off: the rarer side's probability, and all it adds, is below 1e-34.
     """
-    gap = torch.clamp(_log_softmax(student) - _log_softmax(teacher), -80.0, 80.0)
+    gap = _log_softmax(student) - _log_softmax(teacher)
+    gap = torch.clamp(torch.where(teacher == -math.inf, 80.0, gap) if masked else gap, -80.0, 80.0)
     of_teacher = mr.softmax_mean(teacher, -torch.log1p((1 - beta) * torch.expm1(gap)))
     of_student = mr.softmax_mean(student, -torch.log1p(beta * torch.expm1(-gap)))
     return beta * of_teacher + (1 - beta) * of_student
@@ -64,9 +67,7 @@ def _jsd(student, teacher, beta):
 
 @no_type_check
 def _log_softmax(s):
-    """What no one sees stops at -1e30: the gap of two such is 0, not NaN."""
-    z = mr.logsumexp(s)
-    return torch.clamp(s - torch.where(z == -math.inf, 0.0, z), min=-1e30)
+    return s - heads.finite(mr.logsumexp(s))
 
 
 def _divergence(
@@ -105,7 +106,6 @@ def _divergence(
     return checks.reduced(checks.unflat(loss, x, ours[0]), reduction, token_weights)
 
 
-@checks.together
 def linear_cross_entropy_soft(
     x: Tensor,
     weight: Tensor,
@@ -151,7 +151,6 @@ def linear_cross_entropy_soft(
     return _divergence("cross_entropy", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.together
 def linear_kl(
     x: Tensor,
     weight: Tensor,
@@ -192,7 +191,6 @@ def linear_kl(
     return _divergence("kl", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
-@checks.together
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -242,7 +240,6 @@ def linear_jsd(
     )
 
 
-@checks.together
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 from . import checks
 
 # what may come per head, and how many axes it has after the heads
@@ -32,6 +32,19 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, x: Any) -> Tensor
             fix=f"{shape} was expected",
         )
     return value[(..., *(None,) * missing, *(slice(None),) * tail)]
+
+
+def lengths(name: str, value: Any, x: Any) -> Tensor:
+    """How many of the vectors x [B, ..., L, f] has, one number per sequence; looked at where looking is free."""
+    found = per_sequence(name, value, "[B], or more of the leading dimensions", 0, x)
+    if checks.visible(value) and value.numel():
+        low, high = int(value.min()), int(value.max())
+        if low < 0 or high > x.shape[-2]:
+            raise ArgumentError(
+                detail=f"{name} holds {low if low < 0 else high}, but there are {x.shape[-2]} vectors",
+                fix=f"Give numbers from 0 to {x.shape[-2]}",
+            )
+    return found
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,21 @@ def shifted(s, careful):
     """
     if not careful:
         return s
-    z = torch.detach(mr.logsumexp(s))
-    return s - torch.where(z == -math.inf, 0.0, z)
+    return s - torch.detach(finite(mr.logsumexp(s)))
+
+
+def finite(z: Any) -> Any:
+    """A row's logsumexp to subtract from its logits: 0 where it sees nothing, since -inf less -inf were NaN."""
+    return torch.where(z == -math.inf, 0.0, z)
 
 
 @no_type_check
-def entropy(s, careful):
-    """Of one row's softmax, in nats; 0 where there is nothing to see."""
+def entropy(s, careful, masked):
+    """Of one row's softmax, in nats; 0 where there is nothing to see. ``masked``: whether a logit may be -inf."""
     s = shifted(s, careful)
     z = mr.logsumexp(s)
-    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, torch.where(s == -math.inf, 0.0, s)))
+    value = torch.where(s == -math.inf, 0.0, s) if masked else s  # 0 · log 0 = 0
+    return torch.where(z == -math.inf, 0.0, z - mr.softmax_mean(s, value))
 
 
 @no_type_check

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ..op import op
 from ..program.declare import Batch, Col, Pair, Row
-from ..program.reductions import argmax, argmin, dropout, gumbel, logsumexp, max, min, softmax_mean, sum, topk
+from ..program.reductions import argmax, argmin, count, dropout, gumbel, logsumexp, max, min, softmax_mean, sum, topk
 from ..program.symbol import col_index, num_cols, num_rows, row_index, sqdist
 
 __all__ = [
-    "Batch", "Col", "Pair", "Row", "argmax", "argmin", "col_index", "dropout", "gumbel", "logsumexp", "max", "min",
-    "num_cols", "num_rows", "op", "row_index", "softmax_mean", "sqdist", "sum", "topk",
+    "Batch", "Col", "Pair", "Row", "argmax", "argmin", "col_index", "count", "dropout", "gumbel", "logsumexp", "max",
+    "min", "num_cols", "num_rows", "op", "row_index", "softmax_mean", "sqdist", "sum", "topk",
 ]  # fmt: skip

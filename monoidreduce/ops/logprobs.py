@@ -41,7 +41,7 @@ def _logprobs(
     log_prob = mr.sum(torch.where(mr.col_index == target, s, 0.0)) - z
     found = {"log_prob": heads.of_label(target, ignore_index, log_prob)}
     if entropy:
-        found["entropy"] = heads.entropy(s, careful)
+        found["entropy"] = heads.entropy(s, careful, bias is not None)
     if argmax:
         found["argmax"] = mr.argmax(s)
     if k:
@@ -50,7 +50,6 @@ def _logprobs(
     return found
 
 
-@checks.together
 def linear_logprobs(
     x: Tensor,
     weight: Tensor,
@@ -114,10 +113,9 @@ def _entropy(
     softcap: float | None = None,
     temperature: float | None = None,
 ):
-    return heads.entropy(heads.logits(x, weight, bias, softcap, temperature), careful)
+    return heads.entropy(heads.logits(x, weight, bias, softcap, temperature), careful, bias is not None)
 
 
-@checks.together
 def linear_entropy(
     x: Tensor,
     weight: Tensor,

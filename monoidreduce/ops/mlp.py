@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
 
@@ -56,20 +56,40 @@ def _function(activation: Activation) -> Callable[..., Tensor]:
 
 @mr.op
 @no_type_check
-def _mlp(x: mr.Row["d"], p: mr.Col["d"], q: mr.Col["n"], activation: Callable):
-    return mr.sum(activation(x @ p) * q)
+def _mlp(
+    x: mr.Row["d"],
+    p: mr.Col["d"],
+    q: mr.Col["n"],
+    activation: Callable,
+    bias: mr.Col | None = None,
+    dropout_p: float | None = None,
+    seed: int | None = None,
+):
+    h = activation(x @ p if bias is None else x @ p + bias)
+    return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * q)
 
 
-@checks.together
-def mlp(x: Tensor, p: Tensor, q: Tensor, *, activation: Activation = torch.relu) -> Tensor:
-    """A two-layer perceptron: ``activation(x @ p.T) @ q``.
+def mlp(
+    x: Tensor,
+    p: Tensor,
+    q: Tensor,
+    *,
+    activation: Activation = torch.relu,
+    bias: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """A two-layer perceptron: ``activation(x @ p.T + bias) @ q + out_bias``.
 
     The same as that expression in plain torch, without ever allocating the M × K hidden layer, before or after the
-    activation, or its gradient.
+    activation, its dropout mask or its gradient.
 
-    Shapes: ``x`` [..., D], ``p`` [K, D], ``q`` [K, N] give [..., N]; where ``p`` or ``q`` have leading dimensions too,
-    all broadcast. ``activation`` is a name (``"gelu"``) or a function in torch, written for one number; a function is
-    traced when it is first seen, so define it once and not in the call.
+    Shapes: ``x`` [..., D], ``p`` [K, D], ``q`` [K, N], ``bias`` [K], ``out_bias`` [N] give [..., N]; where ``p`` or
+    ``q`` have leading dimensions too, all broadcast. ``activation`` is a name (``"gelu"``) or a function in torch,
+    written for one number; a function is traced when it is first seen, so define it once and not in the call.
+    ``dropout_p`` drops hidden numbers with this probability and scales the others by 1/(1 - p); which ones depends on
+    ``seed`` alone, drawn from torch's generator if left out.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`UnknownFunctionError` for a function that the pair
     language cannot say, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit
@@ -81,25 +101,54 @@ def mlp(x: Tensor, p: Tensor, q: Tensor, *, activation: Activation = torch.relu)
     >>> torch.allclose(mlp(x, p, q, activation="tanh"), torch.tanh(x @ p.T) @ q, atol=1e-5)
     True
     """
+    checks.floating(x=x, p=p, q=q)
+    out_bias = _out(out_bias, q)
+    options = {"bias": _hidden("bias", bias), **_dropout(dropout_p, seed)}
     rows = checks.flat(x, p, q)
-    return checks.unflat(_mlp(rows, p, q, _function(activation)), x, rows)
+    y = checks.unflat(_mlp(rows, p, q, _function(activation), **options), x, rows)
+    return y if out_bias is None else y + out_bias
 
 
 @mr.op
 @no_type_check
-def _gated_mlp(x: mr.Row["d"], gate: mr.Col["d"], up: mr.Col["d"], down: mr.Col["n"], activation: Callable):
-    return mr.sum(activation(x @ gate) * (x @ up) * down)
+def _gated_mlp(
+    x: mr.Row["d"],
+    gate: mr.Col["d"],
+    up: mr.Col["d"],
+    down: mr.Col["n"],
+    activation: Callable,
+    gate_bias: mr.Col | None = None,
+    up_bias: mr.Col | None = None,
+    dropout_p: float | None = None,
+    seed: int | None = None,
+):
+    g = x @ gate if gate_bias is None else x @ gate + gate_bias
+    u = x @ up if up_bias is None else x @ up + up_bias
+    h = activation(g) * u
+    return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * down)
 
 
-@checks.together
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: Activation = "silu") -> Tensor:
-    """A gated perceptron (SwiGLU, GEGLU, ...): ``(activation(x @ gate.T) * (x @ up.T)) @ down``.
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = "silu",
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+) -> Tensor:
+    """A gated perceptron (SwiGLU, GEGLU, ...): ``(activation(x @ gate.T) * (x @ up.T)) @ down``, biases added.
 
     The same as that expression in plain torch, without ever allocating the M × K hidden layers, their product or a
     gradient of one.
 
     Shapes: ``x`` [..., D], ``gate`` and ``up`` [K, D], ``down`` [K, N] give [..., N]; where the weights have leading
-    dimensions too, all broadcast. ``activation`` as in :func:`mlp`.
+    dimensions too, all broadcast. ``gate_bias`` and ``up_bias`` [K] are added before, ``out_bias`` [N] after. The other
+    options are those of :func:`mlp`.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`UnknownFunctionError` for a function that the pair
     language cannot say, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` for arguments that do not fit
@@ -111,5 +160,38 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: 
     >>> torch.allclose(gated_mlp(x, gate, up, down), (F.silu(x @ gate.T) * (x @ up.T)) @ down, atol=1e-5)
     True
     """
+    checks.floating(x=x, gate=gate, up=up, down=down)
+    out_bias = _out(out_bias, down)
+    options = {"gate_bias": _hidden("gate_bias", gate_bias), "up_bias": _hidden("up_bias", up_bias)}
+    options |= _dropout(dropout_p, seed)
     rows = checks.flat(x, gate, up, down)
-    return checks.unflat(_gated_mlp(rows, gate, up, down, _function(activation)), x, rows)
+    y = checks.unflat(_gated_mlp(rows, gate, up, down, _function(activation), **options), x, rows)
+    return y if out_bias is None else y + out_bias
+
+
+def _hidden(name: str, bias: Any) -> Any:
+    if bias is not None:
+        checks.tensor(name, bias, "[K]", 1)
+    return bias
+
+
+def _dropout(p: Any, seed: Any) -> dict[str, Any]:
+    checks.between("dropout_p", p, 0, 1)
+    if p == 0:
+        return {}
+    checks.whole("seed", 0 if seed is None else seed)
+    return {"dropout_p": float(p), "seed": checks.drawn_seed() if seed is None else seed}
+
+
+def _out(bias: Any, last: Any) -> Any:
+    """A bias for the output features, those of the last weight."""
+    if bias is not None:
+        checks.tensor("out_bias", bias, "[N]", 1)
+        checks.tensor("the last weight", last, "[K, N]", 2)
+        checks.alike(**{"the last weight": last, "out_bias": bias})
+        if bias.shape[-1] not in (1, last.shape[-1]):
+            raise ShapeError(
+                detail=f"out_bias has {bias.shape[-1]} numbers, but the result has {last.shape[-1]} features",
+                fix="Give one for each output feature",
+            )
+    return bias

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, plan, source, use_plan
+from monoidreduce.engine.triton.spec import REACHES
 
 LIMITS = {90: 232_448, 80: 166_912}  # bytes of shared memory of one program instance
 
@@ -139,7 +141,9 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
         mr.use(engine="triton"),
         mock.patch.object(plan, "SHARED", LIMITS[capability]),
-        mock.patch.object(launch, "_PREPARED", {}),
+        mock.patch.object(engine, "_READY", {}),
+        mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
         use_plan(plans or {}),
     ):
         out = case.op(*args)

@@ -217,10 +217,11 @@ def test_torch_manual_seed_repeats_dropout():
     assert not attention(q, k, v, dropout_p=1.0).any()
 
 
-def test_dropout_keeps_the_mean_and_asks_no_seed_when_it_is_off():
+def test_dropout_keeps_the_mean_and_asks_no_seed_when_it_is_off(monkeypatch):
+    use_small_tiles(monkeypatch, 64, 512)
     q, k, v = torch.randn(1, 4), torch.randn(500, 4) * 0.1, torch.ones(500, 1)
-    draws = torch.stack([attention(q, k, v, dropout_p=0.25, seed=s) for s in range(40)])
-    assert abs(draws.mean() - 1) < 0.02 and 0.5 < draws.std() / math.sqrt(0.25 / 0.75 / 500) < 1.6
+    draws = torch.stack([attention(q, k, v, dropout_p=0.25, seed=s) for s in range(20)])
+    assert abs(draws.mean() - 1) < 0.03 and 0.4 < draws.std() / math.sqrt(0.25 / 0.75 / 500) < 1.6
     state = torch.get_rng_state()
     attention(q, k, v)
     assert torch.equal(state, torch.get_rng_state())
@@ -428,7 +429,7 @@ MISTAKES = {
     "lengths' count": (lambda: attention(Q, K, V, lengths=torch.tensor([1, 2, 3])), mr.ShapeError, "lengths"),
     "lengths' type": (lambda: attention(Q, K, V, lengths=torch.ones(2)), mr.DTypeError, "lengths is float32"),
     "lengths' rank": (lambda: attention(Q, K, V, lengths=IDS[None, None, None]), mr.ShapeError, "2 batch dim"),
-    "length too long": (lambda: attention(Q, K, V, lengths=COUNTS + 1), mr.ArgumentError, "holds 8.*7 columns"),
+    "length too long": (lambda: attention(Q, K, V, lengths=COUNTS + 1), mr.ArgumentError, "holds 8.*7 vectors"),
     "length below 0": (lambda: attention(Q, K, V, lengths=-COUNTS), mr.ArgumentError, "holds -7"),
     "documents' size": (lambda: attention(Q, K, V, documents=IDS), mr.ShapeError, "7 and 7 tokens.*5 rows"),
     "documents' type": (lambda: attention(K, K, V, documents=IDS.float()), mr.DTypeError, "documents is float32"),

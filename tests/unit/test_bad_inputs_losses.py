@@ -27,8 +27,7 @@ def labels(x, w):
 
 
 def given(x, w):
-    gen = torch.Generator().manual_seed(3)
-    return torch.softmax(torch.randn(len(x), len(w), generator=gen), -1).to(x.dtype)
+    return torch.softmax(torch.sin(1.7 * torch.arange(len(x) * len(w))).view(len(x), len(w)), -1).to(x.dtype)
 
 
 # every head as a function of x, weight and bias, one result per row; and the same in plain torch
@@ -253,22 +252,43 @@ def test_labels_that_are_not_looked_at_are_nan_where_they_are_wrong(monkeypatch)
 
 
 @EACH_SMOOTH
-def test_autocast_changes_nothing(name):
+def test_autocast_is_a_call_with_its_type(name):
+    """As a linear layer within autocast; also where x already has that type and the weights have not."""
     x, w = leaves()
-    expected = HEADS[name](x, w)
+    expected = HEADS[name](x.bfloat16(), w.bfloat16())
     before = torch.autograd.grad(expected.sum(), [x, w])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = HEADS[name](x, w)
-        after = torch.autograd.grad(got.sum(), [x, w])
-    assert got.dtype == torch.float32
-    assert_close([got, *after], [expected, *before])
+        for given_x in (x, x.bfloat16()):
+            got = HEADS[name](given_x, w)
+            after = torch.autograd.grad(got.sum(), [x, w])
+            assert got.dtype == expected.dtype
+            assert_close([got, *after], [expected, *before], rtol=1.6e-2, atol=1e-2)
 
 
 @EACH_SMOOTH
-def test_functional_gradients(name):
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, as it loads forward mode
+def test_functional_transformations(name):
     x, w = leaves(dtype=torch.float64)
-    (expected,) = torch.autograd.grad(HEADS[name](x, w).sum(), x)
-    assert_close(torch.func.grad(lambda x: HEADS[name](x, w.detach()).sum())(x.detach()), expected)
+    held, call = w.detach(), lambda x: HEADS[name](x, w.detach())
+    out = HEADS[name](x, held)
+    (expected,) = torch.autograd.grad(out.sum(), x)
+    assert_close(torch.func.grad(lambda x: call(x).sum())(x.detach()), expected)
+    along = torch.randn_like(x)
+    value, slope = torch.func.jvp(call, (x.detach(),), (along,))
+    assert_close(value, out.detach())
+    assert_close(slope.sum(), (expected * along).sum())
+    if name != "linear_sample":  # a row's noise depends on its place
+        stacked = torch.stack([x.detach(), along])
+        assert_close(torch.vmap(call)(stacked), torch.stack([call(t) for t in stacked]))
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "probabilities", "linear_jsd"])
+def test_one_graph_for_the_compiler(name):
+    x, w = leaves()
+    expected = HEADS[name](x, w)
+    got = torch.compile(HEADS[name], fullgraph=True, backend="aot_eager")(x, w)
+    assert_close(got, expected)
+    assert_close(torch.autograd.grad(got.sum(), [x, w]), torch.autograd.grad(expected.sum(), [x, w]))
 
 
 # 23: threads

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.plan import tiles
-from tests.heads import FUNCTIONS, by_name, draw, split
+from tests.heads import FUNCTIONS, RICH, by_name, draw, split
 from tests.layers_compare import Result, assert_equal, assert_error_rule, is_float, run, use_small_tiles
 from tests.layers_memory import usage
 from tests.pairwise import pairwise
@@ -57,35 +57,19 @@ def test_values_and_gradients_are_those_of_plain_torch(name, sample):
 
 def enough(sample):
     """A sample of sizes at which errors are no matter of luck: on one class plain torch is exact, on two nearly."""
-    rows = sample["rows"] if len(sample["rows"]) > 1 else (33,)
+    rows = (3, 17) if len(sample["rows"]) > 1 else (51,)
     return sample | {"rows": rows, "classes": max(sample["classes"], 59), "features": 16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_errors_stay_within_twice_plain_torch(name, sample, dtype):
-    draws = range(6 if dtype == torch.float32 else 3)
+    draws = range(6 if dtype == torch.float32 and "tensor" in sample.values() else 3)  # one number's error is luck
     assert_error_rule([evaluate(FUNCTIONS[name], enough(sample), dtype, seed) for seed in draws])
 
 
-ALL_OPTIONS = {
-    "linear_cross_entropy": {
-        "bias": True, "softcap": "tensor", "temperature": "tensor", "class_weights": True, "label_smoothing": 0.1,
-        "z_loss": 0.01, "token_weights": True, "return_lse": True, "shift": 1,
-    },
-    "linear_logprobs": {"bias": True, "softcap": 5.0, "temperature": "tensor", "return_entropy": True, "top_k": 4},
-    "linear_cross_entropy_soft": {"bias": True, "teacher_bias": True, "temperature": "tensor", "token_weights": True},
-    "linear_kl": {"bias": True, "softcap": "tensor", "teacher_softcap": 3.0, "reduction": "none"},
-    "linear_jsd": {"teacher_bias": True, "temperature": "tensor", "beta": 0.1, "reduction": "none"},
-    "linear_entropy": {"bias": True, "softcap": "tensor", "temperature": "tensor"},
-    "linear_sample": {"bias": True, "softcap": "tensor", "temperature": "tensor"},
-    "linear_topk": {"bias": True, "softcap": "tensor", "k": 2, "log_probs": True},
-    "linear_argmax": {"bias": True},
-}  # fmt: skip
-RICH = [pytest.param(n, FUNCTIONS[n].default(**o), id=n) for n, o in ALL_OPTIONS.items()]
-GIVEN = FUNCTIONS["linear_cross_entropy"].default(target="probabilities", **ALL_OPTIONS["linear_cross_entropy"])
-RICH.append(pytest.param("linear_cross_entropy", GIVEN, id="probabilities"))
-SMOOTH = [p for p in RICH if p.id != "linear_argmax"]
+RICH_SAMPLES = [pytest.param(*sample, id=name) for name, sample in RICH.items()]
+SMOOTH = [p for p in RICH_SAMPLES if p.id != "linear_argmax"]
 
 
 @pytest.mark.parametrize(("name", "sample"), SMOOTH)
@@ -110,7 +94,7 @@ def test_the_rule_holds_on_flat_and_on_peaked_rows(name, sample, dtype, scale):
     assert_error_rule([evaluate(FUNCTIONS[name], sample, dtype, seed, scale) for seed in range(5, 9)])
 
 
-@pytest.mark.parametrize(("name", "sample"), RICH)
+@pytest.mark.parametrize(("name", "sample"), RICH_SAMPLES)
 def test_many_small_tiles_and_the_dense_engine_agree(name, sample, monkeypatch):
     names, args = split(draw(FUNCTIONS[name], sample | {"rows": (59,), "classes": 111}, F64, seed=6))
     call = by_name(FUNCTIONS[name].ours, names)
@@ -158,7 +142,7 @@ def test_logits_far_from_zero_keep_their_digits(smoothing, seed):
 # Memory and passes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "sample"), RICH)
+@pytest.mark.parametrize(("name", "sample"), RICH_SAMPLES)
 def test_nothing_of_the_size_of_the_logits_is_allocated(name, sample):
     m = v = 2048
     inputs = draw(FUNCTIONS[name], sample | {"rows": (m,), "classes": v, "features": 4}, torch.float32, seed=7)

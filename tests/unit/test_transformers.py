@@ -190,7 +190,7 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
 
     with pytest.raises(mr.ArgumentError, match="keep its own forward"):
         fuse_loss(Louder(transformers.LlamaConfig(**SMALL)))
-    with pytest.raises(mr.ArgumentError, match="not nn.Linear"):
+    with pytest.raises(mr.ArgumentError, match=r"not nn\.Linear"):
         fuse_loss(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)))
 
 

@@ -25,7 +25,8 @@ from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import describe, launch, rows
+from . import describe as describe
+from . import launch, rows
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
@@ -51,9 +52,10 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        if fallback is None:
+        if fallback is None or hardware.asked.get()[1]:
             raise EngineError(
-                detail=f"the Triton engine cannot run this fold: {reason}", fix='Use mr.use(engine="eager")'
+                detail=f"the Triton engine cannot run this fold: {reason}",
+                fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
             ) from None
         if (fold, str(reason)) not in _told:
             _told.add((fold, str(reason)))
@@ -69,7 +71,7 @@ def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
         sizes.batch,
         sizes.compute,
         sizes.device,
-        describe.precision(),
+        hardware.float32_precision(),
         overrides(),
     )
     key += tuple(

@@ -19,6 +19,7 @@ from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
+_BOUNDED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
 _MANY = 2**22  # pairs from which on a look at all norms costs less than a running maximum
 
 
@@ -56,7 +57,7 @@ def describe(
         len(batch),
         bool(skip.preferred(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
-        narrow is torch.bfloat16 and sizes.rows * sizes.cols >= _MANY,
+        narrow in _BOUNDED and sizes.rows * sizes.cols >= _MANY,
     )
     return spec, tuple(casts)
 
@@ -80,11 +81,6 @@ def converted(
         else:
             found[e] = v.to(dtype)
     return found
-
-
-def precision() -> str:
-    """How float32 products are done: ``torch.backends.cuda.matmul.allow_tf32`` (or the precision that sets it)."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @functools.cache

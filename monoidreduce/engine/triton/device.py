@@ -222,3 +222,24 @@ def smaller(a, ia, b, ib):
     same = (a == b) | both_nan
     take = tl.where(same, ib < ia, ((b < a) | (b != b)) & (a == a))
     return tl.where(take, b, a), tl.where(take, ib, ia)
+
+
+def ordered32(x):
+    # integers in the order of the numbers; NaN is above all
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, 2143289344, bits)
+    return bits ^ ((bits >> 31) & 2147483647)
+
+
+def unordered32(k):
+    return (k ^ ((k >> 31) & 2147483647)).to(tl.float32, bitcast=True)
+
+
+def ordered64(x):
+    bits = (x + 0.0).to(tl.int64, bitcast=True)
+    bits = tl.where(x != x, 9221120237041090560, bits)
+    return bits ^ ((bits >> 63) & 9223372036854775807)
+
+
+def unordered64(k):
+    return (k ^ ((k >> 63) & 9223372036854775807)).to(tl.float64, bitcast=True)

@@ -47,6 +47,7 @@ class Kernel:
     folded_width: int  # features of the blocks met in each tile
     state_width: int  # features of the running sums
     kept_blocks: int
+    few_width: int  # features of the running sums that are held one by one
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,31 +91,38 @@ def kernel(spec: Spec) -> Kernel:
     width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
-    return Kernel(name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept))
+    return Kernel(name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept), v.few_width)
 
 
 def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
-    """The loops; twice where a softmax's maximum may be bounded beforehand: with the bound, and with a running one."""
+    """The loops. Where norms bound a softmax's logits near enough, whole tiles need no running maximum; the second loop
+    has one, which then never moves, and takes all tiles where the bound is too far."""
     soft = [r for r in reductions if isinstance(r, kinds.Soft) and r.product is not None]
-    bounds = [line for r in soft for line in r.bound()]
-    lines: dict[bool, list[str]] = {}
-    for bounded in [True, False] if soft else [False]:
-        for r in soft:
-            r.bounded = bounded
-        plain = _turn(v, reductions, truths, masked=False)
-        general = _turn(v, reductions, {}, masked=True)
-        lines[bounded] = _loops(v.spec, plain, general, ("near" if bounded else "far") if soft else None)
-    if not soft:
-        return lines[False]
-    return [
-        "# norms bound the logits: where the bound is near, it stands in for the running maximum",
-        *bounds,
-        f"near = {' & '.join(f'{r.name}_near' for r in soft)}",
-        *(f'{r.name}_top = tl.where(near, {r.name}_bound, float("-inf"))' for r in soft),
-        *lines[True],
-        "# else there is one",
-        *lines[False],
-    ]
+    lines = []
+    if soft:
+        lines = [
+            "# norms bound the logits: where the bound is near, it stands in for the running maximum",
+            *(line for r in soft for line in r.bound()),
+            f"near = {' & '.join(f'{r.name}_near' for r in soft)}",
+            *(f'{r.name}_top = tl.where(near, {r.name}_bound, float("-inf"))' for r in soft),
+            *_FAR[v.spec.bounds or v.spec.split],
+        ]
+    for r in soft:
+        r.bounded = True
+    plain = _turn(v, reductions, truths, masked=False)
+    for r in soft:
+        r.bounded = False
+    return [*lines, *_loops(v.spec, plain, _turn(v, reductions, {}, masked=True))]
+
+
+_FAR = {  # where the bound is too far, no tile is for the first loop
+    False: ["whole_last = tl.where(near, whole_last, whole_first)"],
+    True: [
+        "before = tl.where(near, before, last - first)",
+        *(f"{name} = tl.where(near, {name}, 0)" for name in ("between", "whole", "again")),
+        "again_last = tl.where(near, again_last, last)",
+    ],
+}
 
 
 def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
@@ -227,25 +235,17 @@ def _range(spec: Spec) -> list[str]:
     ]
 
 
-def _loops(spec: Spec, plain: list[str], general: list[str], when: str | None) -> list[str]:
-    """The two loops: whole tiles, then those before and after them; not at all where ``when`` is false.
-
-    A condition is an empty range, not a branch: around loops a branch would cost them their pipelines.
-    """
+def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
+    """The two loops: whole tiles, then those before, between and after them."""
     begin, stop, at = "whole_first", "whole_last", "t"
-    count, turn = "1", "whole_last + t"
+    count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
     if spec.bounds or spec.split:
-        begin, stop, at = "0", "whole + again", "whole_first + t + tl.where(t < whole, 0, between)"
+        begin, stop, at = "0", "whole + again", "(whole_first + t + tl.where(t < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
-    lines = ["far = near == 0"] if when == "far" else []
-    if when:
-        lines += [f"{when}_stop = tl.where({when}, {stop}, {begin})", f"{when}_turns = tl.where({when}, {count}, 0)"]
-        stop, count = f"{when}_stop", f"{when}_turns"
     return [
-        *lines,
         f"for t in range({begin}, {stop}):",
-        f"    start = {at if at == 't' else f'({at})'} * FOLDED",
+        f"    start = {at} * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in plain),
         "if RAGGED:",

@@ -14,10 +14,11 @@ from ...program.build import ONE, apply
 from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
 from ..tilecode import contractions
+from .exponents import LOG2E, literal
 from .matched import Matched, matches
 from .spec import REACHES, TINY, Spec, Unsupported
 from .totals import Total, factored
-from .values import LOG2E, Values, is_one, literal
+from .values import Values, is_one
 
 _NEAR = 60  # in powers of two: weights then lie above 2⁻¹²⁰, within float32's and bfloat16's range
 
@@ -80,7 +81,7 @@ class Soft(Kind):
     """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
 
     Where the logit is a scaled product and ``|x_i| max_j |y_j|`` (the reach) shows that nothing can overflow or
-    underflow, ``top`` is that bound and the sums are never rescaled; a program instance decides by its own rows.
+    underflow, ``top`` begins as that bound and the sums are never rescaled; a program instance decides by its own rows.
 
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.

@@ -17,9 +17,10 @@ from torch import Tensor
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
+from .. import hardware
 from ..combine import combine
 from ..evaluate import Sizes
-from . import describe, emit, rows, skip, source
+from . import describe, emit, rows, skip, source, topk
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -108,8 +109,10 @@ class Launch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
-        ragged = self.spec.bounds or self.spec.split or self.lengths[1] % self.plan.block_folded != 0
-        self.how = (wide, describe.precision(), ragged, self.sizes.device)
+        ragged = (
+            bool(self.spec.bounds or self.spec.split or self.reaches) or self.lengths[1] % self.plan.block_folded != 0
+        )
+        self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
     def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
@@ -155,11 +158,18 @@ class Launch:
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs; those of a split walk combined."""
         if not self.spec.split:
-            return outputs
+            return self._tidied(outputs)
         block = self.plan.block_folded
         step = -(-self.lengths[1] // (block * self.parts)) * block
         ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-        return combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)])
+        return self._tidied(combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)]))
+
+    def _tidied(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The lists of the best, sorted; all else as it is."""
+        for at, (r, k) in enumerate(self.fold.outputs):
+            if r.attrs[0] == "topk" and k == 0:
+                outputs[at : at + 2] = topk.tidy(r, *outputs[at : at + 2])
+        return outputs
 
     def _bounds(self, values: Values) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""

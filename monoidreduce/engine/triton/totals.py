@@ -23,6 +23,8 @@ class Total:
         if feature is not None and not self.tiny:
             v.lane(feature)
             v.state_width += padded(self.width)
+        elif self.tiny:
+            v.few_width += self.width
 
     @property
     def names(self) -> list[str]:

@@ -7,7 +7,6 @@ folded side. A vector is either a block ``[side, features]``, for matrix product
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,22 +15,16 @@ import torch
 from ...program.build import ONE
 from ...program.expr import Expr, const, topological, widest
 from ...program.primitives import PRIMITIVES
+from .exponents import Exponents, literal
 from .spec import TINY, WIDEST, Spec, Unsupported, padded
 
-LOG2E = math.log2(math.e)
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def literal(value: float | int | bool) -> str:
-    if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):
-        return f'float("{value}")'
-    return repr(value)
-
-
-class Values:
+class Values(Exponents):
     """The names bound so far, before the loop and inside it, and the lines that bind them."""
 
     def __init__(self, spec: Spec):
@@ -44,7 +37,8 @@ class Values:
         self.masked = False  # whether this loop meets the end of the folded axis
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
-        self.state_width = 0  # features of all running sums
+        self.state_width = 0  # features of all running sums that are blocks
+        self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
 
     def loop(self, masked: bool) -> None:
@@ -102,10 +96,10 @@ class Values:
         if e.op in ("dot", "sqdist", "fsum"):
             return self._over_features(e)
         if e.op == "exp" and self.spec.narrow:
-            return self._exp(e.args[0])
+            return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
-            return self._exp(e.args[0].args[0], e.args[1].args[0])
-        return self._primitive(e, [self._argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
+            return self.exp(e.args[0].args[0], e.args[1].args[0])
+        return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
@@ -158,7 +152,7 @@ class Values:
             raise Unsupported(f"{e.op} of truth values")
         return [e.dtype] * len(e.args)
 
-    def _argument(self, a: Expr, want: str) -> str:
+    def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
         return self.convert(self.number(a), a, want)
@@ -204,67 +198,6 @@ class Values:
             return text
         kind = self.float if e.dtype == "float" else "tl.int32" if abs(a.const) < 2**31 else "tl.int64"
         return f"tl.full({'()' if self.scalars else '[1, 1]'}, {text}, {kind})"
-
-    def _exp(self, x: Expr, total: Expr | None = None) -> str:
-        """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
-
-        Only where products are of 16 bits: a fused multiply-subtract of large logits costs float32 its last digits.
-        ``total``: the logarithm of what the exponential is divided by; it joins the one-sided part.
-        """
-        if total is not None:
-            one_sided = x.op == "sub" and x.is_pair and not x.args[1].is_pair
-            if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
-                return f"{self._exp(x)} * decay({self.number(total)})"
-            core, factor = self.linear(x.args[0])
-            pair = self._argument(core, "float")  # first, so that numbers are loaded while it is computed
-            shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
-            shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
-            return f"tl.exp2({pair} * {factor} - {shift})"
-        if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
-            parts = []
-            for a in x.args:
-                core, factor = self.linear(a) if a.is_pair else (a, self.factor(LOG2E))
-                text = f"{self._argument(core, 'float')} * {factor}"
-                parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
-            return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
-        core, factor = self.linear(x)
-        return f"tl.exp2({self._argument(core, 'float')} * {factor})"
-
-    def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
-        """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.
-
-        ``positive``: only factors above zero are taken out.
-        """
-        factor, numbers = 1.0, []
-        while True:
-            k = None
-            if e.op == "neg" and not positive:
-                e, factor = e.args[0], -factor
-                continue
-            if e.op in ("mul", "div"):
-                k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
-            if k is None:
-                return e, self.factor(factor * LOG2E, *numbers)
-            rest = e.args[1] if k is e.args[0] else e.args[0]
-            if k.op == "const":
-                factor = factor / k.const if e.op == "div" else factor * k.const
-            else:
-                numbers.append((k, e.op == "div"))
-            e = rest
-
-    def _factors_out(self, k: Expr, positive: bool) -> bool:
-        if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
-            return False
-        if k.op == "const":
-            return k.const > 0 if positive else k.const != 0
-        return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
-
-    def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
-        """A constant times (or over) numbers, as a literal or a name bound before the loop."""
-        if not numbers:
-            return literal(constant)
-        text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
-        return self.bind(("factor", constant, numbers), text, False)
 
     # Features
 

@@ -1,0 +1,92 @@
+"""Exponentials in a kernel: as powers of two, with every factor and one-sided part joined outside the pairs."""
+
+from __future__ import annotations
+
+import math
+
+from ...program.expr import Expr
+from .spec import Spec
+
+LOG2E = math.log2(math.e)
+
+
+def literal(value: float | int | bool) -> str:
+    if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):
+        return f'float("{value}")'
+    return repr(value)
+
+
+class Exponents:
+    """The part of :class:`Values` that knows of exponents."""
+
+    spec: Spec
+
+    def number(self, e: Expr) -> str:
+        raise NotImplementedError
+
+    def argument(self, a: Expr, want: str) -> str:
+        raise NotImplementedError
+
+    def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
+        raise NotImplementedError
+
+    def exp(self, x: Expr, total: Expr | None = None) -> str:
+        """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
+
+        Only where products are of 16 bits: a fused multiply-subtract of large logits costs float32 its last digits.
+        ``total``: the logarithm of what the exponential is divided by; it joins the one-sided part.
+        """
+        if total is not None:
+            one_sided = x.op == "sub" and x.is_pair and not x.args[1].is_pair
+            if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
+                return f"{self.exp(x)} * decay({self.number(total)})"
+            core, factor = self.linear(x.args[0])
+            pair = self.argument(core, "float")  # first, so that numbers are loaded while it is computed
+            shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
+            shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
+            return f"tl.exp2({pair} * {factor} - {shift})"
+        if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
+            parts = []
+            for a in x.args:
+                core, factor = self.linear(a) if a.is_pair else (a, self.factor(LOG2E))
+                text = f"{self.argument(core, 'float')} * {factor}"
+                parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
+            return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
+        core, factor = self.linear(x)
+        return f"tl.exp2({self.argument(core, 'float')} * {factor})"
+
+    def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
+        """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.
+
+        ``positive``: only factors above zero are taken out.
+        """
+        factor, numbers = 1.0, []
+        while True:
+            k = None
+            if e.op == "neg" and not positive:
+                e, factor = e.args[0], -factor
+                continue
+            if e.op in ("mul", "div"):
+                k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
+            if k is None:
+                return e, self.factor(factor * LOG2E, *numbers)
+            rest = e.args[1] if k is e.args[0] else e.args[0]
+            if k.op == "const":
+                factor = factor / k.const if e.op == "div" else factor * k.const
+            else:
+                numbers.append((k, e.op == "div"))
+            e = rest
+
+    def _factors_out(self, k: Expr, positive: bool) -> bool:
+        if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
+            return False
+        if k.op == "const":
+            return k.const > 0 if positive else k.const != 0
+        return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
+
+    def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
+        """A constant times (or over) numbers, as a literal or a name bound before the loop."""
+        if not numbers:
+            return literal(constant)
+        text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
+        return self.bind(("factor", constant, numbers), text, False)

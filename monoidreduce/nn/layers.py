@@ -1,0 +1,248 @@
+"""Perceptrons and losses as modules: weights and options, and one call of a function of :mod:`monoidreduce.ops`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import ArgumentError
+
+
+class MLP(nn.Module):
+    """:func:`monoidreduce.ops.mlp` with weights of its own: ``fc2(dropout(activation(fc1(x))))``, no hidden layer kept.
+
+    State dict: ``fc1.weight`` [hidden, in], ``fc2.weight`` [out, hidden], and their biases. ``activation`` is a name or
+    a function (a named one where the module is to be pickled).
+
+    >>> import torch
+    >>> from monoidreduce.nn import MLP
+    >>> MLP(16, 4096, activation="gelu")(torch.randn(2, 7, 16)).shape
+    torch.Size([2, 7, 16])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        bias: bool = True,
+        activation: Any = "relu",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.activation, self.dropout = activation, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] to [..., out]."""
+        return ops.mlp(
+            x,
+            self.fc1.weight,
+            self.fc2.weight.T,
+            bias=self.fc1.bias,
+            out_bias=self.fc2.bias,
+            activation=self.activation,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, dropout={self.dropout}"
+
+
+class GatedMLP(nn.Module):
+    """:func:`monoidreduce.ops.gated_mlp` with weights of its own: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
+
+    State dict: ``gate_proj.weight`` and ``up_proj.weight`` [hidden, in], ``down_proj.weight`` [out, hidden], and their
+    biases if asked for: the names that most models with such a layer have.
+
+    >>> import torch
+    >>> from monoidreduce.nn import GatedMLP
+    >>> GatedMLP(16, 4096)(torch.randn(2, 7, 16)).shape
+    torch.Size([2, 7, 16])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        bias: bool = False,
+        activation: Any = "silu",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        self.gate_proj = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.activation, self.dropout = activation, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] to [..., out]."""
+        return ops.gated_mlp(
+            x,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            self.down_proj.weight.T,
+            gate_bias=self.gate_proj.bias,
+            up_bias=self.up_proj.bias,
+            out_bias=self.down_proj.bias,
+            activation=self.activation,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, dropout={self.dropout}"
+
+
+class ContrastiveLoss(nn.Module):
+    """:func:`monoidreduce.ops.contrastive_loss` with a learned scale, as CLIP and SigLIP have it.
+
+    State dict: ``logit_scale``, the logarithm of the scale (``learned=False``: a buffer), and for ``kind="siglip"``
+    ``logit_bias``. The scale is at most ``max_scale``.
+
+    >>> import torch
+    >>> from monoidreduce.nn import ContrastiveLoss
+    >>> loss = ContrastiveLoss(temperature=0.07)
+    >>> loss(torch.randn(32, 16), torch.randn(32, 16)).shape
+    torch.Size([])
+    """
+
+    logit_scale: Tensor
+    logit_bias: Tensor | None
+
+    def __init__(
+        self,
+        kind: ops.contrastive.Kind = "clip",
+        *,
+        temperature: float = 0.07,
+        bias: float = -10.0,
+        learned: bool = True,
+        max_scale: float = 100.0,
+        normalize: bool = True,
+        hard_negatives: float = 0.0,
+        reduction: Any = "mean",
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        if kind not in ("clip", "infonce", "siglip"):
+            raise ArgumentError(detail=f"kind was given {kind!r}", fix="Use one of 'clip', 'infonce', 'siglip'")
+        if not temperature > 0:
+            raise ArgumentError(detail=f"temperature was given {temperature!r}", fix="Give a number above 0")
+        self.kind, self.max_scale, self.normalize = kind, max_scale, normalize
+        self.hard_negatives, self.reduction = hard_negatives, reduction
+        self._number("logit_scale", -math.log(temperature), learned, device)
+        if kind == "siglip":
+            self._number("logit_bias", bias, learned, device)
+        else:
+            self.logit_bias = None
+
+    def _number(self, name: str, value: float, learned: bool, device: Any) -> None:
+        number = torch.tensor(float(value), device=device)
+        if learned:
+            self.register_parameter(name, nn.Parameter(number))
+        else:
+            self.register_buffer(name, number)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, labels: Any = None) -> Tensor:
+        """The loss of x [..., M, D] and y [..., N, D]; of x alone with ``labels``."""
+        return ops.contrastive_loss(
+            x,
+            y,
+            kind=self.kind,
+            scale=self.logit_scale.exp().clamp(max=self.max_scale),
+            bias=self.logit_bias,
+            normalize=self.normalize,
+            labels=labels,
+            hard_negatives=self.hard_negatives,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind}, normalize={self.normalize}, hard_negatives={self.hard_negatives}"
+
+
+class _Options(nn.Module):
+    """A function of :mod:`monoidreduce.ops` whose options are the module's attributes."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        for name in self.names:
+            setattr(self, name, options[name])
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._options().items())
+
+
+class MaxSim(_Options):
+    """:func:`monoidreduce.ops.maxsim`: the late-interaction score of queries and documents.
+
+    >>> import torch
+    >>> from monoidreduce.nn import MaxSim
+    >>> MaxSim(all_pairs=True)(torch.randn(3, 5, 8), torch.randn(7, 20, 8)).shape
+    torch.Size([3, 7])
+    """
+
+    names = ("normalize", "all_pairs")
+
+    def __init__(self, *, normalize: bool = False, all_pairs: bool = False) -> None:
+        super().__init__(normalize=normalize, all_pairs=all_pairs)
+
+    def forward(self, q: Tensor, d: Tensor, q_lengths: Tensor | None = None, d_lengths: Tensor | None = None) -> Tensor:
+        """Scores of q [..., M, f] and d [..., N, f]."""
+        return ops.maxsim(q, d, q_lengths=q_lengths, d_lengths=d_lengths, **self._options())
+
+
+class ChamferLoss(_Options):
+    """:func:`monoidreduce.ops.chamfer`: how far two clouds are apart, point by point.
+
+    >>> import torch
+    >>> from monoidreduce.nn import ChamferLoss
+    >>> ChamferLoss(reduction="none")(torch.randn(4, 60, 3), torch.randn(4, 50, 3)).shape
+    torch.Size([4])
+    """
+
+    names = ("metric", "points", "reduction")
+
+    def __init__(self, *, metric: Any = "sqeuclidean", points: Any = "mean", reduction: Any = "mean") -> None:
+        super().__init__(metric=metric, points=points, reduction=reduction)
+
+    def forward(self, x: Tensor, y: Tensor, x_lengths: Tensor | None = None, y_lengths: Tensor | None = None) -> Tensor:
+        """The distance of x [..., M, D] and y [..., N, D]."""
+        return ops.chamfer(x, y, x_lengths=x_lengths, y_lengths=y_lengths, **self._options())
+
+
+class SinkhornLoss(_Options):
+    """:func:`monoidreduce.ops.sinkhorn`: what it costs to carry one cloud to another.
+
+    >>> import torch
+    >>> from monoidreduce.nn import SinkhornLoss
+    >>> SinkhornLoss(eps=0.1)(torch.randn(4, 60, 3), torch.randn(4, 50, 3)).shape
+    torch.Size([4])
+    """
+
+    names = ("eps", "iterations", "tolerance", "cost")
+
+    def __init__(self, *, eps: float, iterations: int = 100, tolerance: float = 0.0, cost: Any = "sqeuclidean") -> None:
+        super().__init__(eps=eps, iterations=iterations, tolerance=tolerance, cost=cost)
+
+    def forward(self, x: Tensor, y: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+        """The cost [...] of x [..., M, D] and y [..., N, D] with masses a and b."""
+        return ops.sinkhorn(x, y, a, b, **self._options()).value

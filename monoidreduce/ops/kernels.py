@@ -1,0 +1,288 @@
+"""Kernel sums, and optimal transport by soft minima of a cost: what is done with points and distances."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, no_type_check
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ShapeError
+from . import checks
+from . import language as mr
+from .neighbours import root
+
+Kernel = Literal["gaussian", "laplacian", "cauchy", "energy"]
+KERNELS = ("gaussian", "laplacian", "cauchy", "energy")
+Cost = Literal["sqeuclidean", "euclidean"]
+COSTS = ("sqeuclidean", "euclidean")
+
+
+@no_type_check
+def _log_kernel(x, y, kernel, bandwidth):
+    square = mr.sqdist(x, y)
+    if kernel == "gaussian":
+        return -square / (2 * bandwidth * bandwidth)
+    return -root(square) / bandwidth if kernel == "laplacian" else -torch.log1p(square / (bandwidth * bandwidth))
+
+
+@no_type_check
+def _kernel(x, y, kernel, bandwidth):
+    if kernel == "energy":
+        return -root(mr.sqdist(x, y))
+    if kernel == "cauchy":
+        return 1 / (1 + mr.sqdist(x, y) / (bandwidth * bandwidth))
+    return torch.exp(_log_kernel(x, y, kernel, bandwidth))
+
+
+@mr.op
+@no_type_check
+def _kernel_sum(x: mr.Row["d"], y: mr.Col["d"], kernel: str, bandwidth: float, b: mr.Col | None = None):
+    near = _kernel(x, y, kernel, bandwidth)
+    return mr.sum(near if b is None else near * b)
+
+
+@mr.op
+@no_type_check
+def _kernel_vectors(x: mr.Row["d"], y: mr.Col["d"], b: mr.Col["e"], kernel: str, bandwidth: float):
+    return mr.sum(_kernel(x, y, kernel, bandwidth) * b)
+
+
+def kernel_sum(
+    x: Tensor,
+    y: Tensor,
+    b: Tensor | None = None,
+    *,
+    kernel: Kernel = "gaussian",
+    bandwidth: float | Tensor = 1.0,
+) -> Tensor:
+    """A kernel's matrix times b: Σ_j K(x_i, y_j) b_j.
+
+    The same as ``torch.exp(-torch.cdist(x, y) ** 2 / (2 * bandwidth**2)) @ b``, without ever allocating the M × N
+    kernel matrix or its gradient. With d the distance and σ the bandwidth, K is ``"gaussian"`` exp(-d²/2σ²),
+    ``"laplacian"`` exp(-d/σ), ``"cauchy"`` 1/(1 + d²/σ²) or ``"energy"`` -d (which knows no bandwidth).
+
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D] and ``b`` [..., N, E] give [..., M, E]; ``b`` [N], or left out for
+    ones, gives [..., M]. ``bandwidth`` is a number above 0 or a 0-dim tensor, with a gradient if it asks for one.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import kernel_sum
+    >>> x, y, b = torch.randn(6, 3), torch.randn(9, 3), torch.randn(9, 2)
+    >>> expected = torch.exp(-torch.cdist(x, y) ** 2 / 2) @ b
+    >>> torch.allclose(kernel_sum(x, y, b), expected, atol=1e-5)
+    True
+    """
+    _check(x, y, kernel, bandwidth, KERNELS)
+    if b is None:
+        return _kernel_sum(x, y, kernel, bandwidth)
+    checks.tensor("b", b, "[N] or [..., N, E]", 1)
+    checks.floating(b=b)
+    if b.dim() == 1:
+        return _kernel_sum(x, y, kernel, bandwidth, b)
+    return _kernel_vectors(x, y, b, kernel, bandwidth)
+
+
+@mr.op
+@no_type_check
+def _kernel_logsumexp(x: mr.Row["d"], y: mr.Col["d"], kernel: str, bandwidth: float, log_weights: mr.Col | None = None):
+    s = _log_kernel(x, y, kernel, bandwidth)
+    return mr.logsumexp(s if log_weights is None else s + log_weights)
+
+
+def kernel_logsumexp(
+    x: Tensor,
+    y: Tensor,
+    log_weights: Tensor | None = None,
+    *,
+    kernel: Literal["gaussian", "laplacian", "cauchy"] = "gaussian",
+    bandwidth: float | Tensor = 1.0,
+) -> Tensor:
+    """The logarithm of a weighted kernel sum: log Σ_j w_j K(x_i, y_j), also where all of it underflows.
+
+    The same as ``torch.logsumexp(log_weights - torch.cdist(x, y) ** 2 / (2 * bandwidth**2), -1)``, without ever
+    allocating the M × N kernel matrix or its gradient: the log-density of a mixture, a kernel density estimate, a free
+    energy. Kernels and bandwidth as in :func:`kernel_sum`, but ``"energy"``, which is negative. For 16-bit inputs it is
+    float32.
+
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D] and ``log_weights`` [..., N] give [..., M]; minus infinity without
+    columns.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import kernel_logsumexp
+    >>> x, y = torch.randn(6, 3), torch.randn(9, 3)
+    >>> expected = torch.logsumexp(-torch.cdist(x, y) ** 2 / 2, -1)
+    >>> torch.allclose(kernel_logsumexp(x, y), expected, atol=1e-5)
+    True
+    """
+    _check(x, y, kernel, bandwidth, KERNELS[:3])
+    if log_weights is not None:
+        checks.tensor("log_weights", log_weights, "[..., N]", 1)
+        checks.floating(log_weights=log_weights)
+    return _kernel_logsumexp(x, y, kernel, bandwidth, log_weights)
+
+
+def _check(x: Any, y: Any, kernel: Any, bandwidth: Any, kernels: tuple[str, ...]) -> None:
+    checks.floating(x=x, y=y)
+    checks.one_of("kernel", kernel, kernels)
+    checks.positive("bandwidth", bandwidth)
+
+
+# Optimal transport ----------------------------------------------------------------------------------------------------
+
+
+@mr.op
+@no_type_check
+def _softmin(x: mr.Row["d"], y: mr.Col["d"], h: mr.Col, eps: float, cost: str):
+    square = mr.sqdist(x, y)
+    return -eps * mr.logsumexp(h - (square if cost == "sqeuclidean" else root(square)) / eps)
+
+
+def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost = "sqeuclidean") -> Tensor:
+    """The soft minimum of a cost: -ε log Σ_j exp(h_j - C(x_i, y_j) / ε), the one operation of entropic transport.
+
+    The same as ``-eps * torch.logsumexp(h - torch.cdist(x, y) ** 2 / eps, -1)``, without ever allocating the M × N
+    costs or their gradient. The cost is the distance, or its square.
+
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``h`` [..., N] give [..., M], in float32 for 16-bit inputs. ``eps`` is
+    a number above 0, or a 0-dim tensor of one.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import softmin
+    >>> x, y, h = torch.randn(6, 3), torch.randn(9, 3), torch.randn(9)
+    >>> expected = -0.5 * torch.logsumexp(h - torch.cdist(x, y) ** 2 / 0.5, -1)
+    >>> torch.allclose(softmin(x, y, h, eps=0.5), expected, atol=1e-5)
+    True
+    """
+    checks.floating(x=x, y=y, h=h)
+    checks.positive("eps", eps)
+    checks.one_of("cost", cost, COSTS)
+    return _softmin(*map(_raised, (x, y, h)), eps, cost)
+
+
+def _raised(t: Any) -> Any:
+    """16-bit tensors as float32: potentials are differences of large numbers."""
+    return t.float() if isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize == 2 else t
+
+
+class Sinkhorn(NamedTuple):
+    """What :func:`sinkhorn` returns: the cost of transport, and the potentials of both sides."""
+
+    value: Any
+    f: Any
+    g: Any
+
+
+def sinkhorn_step(
+    x: Tensor,
+    y: Tensor,
+    g: Tensor,
+    log_a: Tensor,
+    log_b: Tensor,
+    *,
+    eps: float | Tensor,
+    cost: Cost = "sqeuclidean",
+) -> tuple[Tensor, Tensor]:
+    """One Sinkhorn iteration: the potential f that fits g, then the g that fits f.
+
+    The same as ``f = softmin(x, y, log_b + g / eps)`` and ``g = softmin(y, x, log_a + f / eps)``, without ever
+    allocating the M × N costs, the plan or their gradients. Differentiable by everything.
+
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], ``g`` and ``log_b`` [..., N], ``log_a`` [..., M] give f [..., M] and g
+    [..., N]. ``log_a`` and ``log_b`` are the logarithms of the masses.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import sinkhorn_step
+    >>> x, y = torch.randn(6, 3), torch.randn(9, 3)
+    >>> f, g = sinkhorn_step(x, y, torch.zeros(9), torch.zeros(6) - 1.8, torch.zeros(9) - 2.2, eps=0.5)
+    >>> f.shape, g.shape
+    (torch.Size([6]), torch.Size([9]))
+    """
+    for name, t in (("g", g), ("log_a", log_a), ("log_b", log_b)):
+        checks.tensor(name, t, "[..., M or N]", 1)
+    checks.floating(g=g, log_a=log_a, log_b=log_b)
+    checks.positive("eps", eps)
+    f = softmin(x, y, log_b + g / eps, eps=eps, cost=cost)
+    return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
+
+
+def sinkhorn(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    eps: float,
+    iterations: int = 100,
+    tolerance: float = 0.0,
+    cost: Cost = "sqeuclidean",
+) -> Sinkhorn:
+    """Entropic optimal transport between two weighted clouds, by Sinkhorn's iterations in the log domain.
+
+    The value is ⟨a, f⟩ + ⟨b, g⟩, the dual of min_π ⟨π, C⟩ + ε KL(π ‖ a ⊗ b), the same as a Sinkhorn loop over the
+    matrix ``C = torch.cdist(x, y) ** 2`` in plain torch, without ever allocating that matrix, the plan or a gradient of
+    one. The iterations keep no graph: at the optimum the gradient by x, y, a and b is that of one last step, and this
+    is what flows back.
+
+    Shapes: ``x`` [..., M, D], ``y`` [..., N, D], masses ``a`` [..., M] and ``b`` [..., N] (equal ones if left out) give
+    the value [...], ``f`` [..., M] and ``g`` [..., N]. Iterations end early once no potential of g moves by more than
+    ``tolerance``; each looks at it then, which on a GPU is a synchronisation.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import sinkhorn
+    >>> x = torch.randn(50, 3)
+    >>> cost, f, g = sinkhorn(x, x + 2.0, eps=0.05, iterations=300)
+    >>> bool(abs(cost - 12) < 0.5)
+    True
+    """
+    checks.tensor("x", x, "[..., M, D]", 2)
+    checks.tensor("y", y, "[..., N, D]", 2)
+    checks.floating(x=x, y=y)
+    checks.positive("eps", eps)
+    checks.whole("iterations", iterations, 1)
+    checks.between("tolerance", tolerance, 0, float("inf"))
+    a, b = _masses("a", a, x), _masses("b", b, y)
+    x, y, a, b = map(_raised, (x, y, a, b))
+    fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
+    with torch.no_grad():
+        g = torch.zeros_like(log_b)
+        for _ in range(int(iterations)):
+            f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
+            still = bool(tolerance) and float((new - g).abs().max()) <= tolerance
+            g = new
+            if still:
+                break
+        to_x, to_y = log_a + f / eps, log_b + g / eps
+    f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
+    g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
+    return Sinkhorn((a * f).sum(-1) + (b * g).sum(-1), f, g)
+
+
+def _masses(name: str, mass: Any, points: Tensor) -> Tensor:
+    count = points.shape[-2]
+    if mass is None:
+        return torch.full((count,), 1 / max(count, 1), dtype=points.dtype, device=points.device)
+    checks.tensor(name, mass, "[..., points]", 1)
+    checks.floating(**{name: mass})
+    checks.alike(**{"points": points, name: mass})
+    if mass.shape[-1] != count:
+        raise ShapeError(
+            detail=f"{name} has {mass.shape[-1]} masses for {count} points", fix="Give one mass for each point"
+        )
+    if checks.visible(mass) and bool((mass.detach() < 0).any()):
+        raise ArgumentError(detail=f"{name} holds {float(mass.detach().min()):g}", fix="Masses are 0 or more")
+    return mass

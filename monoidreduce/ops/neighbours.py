@@ -1,0 +1,221 @@
+"""Who is near whom: nearest neighbours, assignment to centroids, late interaction, Chamfer distance."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, no_type_check
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import checks, grouping
+from . import language as mr
+
+Metric = Literal["euclidean", "sqeuclidean", "dot", "cosine"]
+METRICS = ("euclidean", "sqeuclidean", "dot", "cosine")
+
+
+class Neighbours(NamedTuple):
+    """What :func:`knn` and :func:`kmeans_assign` return: distances (or similarities), and whose they are."""
+
+    values: Any
+    indices: Any
+
+
+@no_type_check
+def distance(x, y, metric):
+    """What a metric says of a row's and a column's vector; larger is nearer for dot and cosine."""
+    if metric in ("dot", "cosine"):
+        return F.normalize(x, dim=-1) @ F.normalize(y, dim=-1) if metric == "cosine" else x @ y
+    square = mr.sqdist(x, y)
+    return square if metric == "sqeuclidean" else root(square)
+
+
+@no_type_check
+def root(square):
+    """√square, whose slope at 0 is 0, as in torch's norms."""
+    zero = square == 0
+    return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, square)))
+
+
+@mr.op
+@no_type_check
+def _knn(x: mr.Row["d"], y: mr.Col["d"], k: int, metric: str, exclude_self: bool):
+    near, largest = distance(x, y, metric), metric in ("dot", "cosine")
+    if exclude_self:
+        near = torch.where(mr.row_index == mr.col_index, -torch.inf if largest else torch.inf, near)
+    return Neighbours(*mr.topk(near, k, largest=largest))
+
+
+def knn(x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:
+    """The k nearest y of each x, nearest first.
+
+    The same as ``torch.cdist(x, y).topk(k, largest=False)`` (for ``"dot"`` and ``"cosine"``, similarities,
+    ``(x @ y.mT).topk(k)``), without ever allocating the M × N distances or their gradient. The distances have
+    gradients, indices have none.
+
+    Shapes: ``x`` [..., M, D] and ``y`` [..., N, D] give values and int64 indices [..., M, k]; leading dimensions
+    broadcast. ``exclude_self`` leaves the i-th y out for the i-th x. Which of equally near ones stand at the edge is
+    not defined.
+
+    Raises :class:`TopKError` where k > N, :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or
+    :class:`ArgumentError` for arguments that do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import knn
+    >>> x, y = torch.randn(6, 4), torch.randn(9, 4)
+    >>> bool((knn(x, y, 3).indices == torch.cdist(x, y).topk(3, largest=False).indices).all())
+    True
+    """
+    checks.floating(x=x, y=y)
+    checks.one_of("metric", metric, METRICS)
+    checks.whole("k", k, 1)
+    return _knn(x, y, int(k), metric, bool(exclude_self))
+
+
+@mr.op
+@no_type_check
+def _kmeans_assign(x: mr.Row["d"], centroids: mr.Col["d"], metric: str):
+    near = distance(x, centroids, metric)
+    best, at = (mr.max, mr.argmax) if metric in ("dot", "cosine") else (mr.min, mr.argmin)
+    return Neighbours(best(near), at(near))
+
+
+def kmeans_assign(x: Tensor, centroids: Tensor, *, metric: Metric = "sqeuclidean") -> Neighbours:
+    """The nearest centroid of each x, and how near it is.
+
+    The same as ``(torch.cdist(x, centroids) ** 2).min(-1)`` (``.max(-1)`` of the similarities for ``"dot"`` and
+    ``"cosine"``), without ever allocating the M × K distances or their gradient. The mean of the values is the loss of
+    k-means, differentiable by both arguments.
+
+    Shapes: ``x`` [..., M, D] and ``centroids`` [..., K, D] give values and int64 indices [..., M]; leading dimensions
+    broadcast. Of equally near centroids the first; without any the value is infinite and the index -1.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import kmeans_assign
+    >>> x, centroids = torch.randn(60, 4), torch.randn(5, 4)
+    >>> bool((kmeans_assign(x, centroids).indices == torch.cdist(x, centroids).argmin(-1)).all())
+    True
+    """
+    checks.floating(x=x, centroids=centroids)
+    checks.one_of("metric", metric, METRICS)
+    return _kmeans_assign(x, centroids, metric)
+
+
+@mr.op
+@no_type_check
+def _maxsim(
+    q: mr.Row["f"],
+    d: mr.Col["f"],
+    normalize: bool,
+    q_lengths: mr.Batch | None = None,
+    d_lengths: mr.Batch | None = None,
+):
+    s = distance(q, d, "cosine" if normalize else "dot")
+    s = s if d_lengths is None else torch.where(mr.col_index < d_lengths, s, -torch.inf)
+    best = mr.max(s)
+    return mr.sum(best if q_lengths is None else torch.where(mr.row_index < q_lengths, best, 0.0), over="rows")
+
+
+def maxsim(
+    q: Tensor,
+    d: Tensor,
+    *,
+    normalize: bool = False,
+    q_lengths: Tensor | None = None,
+    d_lengths: Tensor | None = None,
+    all_pairs: bool = False,
+) -> Tensor:
+    """Late interaction (ColBERT): every token of a query finds its nearest token of a document, and these add up.
+
+    The same as ``(q @ d.mT).amax(-1).sum(-1)``, without ever allocating the M × N similarities of a query and a
+    document or their gradient. The gradient of a tie goes to its first token. For 16-bit inputs the scores are float32.
+
+    Shapes: ``q`` [..., M, f] and ``d`` [..., N, f] give [...]; leading dimensions broadcast. With ``all_pairs`` queries
+    [A, M, f] are scored against all documents [B, N, f]: [A, B]. ``q_lengths`` and ``d_lengths``, integers of the
+    leading dimensions of q and d, say how many tokens each has; what lies beyond does not count. ``normalize`` takes
+    cosines. A document without tokens scores minus infinity.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import maxsim
+    >>> q, d = torch.randn(3, 5, 8), torch.randn(7, 20, 8)
+    >>> expected = (q[:, None] @ d.mT).amax(-1).sum(-1)
+    >>> torch.allclose(maxsim(q, d, all_pairs=True), expected, atol=1e-5)
+    True
+    """
+    checks.floating(q=q, d=d)
+    named = {"q_lengths": (q_lengths, q), "d_lengths": (d_lengths, d)}
+    options = {n: grouping.lengths(n, t, side) for n, (t, side) in named.items() if t is not None}
+    if all_pairs:
+        for name, t in (("q", q), ("d", d)):
+            checks.tensor(name, t, "[count, tokens, f]", 3, 3)
+        q = q.unsqueeze(1)
+        options |= {"q_lengths": options["q_lengths"].unsqueeze(1)} if "q_lengths" in options else {}
+    return _maxsim(q, d, bool(normalize), **options)
+
+
+@mr.op
+@no_type_check
+def _chamfer(
+    x: mr.Row["d"], y: mr.Col["d"], metric: str, x_lengths: mr.Batch | None = None, y_lengths: mr.Batch | None = None
+):
+    near = distance(x, y, metric)
+    if x_lengths is not None:
+        near = torch.where(mr.row_index < x_lengths, near, torch.inf)
+    if y_lengths is not None:
+        near = torch.where(mr.col_index < y_lengths, near, torch.inf)
+    to_y, to_x = mr.min(near), mr.min(near, over="rows")
+    if x_lengths is not None:
+        to_y = torch.where(mr.row_index < x_lengths, to_y, 0.0)
+    if y_lengths is not None:
+        to_x = torch.where(mr.col_index < y_lengths, to_x, 0.0)
+    return mr.sum(to_y, over="rows"), mr.sum(to_x)
+
+
+def chamfer(
+    x: Tensor,
+    y: Tensor,
+    *,
+    metric: Literal["sqeuclidean", "euclidean"] = "sqeuclidean",
+    points: Literal["mean", "sum"] = "mean",
+    reduction: checks.Reduction = "mean",
+    x_lengths: Tensor | None = None,
+    y_lengths: Tensor | None = None,
+) -> Tensor:
+    """The Chamfer distance of two clouds: from each point to the nearest of the other cloud, both ways.
+
+    With ``d = torch.cdist(x, y) ** 2`` the same as ``d.amin(-1).mean(-1) + d.amin(-2).mean(-1)``, without ever
+    allocating the M × N distances or their gradient: one pass goes both ways. For 16-bit inputs it is float32.
+
+    Shapes: ``x`` [..., M, D] and ``y`` [..., N, D] give one number, or [...] with ``reduction="none"`` (reductions are
+    over the clouds, ``points="sum"`` adds up a cloud's points instead of averaging them). ``x_lengths`` and
+    ``y_lengths``, integers of the leading dimensions, say how many points each cloud has. A cloud without points makes
+    the mean NaN, and the distance to it infinite.
+
+    Raises :class:`ShapeError`, :class:`DTypeError`, :class:`DeviceError` or :class:`ArgumentError` for arguments that
+    do not fit.
+
+    >>> import torch
+    >>> from monoidreduce.ops import chamfer
+    >>> x, y = torch.randn(6, 3), torch.randn(9, 3)
+    >>> d = torch.cdist(x, y) ** 2
+    >>> torch.allclose(chamfer(x, y), d.amin(-1).mean() + d.amin(-2).mean(), atol=1e-5)
+    True
+    """
+    checks.reduction(reduction)
+    checks.floating(x=x, y=y)
+    checks.one_of("metric", metric, ("sqeuclidean", "euclidean"))
+    checks.one_of("points", points, ("mean", "sum"))
+    named = {"x_lengths": (x_lengths, x), "y_lengths": (y_lengths, y)}
+    options = {n: grouping.lengths(n, t, side) for n, (t, side) in named.items() if t is not None}
+    to_y, to_x = _chamfer(x, y, metric, **options)
+    if points == "mean":
+        to_y = to_y / options.get("x_lengths", x.shape[-2])
+        to_x = to_x / options.get("y_lengths", y.shape[-2])
+    return checks.reduced(to_y + to_x, reduction)

@@ -1,0 +1,158 @@
+"""What torch does with ops on a GPU: graphs, streams, compilers, autocast; and no waiting for the device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import ops
+from tests.citizen_ops import attention, dense_attention, make
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+]
+
+
+def tensors(dtype=torch.float32, length=300, width=64):
+    shapes = ((2, length, width),) * 3
+    return tuple(t.detach().cuda().requires_grad_() for t in make(*shapes, dtype=dtype))
+
+
+def labels(rows=300, classes=500):
+    return torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+STEPS = {
+    "attention": lambda q, k, v, t: ops.attention(q, k, v, causal=True).square().mean(),
+    "window": lambda q, k, v, t: ops.attention(q, k, v, causal=True, window=40).square().mean(),
+    "loss": lambda q, k, v, t: ops.linear_cross_entropy(q[0], k.flatten(0, 1)[:500], t),
+    "mlp": lambda q, k, v, t: ops.mlp(q, k[0], v[0]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_waits_for_the_device(name):
+    """After a first call, forward and backward make no synchronisation."""
+    given, target = tensors(), labels()  # made before: a copy from the host waits
+    step = lambda q, k, v: STEPS[name](q, k, v, target)
+    torch.autograd.grad(step(*given), given[:2])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(step(*given), given[:2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graphs(name, dtype):
+    """Captured once, replayed on new numbers: the same as running anew."""
+    given, target = tensors(dtype), labels()
+    step = lambda q, k, v: STEPS[name](q, k, v, target)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(step(*given), given[:2])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(*given)
+        grads = torch.autograd.grad(loss, given[:2])
+    for seed in (1, 2):
+        fresh = tuple(t.cuda() for t in make(*(t.shape for t in given), dtype=dtype, grad=False, seed=seed))
+        with torch.no_grad():
+            for t, n in zip(given, fresh, strict=True):
+                t.copy_(n)
+        graph.replay()
+        again = step(*given)
+        assert torch.equal(loss, again)
+        for g, n in zip(grads, torch.autograd.grad(again, given[:2]), strict=True):
+            assert torch.equal(g, n)
+
+
+def test_make_graphed_callables():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(64, 192, device="cuda"))
+
+        def forward(self, x):
+            return ops.attention(*(x @ self.w).chunk(3, -1), causal=True)
+
+    layer, x = Layer(), torch.randn(2, 100, 64, device="cuda")
+    wanted = layer(x)
+    wanted.sum().backward()
+    kept, layer.w.grad = layer.w.grad.clone(), None
+    graphed = torch.cuda.make_graphed_callables(layer, (x.clone(),))
+    found = graphed(x)
+    found.sum().backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(layer.w.grad, kept)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile(mode):
+    given = tensors()
+    compiled = torch.compile(lambda q, k, v: attention(q.tanh(), k, v, 0.1).relu(), fullgraph=True, mode=mode)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = compiled(*given)
+        grads = torch.autograd.grad(found.sum(), given)
+    expected = attention(given[0].tanh(), *given[1:], 0.1).relu()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    q, k, v = tensors()
+    with pytest.raises(mr.DTypeError):
+        ops.attention(q, k.to(dtype), v)
+    with torch.autocast("cuda", dtype=dtype):
+        found, expected = ops.attention(q, k.to(dtype), v), F.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == expected.dtype == dtype
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_transforms():
+    q, k, v = (t.detach()[0, :20, :16] for t in tensors(torch.float64))
+    ours, dense = (lambda f: lambda q: f(q, k, v, 0.3).sin().sum())(attention), lambda q: dense_attention(q, k, v, 0.3)
+    torch.testing.assert_close(torch.func.grad(ours)(q), torch.func.grad(lambda q: dense(q).sin().sum())(q))
+    torch.testing.assert_close(
+        torch.func.jvp(ours, (q,), (q,)), torch.func.jvp(lambda q: dense(q).sin().sum(), (q,), (q,))
+    )
+    batch = torch.stack([q, 2 * q])
+    torch.testing.assert_close(
+        torch.vmap(torch.func.grad(ours))(batch), torch.vmap(torch.func.grad(lambda q: dense(q).sin().sum()))(batch)
+    )
+
+
+def test_other_streams():
+    q, k, v = tensors()
+    wanted = attention(q, k, v, 0.1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = attention(q, k, v, 0.1)
+        found.sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(found, wanted)
+
+
+def test_deterministic_algorithms():
+    x, w = (t[0] for t in tensors()[:2])
+    target = labels(300, 300)
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = [torch.autograd.grad(ops.cross_entropy(x, w, target), (x, w)) for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for g in grads[1:] for a, b in zip(g, grads[0], strict=True))
+
+
+def test_a_number_on_the_host_beside_tensors_on_the_device():
+    q, k, v = tensors()
+    torch.testing.assert_close(attention(q, k, v, torch.tensor(0.1)), attention(q, k, v, 0.1))
