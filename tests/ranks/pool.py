@@ -12,7 +12,6 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
@@ -33,18 +32,6 @@ def free_port() -> int:
 
 
 # In the ranks
-
-
-def bytes_sent() -> int:
-    """What this process has sent over its sockets so far, as the kernel counts it."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as s:
-                    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", info, 200)[0] if len(info) >= 208 else 0
-    return total
 
 
 def serve(rank: int, world: int, port: int, timeout: float, tasks: Connection) -> None:

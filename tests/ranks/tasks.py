@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import monoidreduce as mr
+from benchmarks.ranks import bytes_sent, megatron_vocabulary
 from monoidreduce.engine import agree, registry
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.ranks.cases import Case, part
-from tests.ranks.pool import bytes_sent
 
 
 class _Patch:
@@ -377,30 +377,10 @@ def megatron(group: Any, rows: int, cols: int, features: int) -> dict[str, Any]:
             loss.backward()
             grad = mine.grad
         else:
-            loss, grad, local.grad = _plain_vocabulary_parallel(mine.detach(), local.detach(), target, start, group)
+            loss, grad, local.grad = megatron_vocabulary(mine.detach(), local.detach(), target, start, group)
         dist.barrier(group)
         found[name] = {"loss": loss.item(), "x": grad, "w": local.grad, "bytes": bytes_sent() - before}
     return found
-
-
-def _plain_vocabulary_parallel(x: Tensor, w: Tensor, target: Tensor, start: int, group: Any) -> tuple:
-    """As in Megatron-LM: the local logits are there; a maximum, a sum and the target's logit are all-reduced."""
-    logits = x @ w.T
-    top = logits.amax(1)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    inside = (target >= start) & (target < start + len(w))
-    at = (target - start).clamp(0, len(w) - 1)
-    picked = torch.where(inside, logits.gather(1, at[:, None])[:, 0] - top, 0.0)
-    dist.all_reduce(picked, group=group)
-    p = torch.exp(logits - top[:, None])
-    total = p.sum(1)
-    dist.all_reduce(total, group=group)
-    p /= total[:, None]
-    p[torch.arange(len(x))[inside], at[inside]] -= 1
-    p /= len(x)
-    grad = p @ w
-    dist.all_reduce(grad, group=group)
-    return (total.log() - picked).mean(), grad, p.T @ x
 
 
 def torch_loss_parallel(group: Any, rows: int, cols: int) -> str:
