@@ -118,10 +118,10 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Outcome:
 def cases(group: Any) -> list[tuple[str, tuple, dict[str, Callable[..., Outcome]]]]:
     me, world = group.rank(), group.size()
     gen = torch.Generator().manual_seed(0)
-    rows, classes, width = 2048, 32768, 256
+    rows, classes, width = 1024, 16384, 256
     x, w = torch.randn(rows, width, generator=gen), torch.randn(classes, width, generator=gen) / 8
     target = torch.randint(0, classes, (rows,), generator=gen)
-    heads, tokens, features = 4, 4096, 64
+    heads, tokens, features = 4, 2048, 64
     q, k, v = (
         torch.randn(1, heads, tokens, features, generator=gen).chunk(world, -2)[me].contiguous() for _ in range(3)
     )
