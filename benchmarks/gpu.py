@@ -34,7 +34,9 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 
+from . import gpu_works, host
 from .cpu import environment
+from .gpu_works import contrastive, dense_contrastive
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,18 +76,8 @@ def gaussian(x: Row["f"], y: Col["f"], b: Col):
     return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
 
 
-@mr.op
-def contrastive(x: Row["d"], y: Col["d"]):
-    s = x @ y * 14.0
-    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
-
-
 def dense_mlp(x, p, q):
     return torch.relu(x @ p.mT) @ q
-
-
-def dense_contrastive(x, y):
-    return F.cross_entropy((x @ y.mT).float() * 14.0, torch.arange(len(x), device=x.device), reduction="none")
 
 
 # Correctness ----------------------------------------------------------------------------------------------------------
@@ -261,6 +253,7 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
         row: dict[str, Any] = {"work": f"attention {kind} {b}×{h}×{s}×{d}"}
         with mr.use(engine="triton"):
             row["ours"] = _guarded(lambda a=args, k=kind, w=d: both(_attention(k, w), a))
+            row["MB"] = _guarded(lambda a=args, k=kind, w=d: extra(_attention(k, w), a))
         for name, fn in peers(kind).items():
             row[name] = _guarded(lambda f=fn, a=args: both(f, a))
         if clock():
@@ -271,34 +264,83 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
 
 
 def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict]) -> None:
-    def made(*shapes):
-        return [torch.randn(*s, device="cuda", dtype=torch.bfloat16) * s[-1] ** -0.25 for s in shapes]
-
-    works = [
-        ("mlp 16384×16384 D128", mlp, dense_mlp, made((16384, 128), (16384, 128), (16384, 128))),
-        ("contrastive N32768 D128", contrastive, dense_contrastive, made((32768, 128), (32768, 128))),
-        ("contrastive N32768 D256", contrastive, dense_contrastive, made((32768, 256), (32768, 256))),
-        ("mlp 16384×65536 D64", mlp, dense_mlp, made((16384, 64), (65536, 64), (65536, 64))),
-    ]
-    for name, op, dense, args in works:
+    works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds()]
+    for work in works:
         if not clock():
             return
-        row: dict[str, Any] = {"work": name}
-        with mr.use(engine="triton"):
-            row["ours"] = _guarded(lambda o=op, a=args: both(o, a))
-        row["torch.compile"] = _guarded(lambda f=dense, a=args: both(torch.compile(f, dynamic=False), a))
+        args = work.args()
+        row: dict[str, Any] = {"work": work.name}
+        timed = forward if work.forward_only else both
+        with mr.use(engine="triton", strict=True, **work.how):
+            row["ours"] = _guarded(lambda f=work.ours, a=args, t=timed: t(f, a))
+            row["MB"] = _guarded(lambda f=work.ours, a=args: extra(f, a))
+        for name, fn in work.peers.items():
+            row[name] = _guarded(lambda f=fn, a=args, t=timed: t(f, a))
         _show(row)
         rows.append(row)
         save("speed", rows)
-    small = [torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    with mr.use(engine="triton"):
-        row = {"work": "attention 1×2×128×64: host time", "ours": _guarded(lambda: both(attention64, small))}
-    _show(row)
-    rows.append(row)
-    save("speed", rows)
 
 
-def _guarded(measure: Callable[[], tuple[float, float]]) -> list[float] | str:
+def forward(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Milliseconds of the forward alone: work of seconds in its plain form."""
+    with torch.no_grad():
+        return (bench(lambda: fn(*args)),)
+
+
+def extra(fn: Callable[..., torch.Tensor], args: list[torch.Tensor]) -> tuple[float, ...]:
+    """Peak memory, in MB, of forward and backward beyond inputs, result and gradients."""
+    given = [a.detach().requires_grad_() for a in args]
+    y = fn(*given)
+    g = torch.randn_like(y)
+    torch.autograd.grad(y, given, g)
+    del y
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = fn(*given)
+    kept = [y, *torch.autograd.grad(y, given, g)]
+    torch.cuda.synchronize()
+    own = sum(t.numel() * t.element_size() for t in kept)
+    return ((torch.cuda.max_memory_allocated() - before - own) / 1e6,)
+
+
+def time_hosts(save: Callable[[str, Any], None]) -> None:
+    """What a tiny call costs the host, ours and torch's own."""
+    found = {}
+    for name, args, ours, theirs in host.cases("cuda", torch.bfloat16):
+        found[name] = {"ours": host.both(ours, args, 200), "torch": host.both(theirs, args, 200)}
+        print(name, found[name], flush=True)
+    save("host", found)
+
+
+# Promises -------------------------------------------------------------------------------------------------------------
+
+
+def promises(save: Callable[[str, Any], None]) -> None:
+    """A thousand runs that are bitwise equal; a tensor of more than 2³¹ elements."""
+    q, k, v = (a.requires_grad_() for a in _qkv(2, 4, 1000, 128))
+    g = torch.randn_like(q)
+    first = [t.clone() for t in torch.autograd.grad(causal128(q, k, v), (q, k, v), g)]
+    equal = all(
+        all(
+            torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(causal128(q, k, v), (q, k, v), g), strict=True)
+        )
+        for _ in range(1000)
+    )
+    save("1,000 runs bitwise equal", equal)
+    x = torch.randn(2**31 // 64 + 1000, 64, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    y = mlp(x, w, w)
+    last = slice(len(x) - 500, len(x))
+    expected = dense_mlp(x[last].float(), w.float(), w.float())
+    error = float((y[last].float() - expected).norm() / expected.norm())
+    save("relative error past 2^31 elements", error)
+    print(f"1,000 runs bitwise equal: {equal}; past 2^31 elements, relative error {error:.1e}", flush=True)
+    del x, y
+    torch.cuda.empty_cache()
+
+
+def _guarded(measure: Callable[[], tuple[float, ...]]) -> list[float] | str:
     try:
         return [round(t, 4) for t in measure()]
     except Exception as error:
@@ -309,7 +351,7 @@ def _guarded(measure: Callable[[], tuple[float, float]]) -> list[float] | str:
 
 def _show(row: dict[str, Any]) -> None:
     cells = [
-        f"{k} {v[0]:.3f} / {v[1]:.3f}" if isinstance(v, list) else f"{k} {str(v)[:60]}"
+        f"{k} {' / '.join(f'{t:.3f}' for t in v)}" if isinstance(v, list) else f"{k} {str(v)[:90]}"
         for k, v in row.items()
         if k != "work"
     ]
@@ -342,20 +384,24 @@ def markdown(results: dict[str, Any]) -> str:
         "Times in ms, forward / forward+backward, bfloat16; ratio = ours / theirs: below 1 we are faster.",
         "",
     ]
-    lines += ["| work | ours | against | theirs | ratio |", "|---|---|---|---|---|"]
+    lines += ["| work | ours | extra MB | against | theirs | ratio |", "|---|---|---|---|---|---|"]
     for row in results.get("speed", ()):
         ours = row["ours"]
         if isinstance(ours, str):
-            lines.append(f"| {row['work']} | {ours} | | | |")
+            lines.append(f"| {row['work']} | {ours} | | | | |")
             continue
-        peers_of = {k: v for k, v in row.items() if k not in ("work", "ours") and not isinstance(v, str)}
-        for name, theirs in peers_of.items() or [("–", None)]:
-            cells = [row["work"], f"{ours[0]:.3f} / {ours[1]:.3f}", name]
-            if theirs is None:
-                lines.append("| " + " | ".join([*cells, "", ""]) + " |")
-            else:
-                ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True))
-                lines.append("| " + " | ".join([*cells, f"{theirs[0]:.3f} / {theirs[1]:.3f}", ratio]) + " |")
+        peers_of = {k: v for k, v in row.items() if k not in ("work", "ours", "MB") and not isinstance(v, str)}
+        shown = lambda times: " / ".join(f"{t:.3f}" for t in times)
+        memory = f"{row['MB'][0]:.1f}" if isinstance(row.get("MB"), list) else ""
+        for name, theirs in peers_of.items() or [("–", [])]:
+            ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=False))
+            lines.append("| " + " | ".join([row["work"], shown(ours), memory, name, shown(theirs), ratio]) + " |")
+    for name, costs in results.get("host", {}).items():
+        shown = "; ".join(f"{who} {a:.0f} / {b:.0f}" for who, (a, b) in costs.items())
+        lines.append(f"\nHost time of a tiny call, {name}, µs forward / forward+backward: {shown}")
+    for promise in ("1,000 runs bitwise equal", "relative error past 2^31 elements"):
+        if promise in results:
+            lines.append(f"\n{promise}: {results[promise]}")
     return "\n".join(lines) + "\n"
 
 
@@ -385,6 +431,9 @@ def main() -> None:
     rows: list[dict] = []
     time_attention(clock, save, rows)
     time_others(clock, save, rows)
+    for more in (promises, time_hosts):
+        if clock():
+            more(save)
     print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")
 
 

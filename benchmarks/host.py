@@ -23,12 +23,12 @@ from monoidreduce.program.reductions import KINDS
 Call = Callable[..., Tensor]
 
 
-def cases(device: str) -> Iterator[tuple[str, tuple[Tensor, ...], Call, Call]]:
+def cases(device: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, tuple[Tensor, ...], Call, Call]]:
     """Name, inputs, ours, theirs."""
-    q, k, v = (torch.randn(1, 2, 128, 64, device=device, requires_grad=True) for _ in range(3))
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (make(1, 2, 128, 64) for _ in range(3))
     yield "attention 1×2×128×64", (q, k, v), ops.attention, F.scaled_dot_product_attention
-    x = torch.randn(128, 64, device=device, requires_grad=True)
-    w = torch.randn(512, 64, device=device, requires_grad=True)
+    x, w = make(128, 64), make(512, 64)
     t = torch.randint(0, 512, (128,), device=device)
     yield (
         "linear cross-entropy 128×64×512",
@@ -46,7 +46,7 @@ def no_engine() -> Iterator[None]:
 
     def stub(fold: Any, leaves: list[Any], sizes: Any) -> list[Tensor]:
         if fold not in made:
-            made[fold] = [_zeros(*output, sizes) for output in fold.outputs]
+            made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
     registry.FOLDERS.update(dict.fromkeys(kept, stub))

@@ -223,6 +223,6 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
 if __name__ == "__main__":
     wanted = sys.argv[2:]
     for case in CASES:
-        if not wanted or any(w in case.name for w in wanted):
+        if not wanted or case.name in wanted:
             for result in compiled(case, int(sys.argv[1].removeprefix("cuda:"))):
                 print(json.dumps(asdict(result)), flush=True)

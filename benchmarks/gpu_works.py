@@ -1,0 +1,116 @@
+"""What is timed on a GPU besides plain attention, each beside what users would pick instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import ops
+
+B, H, S, D = 4, 16, 4096, 128
+CHUNK = 4096  # rows of the chunked torch forms: 1.6 GB of distances at a time
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call of ours, those of peers, and their inputs."""
+
+    name: str
+    ours: Callable
+    peers: dict[str, Callable]
+    args: Callable[[], list[torch.Tensor]]
+    how: dict[str, Any] = field(default_factory=dict)  # for mr.use
+    forward_only: bool = False
+
+
+def _qkv() -> list[torch.Tensor]:
+    return [torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def _documents() -> torch.Tensor:
+    """Packed documents of 200 to 1,800 tokens."""
+    gen = torch.Generator().manual_seed(0)
+    ends = torch.cumsum(torch.randint(200, 1800, (64,), generator=gen), 0)
+    return torch.bucketize(torch.arange(S), ends, right=True).cuda()
+
+
+def _flex(condition: Callable | None = None, score: Callable | None = None) -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(condition, None, None, S, S, device="cuda") if condition else None
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=score)
+
+
+def attention_variants() -> Iterator[Work]:
+    """Masks beside FlexAttention, whose mask is made beforehand; what is added to scores beside our own plain form."""
+    near = lambda b, h, i, j: (i >= j) & (i - j < 1024)
+    window = lambda q, k, v: ops.attention(q, k, v, window=(1023, 0))
+    yield Work("attention, sliding window 1024", window, {"Flex": _flex(near)}, _qkv)
+    ids = _documents()
+    same = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    packed = lambda q, k, v: ops.attention(q, k, v, causal=True, documents=ids)
+    yield Work("attention, packed documents, causal", packed, {"Flex": _flex(same)}, _qkv)
+    plain = {"our plain attention": ops.attention}
+    yield Work("attention, dropout 0.1", lambda q, k, v: ops.attention(q, k, v, dropout_p=0.1, seed=7), plain, _qkv)
+    yield Work("attention, soft cap 30", lambda q, k, v: ops.attention(q, k, v, softcap=30.0), plain, _qkv)
+    slopes = torch.logspace(-1, -8, H, base=2.0, device="cuda")
+    yield Work("attention, ALiBi", lambda q, k, v: ops.attention(q, k, v, alibi_slopes=slopes), plain, _qkv)
+
+
+def _made(*shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [torch.randn(*s, device="cuda", dtype=torch.bfloat16) * s[-1] ** -0.25 for s in shapes]
+
+
+def perceptrons() -> Iterator[Work]:
+    """Two-layer perceptrons and contrastive losses, beside ``torch.compile`` of the dense form."""
+    compiled = lambda f: {"torch.compile": torch.compile(f, dynamic=False)}
+    square, long = ((16384, 128),) * 3, ((16384, 64), (65536, 64), (65536, 64))
+    relu, gelu = (lambda x, p, q: torch.relu(x @ p.mT) @ q), (lambda x, p, q: F.gelu(x @ p.mT, approximate="tanh") @ q)
+    swiglu = lambda x, g, u, d: (F.silu(x @ g.mT) * (x @ u.mT)) @ d
+    yield Work("MLP relu 16384×16384 D128", ops.mlp, compiled(relu), _made(*square))
+    ours = lambda x, p, q: ops.mlp(x, p, q, activation="gelu_tanh")
+    yield Work("MLP gelu (tanh) 16384×16384 D128", ours, compiled(gelu), _made(*square))
+    yield Work("SwiGLU 16384×16384 D128", ops.gated_mlp, compiled(swiglu), _made(*square, (16384, 128)))
+    yield Work("MLP relu 16384×65536 D64", ops.mlp, compiled(relu), _made(*long))
+    for d in (128, 256):
+        yield Work(f"contrastive N32768 D{d}", contrastive, compiled(dense_contrastive), _made((32768, d), (32768, d)))
+
+
+@mr.op
+def contrastive(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y * 14.0
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+def dense_contrastive(x, y):
+    return F.cross_entropy((x @ y.mT).float() * 14.0, torch.arange(len(x), device=x.device), reduction="none")
+
+
+def _chunked_gaussian(x, y, b):
+    return torch.cat([torch.exp(-torch.cdist(part, y).square()) @ b for part in x.split(CHUNK)])
+
+
+def _chunked_knn(x, y):
+    return torch.cat([torch.cdist(part, y).topk(10, largest=False).values for part in x.split(CHUNK)])
+
+
+def clouds() -> Iterator[Work]:
+    """Kernel sums and nearest neighbours in float32, beside torch in chunks of rows."""
+    n = 100_000
+    for d in (3, 64):
+        args = lambda d=d: [torch.randn(n, d, device="cuda") for _ in range(2)]
+        weighted = lambda d=d: [*(torch.randn(n, d, device="cuda") for _ in range(2)), torch.randn(n, 1, device="cuda")]
+        how = {} if d == 3 else {"precision": "tf32x3"}
+        note = "" if d == 3 else ", three-pass TF32"
+        gaussian = lambda x, y, b: ops.kernel_sum(x, y, b, bandwidth=0.5**0.5)
+        chunked = {"chunked torch": _chunked_gaussian}
+        yield Work(f"Gaussian sum N100000 D{d} float32{note}", gaussian, chunked, weighted, how, forward_only=True)
+        knn = lambda x, y: ops.knn(x, y, 10).values
+        chunked = {"chunked torch": _chunked_knn}
+        yield Work(f"10 nearest N100000 D{d} float32{note}", knn, chunked, args, how, forward_only=True)

@@ -1,0 +1,187 @@
+"""What the Triton engine does with the same program in different circumstances: split walks, bounded softmaxes, the k
+best, picks computed where they point, launches made once and used again. In the interpreter, with small tiles."""
+
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import KernelPlan, describe, emit, plan, use_plan
+from monoidreduce.errors import EngineError
+from tests.layers import BY_NAME
+from tests.layers_compare import assert_equal, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SMALL = KernelPlan(16, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def private_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
+
+
+def planned(parts=1):
+    return use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts)))
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"], scale: float):
+    return mr.softmax_mean(q @ k * scale, v)
+
+
+@mr.op
+def causal(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.3, -torch.inf), v)
+
+
+@mr.op
+def contrastive(x: Row["d"], y: Col["d"]):
+    s = x @ y * 1.5
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+@mr.op
+def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
+    s = x @ w * 1.5
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+SPLIT = ["causal_attention", "cross_entropy", "gaussian_kernel_sum", "variance", "nearest_neighbours", "max_pool"]
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("name", [n for n in SPLIT if n in BY_NAME])
+def test_a_split_walk_gives_the_whole(name, parts):
+    layer = BY_NAME[name]
+    args = layer.make(19, 85, torch.Generator().manual_seed(3), torch.float64)
+    with planned(parts), mr.use(engine="triton"):
+        got = run(layer.op, args)
+    with mr.use(engine="eager"):
+        assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
+
+
+def test_few_rows_are_split_and_many_are_not():
+    assert plan.parts(SMALL, instances=2, tiles=1000, processors=132) == 64
+    assert plan.parts(SMALL, instances=20, tiles=1000, processors=132) == 13
+    assert plan.parts(SMALL, instances=2, tiles=9, processors=132) == 1
+    assert plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
+
+
+@pytest.mark.parametrize("op", [attention, causal], ids=["full", "causal"])
+@pytest.mark.parametrize("size", [1.0, 30.0], ids=["near", "far"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_bounded_softmax(op, size, parts, monkeypatch):
+    monkeypatch.setattr(describe, "_BOUNDED", (torch.float16,))  # the interpreter gets bfloat16 wrong
+    monkeypatch.setattr(describe, "_MANY", 0)
+    monkeypatch.setattr(engine, "_READY", {})
+    gen = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 70, 24, generator=gen) for _ in range(3))
+    args = [t.half().requires_grad_() for t in (q * size, k, v)]
+    extra = (0.25,) if op is attention else ()
+    seen = []
+    real = emit.kernel
+    with (
+        planned(parts),
+        mr.use(engine="triton"),
+        mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
+    ):
+        y = op(*args, *extra)
+    assert any("soft0_near" in kernel.text for kernel in seen)
+    g = torch.randn(y.shape, generator=gen).to(y.dtype)
+    got = [y, *torch.autograd.grad(y, args, g)]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    with mr.use(engine="eager"):
+        z = op(*wide, *extra)
+    exact = [z, *torch.autograd.grad(z, wide, g.double())]
+    for a, b in zip(got, exact, strict=True):
+        assert (a.double() - b).norm() <= 2e-3 * b.norm()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_picks_are_computed_where_they_point(parts):
+    gen = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(2, 60, 24, generator=gen).half() for _ in range(2))
+    target = torch.randint(-3, 64, (2, 60), generator=gen)  # some beyond both ends: they pick nothing
+    for op, args in ((contrastive, (x, y)), (cross_entropy, (x, target, y))):
+        with planned(parts), mr.use(engine="triton"):
+            got = op(*args)
+        with mr.use(engine="eager"):
+            exact = op(*(a.double() if a.is_floating_point() else a for a in args))
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@mr.op
+def best(x: Row["d"], y: Col["d"], b: Col):
+    return mr.topk(x @ y + b, 12)
+
+
+@mr.op
+def nearest(x: Row["d"], y: Col["d"]):
+    return mr.topk(mr.sqdist(x, y), 5, largest=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
+def test_the_k_best_in_a_kernel(dtype, parts):
+    gen = torch.Generator().manual_seed(9)
+    x, y = (torch.randn(2, n, 3, generator=gen, dtype=dtype) for n in (33, 150))
+    b = torch.randn(150, generator=gen, dtype=dtype)
+    b[3], b[100:] = math.nan, -math.inf
+    for op, args in ((best, (x, y, b)), (nearest, (x, y))):
+        with planned(parts), mr.use(engine="triton"):
+            got = op(*args)
+        with mr.use(engine="eager"):
+            exact = op(*args)
+        torch.testing.assert_close(got[0], exact[0], equal_nan=True)
+        assert torch.equal(got[1], exact[1])
+
+
+def test_a_launch_is_made_once_and_takes_other_tensors():
+    gen = torch.Generator().manual_seed(11)
+    draw = lambda: [torch.randn(40, 16, generator=gen) for _ in range(3)]
+    with planned(), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+        first = draw()
+        attention(*first, 0.5)
+        with mock.patch.object(engine, "Ready", side_effect=AssertionError("planned again")):
+            again = draw()
+            got = attention(*again, 0.7)
+    expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_unaligned_tensor_is_planned_anew():
+    flat = torch.randn(40 * 16 + 1)
+    q, k, v = flat[:-1].view(40, 16), flat[1:].view(40, 16), flat[:-1].view(40, 16)
+    with planned(), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+        attention(q, q, v, 0.5)
+        attention(q, k, v, 0.5)
+        assert len(engine._READY) == 2
+
+
+def test_strict_refuses_what_has_no_kernel():
+    @mr.op
+    def many(x: Row["d"], y: Col["d"]):
+        return mr.topk(x @ y, 70)
+
+    x, y = torch.randn(3, 4), torch.randn(80, 4)
+    with mr.use(engine="triton", strict=True), pytest.raises(EngineError, match="70 best, more than 64"):
+        many(x, y)
+    with mr.use(engine="triton"), pytest.warns(mr.errors.FallbackWarning, match="70 best"):
+        many(x, y)
+
+
+def test_precisions():
+    with pytest.raises(EngineError, match="ieee, tf32, tf32x3"), mr.use(precision="double"):
+        pass
+    x = [torch.randn(20, 16) for _ in range(3)]
+    with planned(), mock.patch.object(engine, "_READY", {}):
+        for precision in ("ieee", "tf32", "tf32x3"):
+            with mr.use(engine="triton", precision=precision):
+                attention(*x, 0.5)
+        assert len(engine._READY) == 3
