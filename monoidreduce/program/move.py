@@ -36,7 +36,7 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
         return fed.setdefault(name, node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int"))
 
     def target(of: Expr, axis: str) -> Expr:
-        name = f"{of if of.op == 'leaf' else of.op}/{axis}"
+        name = f"{of if of.op == 'leaf' else of.op}_from_{axis}"
         leaf = node("leaf", (), (name,), rows=of.rows, cols=of.cols, feature=of.feature, dtype="int")
         return fed.setdefault(Target(of, axis), leaf)
 
