@@ -30,6 +30,7 @@ demo: $(STAMP)  ## what the library does, shown
 test: lint types  ## lint, types, unit tests, the examples in docstrings and in the README
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/ranks  # eight processes of its own
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

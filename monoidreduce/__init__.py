@@ -11,6 +11,7 @@ from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
+from .engine.agree import shard
 from .engine.registry import use
 from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
@@ -50,6 +51,8 @@ from .program.reductions import (
     sum as sum,
 )
 from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
+from .sources import chunks
+from .stream import Stream
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -61,12 +64,14 @@ __all__ = [
     "Pair",
     "Row",
     "Scalar",
+    "Stream",
     "Tally",
     "Vector",
     "__version__",
     "argmax",
     "argmin",
     "budget",
+    "chunks",
     "col_index",
     "count",
     "dot",
@@ -87,6 +92,7 @@ __all__ = [
     "reduce",
     "row_index",
     "sample",
+    "shard",
     "softmax_mean",
     "sqdist",
     "tally",

@@ -140,6 +140,20 @@ class BudgetError(MonoidReduceError, MemoryError):
     fix = "Give at least {least}"
 
 
+class ShardError(MonoidReduceError, ValueError):
+    """The ranks of a sharded call disagree: in shapes, types, numbers or the op itself. Raised on every one of them."""
+
+
+class RankError(MonoidReduceError, RuntimeError):
+    """A rank died, hung or left a sharded call; nothing is returned on any of the others."""
+
+    fix = "The group cannot be used again: start the ranks anew (torchrun --max-restarts does)"
+
+
+class StreamError(MonoidReduceError, RuntimeError):
+    """A stream of columns was used in a way that it cannot answer."""
+
+
 class FallbackWarning(UserWarning):
     """An engine has no kernel for something and another engine runs it: right, but slower."""
 

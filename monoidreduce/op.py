@@ -10,21 +10,24 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import autocast, autograd, compiled, known, registry
-from .engine.arguments import check_kind, check_sizes, number_class, padded, shown, sizes_of
-from .engine.calls import Plan, key_of
+from .engine import agree, autocast, autograd, compiled, dtensors, known, registry, sharded
+from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
+from .engine.calls import Plan, formed, key_of
 from .engine.eager import walk
 from .engine.evaluate import Sizes
+from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError, TraceError
 from .program import declare
+from .program.expr import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
+from .stream import Prepared, Stream
 
 _TRACES = 256  # kept per op, the oldest dropped
 _PLANS = 1024
@@ -60,6 +63,8 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
+        if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
+            return self._divided(args, kwargs)
         device = autocast.region(args or kwargs.values())
         if device is not None:
             return autocast.run(self, self.parameters, device, args, kwargs)
@@ -125,6 +130,58 @@ class Op:
             if engine == "eager" and walked:
                 lines += [f"    {line}" for line in walk(p.fold, sizes)]
         return "\n".join(lines)
+
+    # Over ranks, and over columns that come in chunks
+
+    def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The call on this rank's part, where rows or columns are divided over ranks."""
+        if dtensors.given((*args, *kwargs.values())):
+            return dtensors.call(self.parameters, self._bind(args, kwargs), lambda local: self._part((), local))
+        _, results, _, pack = self._part(args, kwargs)
+        return pack(results)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Stream:
+        """A fold over columns that come in chunks: give everything but the columns, then feed it.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+        ...     return mr.argmin(mr.sqdist(x, y))
+        >>> corpus = torch.arange(12.0).view(6, 2)
+        >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
+        [3, 4]
+        """
+        columns = [n for n, p in self.parameters.items() if p.axis == "cols"]
+        names = [n for n in self.parameters if n not in columns]
+        if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
+            raise ArgumentError(
+                detail=f"{self.function.__name__}.stream takes {', '.join(names)}; columns come later",
+                fix=f"It is declared as {self!r}",
+            )
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        asks = any(isinstance(v, Tensor) and v.requires_grad for v in given.values())
+        present = [n for n in columns if not self.parameters[n].optional]
+        return Stream(functools.partial(self._streamed, given), present, asks)
+
+    def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
+        traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
+        inputs = inputs_of(self.parameters, bound, sizes)
+        engine = registry.FOLDERS["eager" if (name := registry.engine()) == "reference" else name]
+
+        def form(results: list[Any], sizes: Sizes) -> Any:
+            check_sizes(traced.outputs, sizes)
+            return traced.pack(formed(results, traced, sizes, out))
+
+        stays = {n: v for n, v in inputs.items() if n not in chunk}
+        shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
+        name = f"{agree.fingerprint(traced.outputs)} {shape}"
+        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
+
+    def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        inputs = inputs_of(self.parameters, bound, sizes)
+        results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
+        return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
     # Plans
 
@@ -211,17 +268,22 @@ class Op:
 
     # Binding and checking
 
-    def _prepare(self, args: tuple, kwargs: dict) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
+    def _prepare(
+        self, args: tuple, kwargs: Mapping[str, Any], whole: bool = True
+    ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
             sizes, out = sizes_of(self.parameters, values)
             traced = self._trace(values)
-            check_sizes(traced.outputs, sizes)
+            sizes = agree.place(sizes, traced.outputs, values)
+            if whole:  # of a stream's chunks only all together are
+                check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
+            agree.withdraw(error)
             raise error.at(self._describe(args, kwargs)) from None
         return traced, values, sizes, out
 
-    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+    def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -261,7 +323,7 @@ class Op:
             self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
         return traced
 
-    def _describe(self, args: tuple, kwargs: dict) -> str:
+    def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)

@@ -67,6 +67,11 @@ def padded(value: Any, p: Parameter, rank: int) -> Any:
     return value[(None,) * (rank - own)] if rank > own else value
 
 
+def inputs_of(parameters: dict[str, Parameter], values: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The arguments that are there, as a program's inputs."""
+    return {n: padded(v, parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
+
+
 def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Sizes, torch.dtype | None]:
     """Check that sizes, types and devices agree, and say what they are."""
     found: dict[str, tuple[str, int]] = {}

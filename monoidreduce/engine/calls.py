@@ -135,6 +135,12 @@ def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None) -> tuple[tuple[int, .
     return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
 
 
+def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+    """Results in the evaluator's layout as users hold them."""
+    pairs = zip(found, traced.outputs, strict=True)
+    return [_as_given(from_layout(v, e), _shape(e, sizes, out), sizes) for v, e in pairs]
+
+
 def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
     """A result in its output's shape and type."""
     shape, dtype = output

@@ -140,7 +140,7 @@ def _soft_close(state: State, params: tuple) -> State:
     *sums, total, peak = state
     safe = torch.where(peak.isinf(), 0.0, peak)
     seen = torch.where(total == 0, 1.0, total)  # a row that sees nothing has mean 0
-    log_total = total.log()
+    log_total = torch.where(total == 0, -math.inf, seen.log())  # so written, its gradient is 0 there
     return [log_total + safe, *(_over(s, seen) for s in sums), log_total, safe]
 
 
@@ -159,8 +159,8 @@ def _best(state: State, params: tuple) -> State:
     value, place = state
     top = value.amax(0, keepdim=True) if params[0] else value.amin(0, keepdim=True)
     tied = (value == top) | (value != value)
-    first = torch.where(tied & (place >= 0), place, _NOWHERE).amin(0, keepdim=True)
-    return [top, torch.where(first == _NOWHERE, -1, first)]
+    first, winner = torch.where(tied & (place >= 0), place, _NOWHERE).min(0, keepdim=True)
+    return [value.gather(0, winner), torch.where(first == _NOWHERE, -1, first)]
 
 
 def _topk_open(results: State, params: tuple, lengths: Sequence[int]) -> State:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..program.expr import Expr, topological
 from ..program.primitives import PRIMITIVES
 from .dense import REDUCERS
+from .shard import Shard
 
 Value = Any  # a Tensor in the layout above, or a Python number
 _KINDS = {"bool": torch.bool, "int": torch.int64}
@@ -25,8 +26,10 @@ _KINDS = {"bool": torch.bool, "int": torch.int64}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done
-    in."""
+    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in.
+
+    Where rows or columns are divided over ranks, ``rows`` and ``cols`` are those that are here, and ``of`` tells the
+    whole, as a program's own questions (``num_cols``) mean it."""
 
     rows: int
     cols: int
@@ -34,13 +37,15 @@ class Sizes:
     letters: Mapping[str, int]
     device: torch.device
     compute: torch.dtype
+    shard: Shard | None = None
 
     def of(self, axis: str) -> int:
-        if axis == "rows":
-            return self.rows
-        return (
-            self.cols if axis == "cols" else int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
-        )
+        if axis in ("rows", "cols"):
+            return self.here(axis) if self.shard is None else self.shard.axis(axis).total
+        return int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
+
+    def here(self, axis: str) -> int:
+        return self.rows if axis == "rows" else self.cols
 
 
 def to_layout(t: Value, e: Expr) -> Value:
@@ -92,13 +97,21 @@ class Evaluator:
             return self.memo[e.args[0]][e.attrs[0]]
         args = [self.raised(self.memo[a], a) for a in e.args]
         if e.op == "reduce":
-            kind, over, params = e.attrs
-            fields = [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)]
-            vectors = [a.feature is not None for a in e.args]
-            return REDUCERS[kind](fields, vectors, over, params, self.sizes.of(over))
+            return self._reduce(e, [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)])
+        if self.sizes.shard is not None:
+            args = [
+                self.sizes.shard.met(a, x, e) if isinstance(a, Tensor) else a for a, x in zip(args, e.args, strict=True)
+            ]
         if e.op in PRIMITIVES:
             return self._primitive(e, args)
         return _FEATURES[e.op](e, self.sizes, *args)
+
+    def _reduce(self, e: Expr, fields: list[Tensor]) -> list[Tensor]:
+        kind, over, params = e.attrs
+        vectors = [a.feature is not None for a in e.args]
+        if self.sizes.shard is None:
+            return REDUCERS[kind](fields, vectors, over, params, self.sizes.here(over))
+        return self.sizes.shard.reduced(e, fields, lambda f, p, n: REDUCERS[kind](f, vectors, over, p, n))
 
     def raised(self, value: Value, e: Expr) -> Value:
         return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
@@ -112,12 +125,16 @@ class Evaluator:
     def _index(self, op: str) -> Tensor:
         s = self.sizes
         if op == "batch_index":
+            if s.shard is not None:
+                return s.shard.batch_index(s.batch, s.device).view(*s.batch, 1, 1)
             count = torch.Size(s.batch).numel()
             return torch.arange(count, device=s.device).view(*s.batch, 1, 1)
-        ones = (1,) * len(s.batch)
-        if op == "row_index":
-            return torch.arange(s.rows, device=s.device).view(*ones, s.rows, 1)
-        return torch.arange(s.cols, device=s.device).view(*ones, 1, s.cols)
+        rows = op == "row_index"
+        if s.shard is None:
+            places = torch.arange(s.rows if rows else s.cols, device=s.device)
+        else:
+            places = (s.shard.rows if rows else s.shard.cols).index(s.device)
+        return places.view(*(1,) * len(s.batch), *((-1, 1) if rows else (1, -1)))
 
     def _primitive(self, e: Expr, args: list[Value]) -> Value:
         primitive = PRIMITIVES[e.op]

@@ -19,13 +19,9 @@ from ..program.move import Fed, moved
 from . import combine
 from .combine import State
 from .evaluate import Sizes
+from .shard import Pieces
 
 Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
-Pieces = tuple[tuple[int, int], ...]  # (start, stop) on the whole axis of consecutive stretches of a part
-
-
-def length(pieces: Pieces) -> int:
-    return sum(stop - start for start, stop in pieces)
 
 
 @dataclass(frozen=True)
@@ -94,8 +90,6 @@ def _cut(value: Any, e: Expr, rows: slice, cols: slice) -> Any:
     if not isinstance(value, Tensor) or not (e.rows or e.cols):
         return value
     axis = value.dim() - 1 - (e.feature is not None)
-    if value.shape[axis] == 1:
-        return value
     which = rows if e.rows else cols
     return value.narrow(axis, which.start, which.stop - which.start)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import eager, hardware, panel, triton
+from . import distributed, eager, hardware, panel, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -90,6 +90,14 @@ def engine() -> str:
 def _default() -> str:
     """By the tensors' device where there are GPUs and Triton; else there is nothing to choose."""
     return "auto" if torch.cuda.is_available() and triton.available() else "eager"
+
+
+def sharded_folder() -> Callable:
+    """What runs folds over many ranks: the engine in force, on each of them."""
+    engine = str(settings().engine)
+    if engine == "reference":
+        raise EngineError(detail="the reference engine knows one process only", fix='Use mr.use(engine="eager")')
+    return functools.partial(distributed.run, engine=FOLDERS[engine])
 
 
 def _checked(name: str, source: str) -> str:

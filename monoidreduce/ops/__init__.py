@@ -3,6 +3,9 @@
 May import the errors, the algebra, the program and the decorator; never an engine by name, which the plan chooses.
 """
 
+import types
+
+from . import checks
 from .attention import AttentionOutput, attention, attention_decode, document_ids
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
@@ -54,3 +57,7 @@ __all__ = [
     "sinkhorn_step",
     "softmin",
 ]
+
+for _name in __all__:  # over many ranks, what one of them refuses is refused by all
+    if isinstance(globals()[_name], types.FunctionType):
+        globals()[_name] = checks.together(globals()[_name])

@@ -5,18 +5,21 @@ that must agree are left to ``@mr.op``, which knows them from the declarations."
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ..engine import autocast
+from ..engine import agree, autocast
 from ..engine.autograd import plain
-from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, ShapeError
+from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
+Layer = TypeVar("Layer", bound=Callable)
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -166,8 +169,11 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     ``first``: where the target begins in what the user gave, for the message.
     """
     flat = target.reshape(-1).long()
-    if not visible(flat) or not flat.numel():
-        return Labels(flat, visible(flat))
+    if not visible(flat):
+        return Labels(flat, False)
+    count = agree.whole_cols(flat.numel(), count)
+    if not flat.numel():
+        return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
     if least < 0 or most >= count:
         _out_of_range(flat, target, count, ignore_index, first)
@@ -238,8 +244,29 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
     if how == "none":
         return value
     if how == "sum":
-        return value.sum()
-    return value.mean() if share is None else value.sum() / share.sum()
+        return total(value)
+    return total(value) / total(torch.ones_like(value) if share is None else share)
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of all numbers, over all ranks where rows are divided."""
+    return agree.over_rows(x.sum())
+
+
+def together(layer: Layer) -> Layer:
+    """A layer whose checks, where they fail on one rank of a group, fail on all."""
+
+    @functools.wraps(layer)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if agree.current() is None:
+            return layer(*args, **kwargs)
+        try:
+            return layer(*args, **kwargs)
+        except MonoidReduceError as error:
+            agree.withdraw(error)
+            raise
+
+    return cast(Layer, checked)
 
 
 def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from ..engine import agree
 from ..errors import ArgumentError
 from . import checks, heads
 from . import language as mr
@@ -255,7 +256,7 @@ def _of_labels(
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
     near = None
-    if options["smoothing"] is not None and heads.careful(rows) and len(weight):
+    if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
         near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
     fold = _against_classes.total if summed else _against_classes

@@ -36,7 +36,7 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
         return fed.setdefault(name, node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int"))
 
     def target(of: Expr, axis: str) -> Expr:
-        name = f"{of if of.op == 'leaf' else of.op}/{axis}"
+        name = f"{of if of.op == 'leaf' else of.op}_from_{axis}"
         leaf = node("leaf", (), (name,), rows=of.rows, cols=of.cols, feature=of.feature, dtype="int")
         return fed.setdefault(Target(of, axis), leaf)
 
@@ -46,7 +46,7 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
         hot = hot_condition(e)[0] if e.op == "eq" else None
         if hot is not None and not hot[1].args:
             replace[e] = build.apply("eq", index(hot[0]), target(hot[1], hot[0]))
-    for e in topological(fields, stop=replace.__contains__):
+    for e in topological([*fields, *fold.scales], stop=replace.__contains__):
         if e.op in ("row_index", "col_index"):
             replace[e] = build.apply("add", e, number(e.op.replace("index", "start")))
         elif e in (size("rows"), size("cols")):
@@ -59,4 +59,5 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
         else:
             args = build.substitute(r.args, replace)
         reductions.append(reduce_node(kind, over, params, args))
-    return Fold((*fold.leaves, *fed.values()), tuple(reductions)), tuple(fed)
+    scales = build.substitute(fold.scales, replace)
+    return Fold((*fold.leaves, *fed.values()), tuple(reductions), scales), tuple(fed)

@@ -38,11 +38,12 @@ def cut(monkeypatch, rows, cols, seed=0):
 
 
 SLOW = pytest.mark.slow
+DIVISIBLE = [layer for layer in ZOO if all(p.axis != "pairs" for p in layer.parameters)]  # what is per pair is not cut
 CUTS = [pytest.param((1, 5), marks=SLOW), pytest.param((4, 1), marks=SLOW), (3, 3)]
 
 
 @pytest.mark.parametrize("blocks", CUTS, ids=str)
-@pytest.mark.parametrize("layer", named(ZOO))
+@pytest.mark.parametrize("layer", named(DIVISIBLE))
 def test_any_cut_of_any_layer_is_the_layer(layer, blocks, seed, monkeypatch):
     args = layer.args(29, 41, seed)
     whole = run(layer.op, args)
@@ -51,7 +52,7 @@ def test_any_cut_of_any_layer_is_the_layer(layer, blocks, seed, monkeypatch):
 
 
 @SLOW
-@pytest.mark.parametrize("layer", named(ZOO))
+@pytest.mark.parametrize("layer", named(DIVISIBLE))
 def test_cuts_keep_the_precision(layer, seed, monkeypatch):
     cut(monkeypatch, 2, 7, seed)
     draws = [layer.args(29, 111, seed + k, torch.float32) for k in range(3)]

@@ -685,6 +685,9 @@ BUILTIN = {
     "TraceError": TypeError,
     "UnknownFunctionError": TypeError,
     "UnreducedError": ValueError,
+    "RankError": RuntimeError,
+    "ShardError": ValueError,
+    "StreamError": RuntimeError,
 }
 
 

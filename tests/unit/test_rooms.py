@@ -22,7 +22,16 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"errors", "algebra", "program"},
     "engine": {"errors", "algebra", "program", "plan"},
     "blockwise": {"errors", "algebra", "engine"},
-    "op": {"errors", "algebra", "program", "plan", "engine"},  # the decorator: ties program, plan and engine together
+    "sources": {"errors"},
+    "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},
+    "op": {
+        "errors",
+        "algebra",
+        "program",
+        "plan",
+        "engine",
+        "stream",
+    },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries, one file each
@@ -30,7 +39,13 @@ ROOMS: dict[str, set[str]] = {
 EVERYTHING = {"__init__", "__main__", "cli"}  # the doors of the house: they may import any room, and the package itself
 ENGINES = {"reference", "eager", "triton", "distributed"}  # engine/<name>.py, engine/<name>_*.py or engine/<name>/
 IMPORTS_NOTHING = {"errors", "_version"}  # not even the standard library
-OPTIONAL = {"rich", "matplotlib", "triton"}  # dependencies that may be imported inside a function
+OPTIONAL = {
+    "rich",
+    "matplotlib",
+    "triton",
+    "safetensors",
+    "pyarrow",
+}  # dependencies that may be imported inside a function
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,413 @@
+"""What the ranks are asked to do. Each function runs on every rank of a world and returns something picklable."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import monoidreduce as mr
+from benchmarks.ranks import bytes_sent, megatron_vocabulary
+from monoidreduce.engine import agree, registry
+from tests.layers import BY_NAME
+from tests.layers_compare import flatten, is_float, use_small_tiles
+from tests.ranks.cases import Case, part
+
+
+class _Patch:
+    """Enough of monkeypatch for tiles: set once, for the life of the process."""
+
+    setattr = staticmethod(setattr)
+
+
+use_small_tiles(_Patch())  # type: ignore[arg-type]
+
+
+def sharded(group: Any, case: Case) -> dict[str, Tensor]:
+    """One layer, on this rank's part: its values and gradients, and what was sent."""
+    layer = BY_NAME[case.layer]
+    args = layer.args(case.rows, case.cols, case.seed, case.dtype)
+    mine = [part(a, p, case, group.rank(), group.size()) for a, p in zip(args, layer.parameters, strict=False)]
+    given = [a.detach().clone().requires_grad_() if is_float(a) else a for a in mine]
+    axes = {name: group for name in ("rows", "cols") if name in case.divided}
+    with mr.shard(**axes, order=case.order):
+        values = flatten(layer.op(*given))
+    cotangents = [
+        part(g, s, case, group.rank(), group.size()) for g, s in zip(case.cotangents, case.sides, strict=True)
+    ]
+    pulled = [(v, g.to(v.dtype)) for v, g in zip(values, cotangents, strict=True) if v.requires_grad]
+    inputs = [a for a in given if is_float(a)]
+    found = [None] * len(inputs)
+    if pulled and inputs:
+        found = torch.autograd.grad([v for v, _ in pulled], inputs, [g for _, g in pulled], allow_unused=True)
+    grads = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs, found, strict=True)]
+    return {"values": [v.detach() for v in values], "grads": grads}
+
+
+def sharded_many(group: Any, cases: list[Case]) -> list[Any]:
+    return [sharded(group, case) for case in cases]
+
+
+def causal_pairs(group: Any, length: int, order: str) -> int:
+    """How many pairs this rank computed of causal attention in a ring."""
+    each = length // group.size()
+    q = torch.randn(each, 4)
+    with mr.tally() as count, mr.shard(rows=group, cols=group, order=order):
+        BY_NAME["causal_attention"].op(q, q, q[:, :3])
+    return count.pairs_computed
+
+
+@mr.op
+def _mixed(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], slope: mr.Batch, seed: int):
+    """A bit of everything: indices, random numbers, both directions, a number per batch element, one-sided folds."""
+    s = q @ k - slope * (mr.row_index - mr.col_index).abs()
+    kept = mr.dropout(s, 0.2, seed)
+    total = mr.logsumexp(s)
+    return (
+        mr.softmax_mean(s, v) * slope,
+        mr.sum(torch.tanh(kept), over="rows"),
+        mr.mean(total, over="rows") * mr.num_cols,
+        mr.argmax(s),
+        mr.topk(kept, 3).values,
+    )
+
+
+def _inputs(batch: int = 4, rows: int = 13, cols: int = 17) -> list[Any]:
+    gen = torch.Generator().manual_seed(5)
+    make = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
+    return [make(batch, rows, 5), make(batch, cols, 5), make(cols, 3), make(batch).abs(), 99]
+
+
+def _whole(function: Any, args: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    floats = [a.clone().requires_grad_() if is_float(a) else a for a in args]
+    values = flatten(function(*floats))
+    weights = [torch.linspace(-1, 1, v.numel(), dtype=torch.float64).view(v.shape) for v in values]
+    total = sum((v * w).sum() for v, w in zip(values, weights, strict=True) if v.requires_grad)
+    return [v.detach() for v in values], list(torch.autograd.grad(total, [a for a in floats if is_float(a)]))
+
+
+def _compare(got: list[Tensor], expected: list[Tensor]) -> str:
+    for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9):
+            return f"tensor {k}: {tuple(a.shape)} {tuple(b.shape)} {(a.double() - b.double()).abs().max():.2e}"
+    return "same"
+
+
+def dtensors(group: Any, placement: tuple[str, ...]) -> str:
+    """The op on DTensors: values and gradients, gathered, are those of one process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    shape = (group.size(),) if len(placement) == 1 else (2, group.size() // 2)
+    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(shape))
+    args = _inputs()
+
+    def placed(axis: str, rank: int, batched: bool) -> list[Any]:
+        found = []
+        for what in placement:
+            if axis in what.split("+"):
+                found.append(Shard(rank))
+            else:
+                found.append(Shard(0) if what == "batch" and batched else Replicate())
+        return found
+
+    where = [placed("rows", 1, True), placed("cols", 1, True), placed("cols", 0, False), placed("none", 0, True)]
+    given = [distribute_tensor(a, mesh, p).requires_grad_() for a, p in zip(args[:4], where, strict=True)]
+    values = flatten(_mixed(*given, args[4]))
+    if not all(isinstance(v, DTensor) for v in values):
+        return "not DTensors"
+    full = [v.full_tensor() for v in values]
+    weights = [torch.linspace(-1, 1, v.numel(), dtype=torch.float64).view(v.shape) for v in full]
+    total = sum((v * w).sum() for v, w in zip(full, weights, strict=True) if v.requires_grad)
+    grads = torch.autograd.grad(total, given)
+    expected = _whole(_mixed, args)
+    answer = _compare([v.detach() for v in full], expected[0])
+    return answer if answer != "same" else _compare([g.full_tensor() for g in grads], expected[1])
+
+
+def _split(t: Tensor, dim: int, rank: int, world: int) -> Tensor:
+    return t.tensor_split(world, dim)[rank]
+
+
+def _local(function: Any, args: list[Any], cuts: list[tuple[int, int, int] | None], outs: list[Any]) -> str:
+    """Run on cut arguments and compare with the cut of the whole: cuts are (dimension, rank, world)."""
+    cut = lambda t, c: t if c is None or not isinstance(t, Tensor) else _split(t, *c)
+    given = [cut(a, c) for a, c in zip(args, cuts, strict=True)]
+    given = [a.clone().requires_grad_() if is_float(a) else a for a in given]
+    values = flatten(function(*given))
+    plain, grads = _whole(_plain_of[function], args)
+    weights = [torch.linspace(-1, 1, v.numel(), dtype=torch.float64).view(v.shape) for v in plain]
+    total = sum((v * cut(w, c)).sum() for v, w, c in zip(values, weights, outs, strict=True) if v.requires_grad)
+    found = torch.autograd.grad(total, [a for a in given if is_float(a)])
+    floats = [c for a, c in zip(args, cuts, strict=True) if is_float(a)]
+    answer = _compare([v.detach() for v in values], [cut(v, c) for v, c in zip(plain, outs, strict=True)])
+    if answer != "same":
+        return f"value {answer}"
+    return _compare(list(found), [cut(g, c) for g, c in zip(grads, floats, strict=True)])
+
+
+_plain_of: dict[Any, Any] = {}
+
+
+def two_groups(group: Any) -> str:
+    """Rows over one dimension of a mesh, columns over the other."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("r", "c"))
+
+    def op(*args: Any) -> Any:
+        with mr.shard(rows=mesh["r"], cols=mesh["c"]):
+            return _mixed(*args)
+
+    _plain_of[op] = _mixed
+    r, c = (1, mesh.get_local_rank("r"), 2), (1, mesh.get_local_rank("c"), 4)
+    return _local(op, _inputs(), [r, c, (0, *c[1:]), None, None], [r, c, None, r, r])
+
+
+def second_derivatives(group: Any) -> str:
+    """Gradients of gradients, by rows, by columns and round the ring."""
+    args = [a.clone() for a in _inputs()[:3]]
+
+    @mr.op
+    def layer(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        return mr.softmax_mean(q @ k, v) * mr.mean(mr.logsumexp(q @ k), over="rows")
+
+    def twice(*given: Any) -> list[Tensor]:
+        given = [g if g.requires_grad else g.clone().requires_grad_() for g in given]
+        y = layer(*given)
+        return list(torch.autograd.grad(y.square().sum() if y.requires_grad else y, given, create_graph=True))
+
+    for axes in ({"rows": group}, {"cols": group}, {"rows": group, "cols": group}):
+        row = (1, group.rank(), group.size()) if "rows" in axes else None
+        col = (1, group.rank(), group.size()) if "cols" in axes else None
+        cuts = [row, col, None if col is None else (0, *col[1:])]
+
+        def op(*given: Any, axes: Any = axes) -> list[Tensor]:
+            with mr.shard(**axes):
+                return twice(*given)
+
+        _plain_of[op] = twice
+        answer = _local(op, args, cuts, cuts)
+        if answer != "same":
+            return f"{list(axes)}: {answer}"
+    return "same"
+
+
+def losses(group: Any, divided: tuple[str, ...]) -> str:
+    """The ready-made losses with their means: one number, the same on every rank, and its gradients."""
+    gen = torch.Generator().manual_seed(3)
+    make = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
+    x, w, bias = make(12, 5), make(19, 5), make(19)
+    target = torch.randint(0, 19, (12,), generator=gen)
+    target[4] = -100
+    axes = {name: group for name in divided}
+    row = (0, group.rank(), group.size()) if "rows" in divided else None
+    col = (0, group.rank(), group.size()) if "cols" in divided else None
+    plain = lambda x, w, t, b: mr.ops.cross_entropy(x, w, t, bias=b)
+
+    def op(*given: Any) -> Any:
+        with mr.shard(**axes):
+            return plain(*given)
+
+    _plain_of[op] = plain
+    answer = _local(op, [x, w, target, bias], [row, col, row, col], [None])
+    if answer != "same" or divided != ("rows", "cols"):
+        return answer
+
+    def ring(*given: Any) -> Any:
+        with mr.shard(**axes):
+            return mr.ops.contrastive_loss(*given, temperature=0.5)
+
+    _plain_of[ring] = lambda x, y: mr.ops.contrastive_loss(x, y, temperature=0.5)
+    return _local(ring, [x, make(12, 5)], [row, col], [None])
+
+
+@mr.op
+def _relu(x: mr.Row["d"], w: mr.Col["d"]):
+    return mr.sum(torch.relu(x @ w))
+
+
+@mr.op
+def _tanh(x: mr.Row["d"], w: mr.Col["d"]):
+    return mr.sum(torch.tanh(x @ w))
+
+
+def refused(group: Any, fault: str) -> tuple[str, str, bool]:
+    """One rank brings something else; then the group is used again."""
+    guilty = group.rank() == group.size() - 1
+    x, w, target = torch.randn(6, 5), torch.randn(7, 5), torch.randint(0, 7, (6,))
+    tau = 0.5
+    axes = {"rows": group}
+    call = lambda: mr.ops.cross_entropy(x, w, target)
+    if fault == "number":
+        call = lambda: BY_NAME["info_nce"].op(x, w[:6], 0.25 if guilty else tau)
+    elif fault == "op":
+        call = lambda: (_relu if guilty else _tanh)(x, w)
+    elif guilty and fault == "label":
+        target[0] = 99
+    elif guilty and fault == "features":
+        x = x[:, :4]
+    elif guilty and fault == "dtype":
+        x, w = x.double(), w.double()
+    elif guilty and fault == "rank":
+        w = w[0]
+    elif guilty and fault == "uneven":
+        w = torch.randn(8, 5)
+    elif fault == "batch":
+        call = lambda: _relu(x[None] if guilty else x, w)
+    kind, text = "nothing", ""
+    try:
+        with mr.shard(**axes):
+            call()
+    except mr.MonoidReduceError as error:
+        kind, text = type(error).__name__, str(error)
+    with mr.shard(cols=group):
+        total = mr.ops.cross_entropy(torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([0]))
+    return kind, text, bool(torch.isclose(total.exp(), torch.tensor(3.0 * group.size())))
+
+
+def label_of_nobody(group: Any) -> tuple[str, str]:
+    try:
+        with mr.shard(cols=group):
+            mr.ops.cross_entropy(torch.ones(1, 2), torch.zeros(5, 2), torch.tensor([41]))
+    except mr.MonoidReduceError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def left_alone(group: Any) -> bool:
+    """Threads, default types, random numbers and the layout are as before."""
+    before = torch.get_num_threads(), torch.get_default_dtype(), torch.random.get_rng_state()
+    x = torch.ones(3, 5)
+    with mr.shard(rows=group, cols=group):
+        _relu(x, x)
+    after = torch.get_num_threads(), torch.get_default_dtype(), torch.random.get_rng_state()
+    alone = _relu(x, x)
+    return (
+        before[:2] == after[:2] and torch.equal(before[2], after[2]) and alone.shape == (3,) and agree.current() is None
+    )
+
+
+def warm(group: Any) -> None:
+    """The first call of everything, so that what follows is the work itself."""
+    _worked(group, ("rows", "cols"))
+
+
+def _worked(group: Any, divided: tuple[str, ...]) -> None:
+    q = torch.ones(40, 8, requires_grad=True)
+    with mr.shard(**{name: group for name in divided}):
+        y = BY_NAME["causal_attention"].op(q, q, q)
+    y.sum().backward()
+
+
+def work(group: Any, divided: tuple[str, ...]) -> None:
+    """Forward and backward without end; only an error gets out."""
+    while True:
+        _worked(group, divided)
+
+
+def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
+    def engine(*args: Any) -> Any:
+        raise MemoryError("no memory left on this rank")
+
+    if group.rank() == 1:
+        registry.FOLDERS["eager"] = engine
+    _worked(group, divided)
+
+
+def refused_layer(group: Any, name: str) -> str:
+    try:
+        with mr.shard(rows=group):
+            BY_NAME[name].op(*BY_NAME[name].args(5, 7, 0))
+    except mr.MonoidReduceError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+# Bytes
+
+
+def traffic(group: Any, which: str, rows: int, cols: int, features: int) -> dict[str, float]:
+    """Bytes that this rank sent for one forward and one backward, as the kernel counts them, and what they held."""
+    gen = torch.Generator().manual_seed(1)
+    make = lambda n: torch.randn(n, features, generator=gen)
+    me, world = group.rank(), group.size()
+    q, k = _split(make(rows), 0, me, world), _split(make(cols), 0, me, world)
+    whole_q = make(rows)
+    q, whole_q, k = (t.clone().requires_grad_() for t in (q, whole_q, k))
+    calls = {
+        "ring": lambda: _scores(q, k, k),
+        "cols": lambda: _scores(whole_q, k, k),
+        "vocabulary": lambda: mr.ops.cross_entropy(whole_q, k, torch.zeros(rows, dtype=torch.int64)),
+    }
+    axes = {"rows": group, "cols": group} if which == "ring" else {"cols": group}
+    with mr.shard(**axes):
+        calls[which]()  # connections are made
+        dist.barrier(group)
+        start = bytes_sent()
+        y = calls[which]()
+        dist.barrier(group)
+        middle = bytes_sent()
+    y.sum().backward()
+    dist.barrier(group)
+    return {"forward": middle - start, "backward": bytes_sent() - middle}
+
+
+@mr.op
+def _scores(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["f"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+def megatron(group: Any, rows: int, cols: int, features: int) -> dict[str, Any]:
+    """Vocabulary-parallel cross-entropy with plain collectives on local logits, beside ours: results and bytes."""
+    gen = torch.Generator().manual_seed(1)
+    x, w = torch.randn(rows, features, generator=gen), torch.randn(cols, features, generator=gen)
+    target = torch.randint(0, cols, (rows,), generator=gen)
+    me, world = group.rank(), group.size()
+    part = _split(w, 0, me, world)
+    start = sum(len(_split(w, 0, r, world)) for r in range(me))
+    found = {}
+    for name in ("ours", "theirs"):
+        mine, local = x.clone().requires_grad_(), part.clone().requires_grad_()
+        dist.barrier(group)
+        before = bytes_sent()
+        if name == "ours":
+            with mr.shard(cols=group):
+                loss = mr.ops.cross_entropy(mine, local, target)
+            loss.backward()
+            grad = mine.grad
+        else:
+            loss, grad, local.grad = megatron_vocabulary(mine.detach(), local.detach(), target, start, group)
+        dist.barrier(group)
+        found[name] = {"loss": loss.item(), "x": grad, "w": local.grad, "bytes": bytes_sent() - before}
+    return found
+
+
+def torch_loss_parallel(group: Any, rows: int, cols: int) -> str:
+    """The same loss by torch's loss_parallel on sharded logits."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    gen = torch.Generator().manual_seed(2)
+    x, w = torch.randn(rows, 6, generator=gen), torch.randn(cols, 6, generator=gen)
+    target = torch.randint(0, cols, (rows,), generator=gen)
+    mesh = DeviceMesh("cpu", torch.arange(group.size()))
+    logits = distribute_tensor(x @ w.T, mesh, [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        theirs = torch.nn.functional.cross_entropy(logits, distribute_tensor(target, mesh, [Replicate()]))
+        theirs.backward()
+    dx = logits.grad.full_tensor() @ w
+    mine = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+    heads = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+
+    @mr.op
+    def loss(x: mr.Row["d"], w: mr.Col["d"], t: mr.Row):
+        s = x @ w
+        return mr.mean(mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == t, s, 0.0)), over="rows")
+
+    ours = loss(mine, heads, distribute_tensor(target, mesh, [Replicate()]))
+    ours.backward()
+    assert isinstance(ours, DTensor)
+    pairs = [(ours.full_tensor(), theirs.full_tensor()), (mine.grad.full_tensor(), dx)]
+    return "same" if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else f"{pairs}"

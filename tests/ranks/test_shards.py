@@ -1,0 +1,62 @@
+"""Every layer of the zoo over many ranks: by rows, by columns, by both; uneven and empty parts; the error rule."""
+
+import pytest
+import torch
+
+from tests.layers import BY_NAME
+from tests.layers_compare import assert_equal, assert_error_rule, cast, named, run
+from tests.ranks.cases import DIVISIBLE, DIVISIONS, PER_PAIR, Case, joined, prepared
+
+WORLDS = [1, 2, 3, 4, 7, 8]
+slow = pytest.mark.slow
+
+
+def whole(case, function=None):
+    layer = BY_NAME[case.layer]
+    return run(function or layer.op, case.args, cotangents=case.cotangents)
+
+
+def check(pool, cases):
+    cases = [prepared(c) for c in cases]
+    answers = pool.run("sharded_many", cases[0].world, cases)
+    for n, case in enumerate(cases):
+        try:
+            assert_equal(joined(case, [a[n] for a in answers]), whole(case))
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize("layer", named(DIVISIBLE))
+def test_every_layer_by_rows_by_columns_and_by_both(pool, layer, seed):
+    world = [2, 3, 4, 7][DIVISIBLE.index(layer) % 4]
+    check(pool, [Case(layer.name, divided, world, seed=seed % 1000) for divided in DIVISIONS])
+
+
+@slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layer", named(DIVISIBLE))
+def test_every_layer_in_every_world(pool, layer, world, seed):
+    orders = ["contiguous", "zigzag"]
+    check(pool, [Case(layer.name, d, world, seed=seed % 1000, order=o) for d in DIVISIONS for o in orders])
+
+
+PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features"]
+
+
+@pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
+@pytest.mark.parametrize("name", [n for n in PRECISE if n in BY_NAME])
+def test_the_error_is_that_of_one_process_in_any_world(pool, name, divided, seed):
+    for world in (2, 8):
+        cases = [prepared(Case(name, divided, world, 64, 257, seed % 1000 + k, torch.float32)) for k in range(3)]
+        answers = pool.run("sharded_many", world, cases)
+        trials = []
+        for n, case in enumerate(cases):
+            dense = BY_NAME[name].dense
+            exact = run(dense, cast(case.args, torch.float64), cotangents=case.cotangents)
+            trials.append((joined(case, [a[n] for a in answers]), whole(case, dense), exact))
+        assert_error_rule(trials)
+
+
+@pytest.mark.parametrize("layer", named(PER_PAIR))
+def test_what_is_given_for_every_pair_is_refused_on_all_ranks(pool, layer):
+    assert pool.run("refused_layer", 2, layer.name) == ["ArgumentError"] * 2
