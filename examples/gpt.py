@@ -103,8 +103,8 @@ def write(model: GPT, start: str, length: int) -> str:
 
 
 def main(
-    steps: int = 60,
-    batch: int = 8,
+    steps: int = 100,
+    batch: int = 4,
     context: int = 256,
     width: int = 64,
     heads: int = 4,
