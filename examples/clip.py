@@ -74,7 +74,7 @@ def found(model: Encoders, seen: list[Tensor]) -> float:
     return (ops.linear_argmax(x, F.normalize(y, dim=-1)) == torch.arange(len(x))).float().mean().item()
 
 
-def main(batch: int = 4096, smallest: int = 256, steps: int = 40, out: Path = OUT) -> Result:
+def main(batch: int = 4096, smallest: int = 256, steps: int = 25, out: Path = OUT) -> Result:
     torch.manual_seed(0)
     world, model = World(), Encoders()
     sizes = [size for k in range(12, -1, -1) if (size := batch >> k) >= smallest]

@@ -51,7 +51,7 @@ def moons(points: int) -> Tensor:
     return crescents + 0.06 * torch.randn(points, 2)
 
 
-def main(points: int = 1500, eps: float = 0.02, iterations: int = 150, out: Path = OUT) -> Result:
+def main(points: int = 1200, eps: float = 0.05, iterations: int = 300, out: Path = OUT) -> Result:
     torch.manual_seed(0)
     x, y = ring(points), moons(points + points // 3)
     a, b = (torch.full((len(cloud),), 1 / len(cloud)) for cloud in (x, y))
