@@ -1,8 +1,8 @@
 """CLIP-style training with a batch that plain torch cannot hold in the same memory.
 
-Pictures and captions are two views of one hidden vector; each picture is to find its caption among all of the batch, and
-each caption its picture. The loss in plain torch needs several matrices of batch × batch numbers, ours none: within one
-budget of memory, ours trains on a batch many times as large, so every pair is told from many more others.
+Pictures and captions are two views of one hidden vector; each picture is to find its caption among all of the batch,
+and each caption its picture. In plain torch the loss needs several matrices of batch × batch numbers, ours none: within
+one budget of memory (in megabytes) it trains on a batch several times as large.
 """
 
 from pathlib import Path
@@ -74,7 +74,7 @@ def found(model: Encoders, seen: list[Tensor]) -> float:
     return (ops.linear_argmax(x, F.normalize(y, dim=-1)) == torch.arange(len(x))).float().mean().item()
 
 
-def main(batch: int = 4096, smallest: int = 256, steps: int = 25, out: Path = OUT) -> Result:
+def main(batch: int = 4096, smallest: int = 256, steps: int = 25, budget: float = 32.0, out: Path = OUT) -> Result:
     torch.manual_seed(0)
     world, model = World(), Encoders()
     sizes = [size for k in range(12, -1, -1) if (size := batch >> k) >= smallest]
@@ -83,7 +83,6 @@ def main(batch: int = 4096, smallest: int = 256, steps: int = 25, out: Path = OU
         x, y, scale = (t.detach().requires_grad_() for t in model(world.batch(size)))
         for loss, peaks in memory.items():
             peaks.append(peak_mb(lambda l=loss, args=(x, y, scale): l(*args), [x, y, scale]))
-    budget = 2 * memory[our_loss][-1]  # what the largest batch takes of ours, and as much again
     fits = [size for size, mb in zip(sizes, memory[naive_loss], strict=True) if mb <= budget]
 
     optimiser, losses, test = torch.optim.Adam(model.parameters(), lr=3e-3), [], world.batch(batch)
@@ -97,7 +96,7 @@ def main(batch: int = 4096, smallest: int = 256, steps: int = 25, out: Path = OU
     largest = max(fits, default=0)
     result = Result(sizes, *memory.values(), budget, largest, losses, before, found(model, test))
     print(f"batch {batch}: plain torch takes {result.naive_mb[-1]:.0f} MB, ours {result.ours_mb[-1]:.0f} MB;")
-    print(f"within {budget:.0f} MB the largest batch of plain torch is {largest or f'below {smallest}'}")
+    print(f"within {budget:g} MB the largest batch of plain torch is {largest or f'below {smallest}'}")
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; captions found {before:.1%} -> {result.found_after:.1%}")
     draw(result, out)
     return result

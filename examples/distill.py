@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from examples.shared import NAIVE, OURS, OUT, command, peak_mb, save
 from monoidreduce import ops
 
-
 EVERY = 4  # steps between two looks at the distance
 
 

@@ -2,8 +2,8 @@
 
 The variant forgets: from every score it takes a penalty on the distance, a power law and an exponential, whose two
 strengths each head learns. The task: a stream of (key, value) pairs, and at each place the value is asked that the
-place's key had when it was *last* seen. Plain attention tells time by sinusoids added to the keys; ours needs none. Both
-are then asked on streams longer than any they were trained on.
+place's key had when it was *last* seen. Plain attention tells time by sinusoids added to the keys; ours needs none.
+Both learn the task; asked on streams longer than any they were trained on, only ours still knows what was last.
 """
 
 from pathlib import Path
