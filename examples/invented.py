@@ -80,8 +80,8 @@ class Result(NamedTuple):
     strengths: Tensor
 
 
-def train(model: Recall, steps: int, batch: int, length: int) -> Trained:
-    torch.manual_seed(1)  # both see the same streams
+def train(model: Recall, steps: int, batch: int, length: int, seed: int) -> Trained:
+    torch.manual_seed(seed + 1)  # both see the same streams
     optimiser, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for _ in range(steps):
         keys, values, asked = stream(batch, length)
@@ -99,13 +99,19 @@ def answered(model: Recall, keys: Tensor, values: Tensor, asked: Tensor) -> floa
 
 
 def main(
-    steps: int = 200, batch: int = 16, length: int = 64, heads: int = 2, width: int = 32, out: Path = OUT
+    steps: int = 200,
+    batch: int = 16,
+    length: int = 64,
+    heads: int = 2,
+    width: int = 32,
+    seed: int = 0,
+    out: Path = OUT,
 ) -> Result:
     models, trained = [], []
     for forgets in (False, True):
-        torch.manual_seed(0)  # both start from the same weights
+        torch.manual_seed(seed)  # both start from the same weights
         models.append(Recall(heads, width, forgets))
-        trained.append(train(models[-1], steps, batch, length))
+        trained.append(train(models[-1], steps, batch, length, seed))
     result = Result(*trained, F.softplus(torch.stack([models[1].power, models[1].rate])).detach())
     for n, plain in result.plain.right.items():
         print(f"streams of {n}: plain attention {plain:.1%} right, forgetting attention {result.ours.right[n]:.1%}")
