@@ -40,7 +40,7 @@ class Fold:
     def pure(self) -> tuple[Expr, ...]:
         """The reductions with their scales inside: the same numbers, as the gradient sees them."""
         return tuple(
-            r if s is build.ONE else reduce_node(*r.attrs, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
+            r if s is build.ONE else build.rebuild(r, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
         )
 
     @property
@@ -153,14 +153,15 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(feeds)
     }
+    given = tuple(leaves.values())
     scaled = tuple(leaves.get(f, f) for f in factors)
-    for e in derived:
+    for e in derived:  # also one that is a factor: fed to the end of the fold, made anew inside it
         leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
     new = build.substitute(tuple(fields), leaves)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
-        renamed.append(reduce_node(r.attrs[0], r.attrs[1], r.attrs[2], new[at : at + count]))
+        renamed.append(build.rebuild(r, new[at : at + count]))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:
@@ -168,7 +169,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
             users.setdefault((e.args[0], e.attrs[0]), []).append(e)
     for r, (product, _) in scales.items():
         users[r, 0] = [product]
-    fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), scaled if scales else ())
+    fold = Fold(given, tuple(renamed), scaled if scales else ())
     results = tuple(
         tuple(users.get((r, k), ()))
         for r in reductions
