@@ -154,9 +154,10 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         for k, e in enumerate(feeds)
     }
     scaled = tuple(leaves.get(f, f) for f in factors)
+    made = dict(leaves)
     for e in derived:
-        leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
-    new = build.substitute(tuple(fields), leaves)
+        made[e] = build.rebuild(e, tuple(made.get(a, a) for a in e.args))
+    new = build.substitute(tuple(fields), made)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
