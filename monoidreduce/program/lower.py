@@ -153,11 +153,11 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(feeds)
     }
-    given = tuple(leaves.values())
     scaled = tuple(leaves.get(f, f) for f in factors)
-    for e in derived:  # also one that is a factor: fed to the end of the fold, made anew inside it
-        leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
-    new = build.substitute(tuple(fields), leaves)
+    made = dict(leaves)
+    for e in derived:
+        made[e] = build.rebuild(e, tuple(made.get(a, a) for a in e.args))
+    new = build.substitute(tuple(fields), made)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
@@ -169,7 +169,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
             users.setdefault((e.args[0], e.attrs[0]), []).append(e)
     for r, (product, _) in scales.items():
         users[r, 0] = [product]
-    fold = Fold(given, tuple(renamed), scaled if scales else ())
+    fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), scaled if scales else ())
     results = tuple(
         tuple(users.get((r, k), ()))
         for r in reductions

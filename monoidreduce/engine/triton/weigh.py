@@ -65,7 +65,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     ]
     whole = "\n".join(function)
     text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, spec.exact, 0)
+    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, True, 0)
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,8 @@ def prepare(
     """Write a kernel for a panel of these sizes. ``values``: leaves as numbers or tensors ``[1, length(, length)]``."""
     given = [values[e] for e in fold.leaves]
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
-    spec = Spec(
-        fold,
-        over,
-        types,
-        rooms=(0,) * len(types),
-        letters=tuple(sorted(here.letters.items())),
-        compute=str(here.compute)[6:],
-        narrow=None,
-        rank=1,
-        bounds=False,
-        lanes=False,
-        reach=False,
-        exact=True,  # as it is launched; vectors, and so products, are met outside
-    )
+    letters = tuple(sorted(here.letters.items()))
+    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, False, False)
     kernel = write(spec)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
     chosen = replace(PLANS[plan], block_folded=_power(lengths[1], PLANS[plan].block_folded))
