@@ -429,11 +429,11 @@ def main() -> None:
     if options.correct:
         correctness(options.workers, save)
     rows: list[dict] = []
+    time_hosts(save)
     time_attention(clock, save, rows)
     time_others(clock, save, rows)
-    for more in (promises, time_hosts):
-        if clock():
-            more(save)
+    if clock():
+        promises(save)
     print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")
 
 

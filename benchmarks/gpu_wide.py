@@ -21,8 +21,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -38,17 +39,20 @@ Loss = Callable[..., Tensor]
 
 
 @mr.op
+@no_type_check
 def own_index(x: Row["d"], y: Col["d"]):
     s = x @ y
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
 
 
 @mr.op
+@no_type_check
 def top(x: Row["d"], w: Col["d"]):
     return mr.argmax(x @ w)
 
 
 @mr.op
+@no_type_check
 def best50(x: Row["d"], w: Col["d"]):
     return mr.topk(x @ w, 50)
 
@@ -192,7 +196,7 @@ def milliseconds(call: Callable[[], Any], least: int = 3, seconds: float = 0.6) 
     return statistics.median(times)
 
 
-def extra_memory(call: Callable[[], Any]) -> float:
+def extra_memory(call: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
     """Megabytes at the peak of a call beyond what it returns and what was there before."""
     gc.collect()
     torch.cuda.synchronize()
@@ -202,7 +206,7 @@ def extra_memory(call: Callable[[], Any]) -> float:
     kept = call()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    results = sum(t.untyped_storage().nbytes() for t in kept if isinstance(t, Tensor))
+    results = sum(t.untyped_storage().nbytes() for t in ([kept] if isinstance(kept, Tensor) else kept))
     del kept
     return (peak - before - results) / 1e6
 
@@ -274,16 +278,17 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
             return
         row: dict[str, Any] = {"work": work.name, "who": who}
         try:
-            call = lambda loss=loss: pull(loss, args, grads)
+            call = partial(pull, loss, args, grads)
             found = call()
             row["errors"] = [round(relative(g, t), 5) for g, t in zip(found, truth, strict=True)]
             del found
             row["MB"] = round(extra_memory(call), 1)
             row["ms"] = round(milliseconds(call), 3)
             if who in ("ours", "torch.compile", "naive", "Cut Cross-Entropy"):
+                forward = partial(loss, *args)
                 with torch.no_grad():
-                    row["forward ms"] = round(milliseconds(lambda loss=loss: loss(*args), seconds=0.3), 3)
-                    row["forward MB"] = round(extra_memory(lambda loss=loss: (loss(*args),)), 1)
+                    row["forward ms"] = round(milliseconds(forward, seconds=0.3), 3)
+                    row["forward MB"] = round(extra_memory(forward), 1)
         except Exception as error:
             row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
         gc.collect()
@@ -291,31 +296,33 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
         show(row)
 
 
+def _pickers(x: Tensor, w: Tensor) -> dict[str, dict[str, Callable[[], Tensor]]]:
+    def gumbel(x: Tensor) -> Tensor:
+        s = (x @ w.mT).float()
+        return (s - torch.log(-torch.log(torch.rand_like(s)))).argmax(-1)
+
+    compiled = torch.compile(gumbel, dynamic=False)
+    return {
+        "Gumbel sampling": {
+            "ours": lambda: mr.ops.sample(x, w, 7).index,
+            "torch.compile": lambda: compiled(x),
+            "multinomial": lambda: torch.multinomial(torch.softmax((x @ w.mT).float(), -1), 1),
+        },
+        "argmax": {"ours": lambda: top(x, w), "torch": lambda: (x @ w.mT).argmax(-1)},
+        "top 50": {"ours": lambda: best50(x, w)[1], "torch": lambda: (x @ w.mT).topk(50)[1]},
+    }
+
+
 def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
     """Sampling, argmax and top-50 over a vocabulary, without gradients."""
     D, V = 4096, 128256
     torch.manual_seed(0)
     w = _normal(V, D)
-
-    def gumbel(x: Tensor) -> Tensor:
-        s = (x @ w.mT).float()
-        return (s - torch.log(-torch.log(torch.rand_like(s)))).argmax(-1)
-
     for M in (64, 1024):
         x = _normal(M, D, scale=D**-0.5)
-        compiled = torch.compile(gumbel, dynamic=False)
-        works: dict[str, dict[str, Callable[[], Any]]] = {
-            "Gumbel sampling": {
-                "ours": lambda x=x: mr.ops.sample(x, w, 7).index,
-                "torch.compile": lambda x=x, f=compiled: f(x),
-                "multinomial": lambda x=x: torch.multinomial(torch.softmax((x @ w.mT).float(), -1), 1),
-            },
-            "argmax": {"ours": lambda x=x: top(x, w), "torch": lambda x=x: (x @ w.mT).argmax(-1)},
-            "top 50": {"ours": lambda x=x: best50(x, w)[1], "torch": lambda x=x: (x @ w.mT).topk(50)[1]},
-        }
         exact = x.float() @ w.float().mT
         with torch.no_grad():
-            for name, whos in works.items():
+            for name, whos in _pickers(x, w).items():
                 for who, call in whos.items():
                     if not clock():
                         return
@@ -326,7 +333,7 @@ def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
                             best = exact.topk(found.shape[-1] if found.dim() > 1 else 1).values[:, -1]
                             least = exact.gather(1, found.view(M, -1)).amin(1)
                             row["errors"] = [float((best - least).clamp(min=0).max())]
-                        row["MB"] = round(extra_memory(lambda call=call: (call(),)), 1)
+                        row["MB"] = round(extra_memory(call), 1)
                         row["ms"] = round(milliseconds(call, seconds=0.2), 3)
                     except Exception as error:
                         row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"

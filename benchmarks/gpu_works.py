@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,7 @@ def perceptrons() -> Iterator[Work]:
 
 
 @mr.op
+@no_type_check
 def contrastive(x: mr.Row["d"], y: mr.Col["d"]):
     s = x @ y * 14.0
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
@@ -109,8 +110,8 @@ def clouds() -> Iterator[Work]:
         how = {} if d == 3 else {"precision": "tf32x3"}
         note = "" if d == 3 else ", three-pass TF32"
         gaussian = lambda x, y, b: ops.kernel_sum(x, y, b, bandwidth=0.5**0.5)
-        chunked = {"chunked torch": _chunked_gaussian}
-        yield Work(f"Gaussian sum N100000 D{d} float32{note}", gaussian, chunked, weighted, how, forward_only=True)
+        peers: dict[str, Callable] = {"chunked torch": _chunked_gaussian}
+        yield Work(f"Gaussian sum N100000 D{d} float32{note}", gaussian, peers, weighted, how, forward_only=True)
         knn = lambda x, y: ops.knn(x, y, 10).values
-        chunked = {"chunked torch": _chunked_knn}
-        yield Work(f"10 nearest N100000 D{d} float32{note}", knn, chunked, args, how, forward_only=True)
+        peers = {"chunked torch": _chunked_knn}
+        yield Work(f"10 nearest N100000 D{d} float32{note}", knn, peers, args, how, forward_only=True)

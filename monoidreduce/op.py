@@ -96,9 +96,10 @@ class Op:
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _summed(self(*args, **kwargs))
         given = (*args, *kwargs.values())
-        plain = not torch.compiler.is_dynamo_compiling() and autocast.region(given) is None
-        plain = plain and agree.current() is None and not dtensors.given(given)
+        plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
         if plain and autograd.straight() and engine != "reference":
             traced, bound, sizes, _ = self._prepare(args, kwargs)

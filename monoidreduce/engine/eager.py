@@ -182,7 +182,9 @@ class Chunk:
 
     def walk(self) -> None:
         """Fold every tile into the accumulators."""
-        if not self.batch or all(a is None for a in self.accumulators):
+        if not (self.batch and self.rows.stop > self.rows.start and self.sizes.cols):
+            return
+        if all(a is None for a in self.accumulators):
             return
         rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
         cols = slices(self.sizes.cols, self.tiles.cols)

@@ -31,7 +31,8 @@ def float32_precision() -> str:
     said = getattr(matmul, "fp32_precision", None)  # since torch 2.9; the older switch cannot be read beside it
     if said is None:
         return "tf32" if matmul.allow_tf32 else "ieee"
-    said = torch.backends.fp32_precision if said == "none" else said
+    if said == "none":
+        said = torch.backends.fp32_precision  # type: ignore[attr-defined]  # of the object that replaces the module
     return "tf32" if said == "tf32" else "ieee"
 
 

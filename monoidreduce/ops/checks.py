@@ -253,6 +253,7 @@ def total(x: Tensor) -> Tensor:
     return agree.over_rows(x.sum())
 
 
+@functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
     """A layer whose checks, where they fail on one rank of a group, fail on all."""
 

@@ -40,7 +40,7 @@ class Fold:
     def pure(self) -> tuple[Expr, ...]:
         """The reductions with their scales inside: the same numbers, as the gradient sees them."""
         return tuple(
-            r if s is build.ONE else reduce_node(*r.attrs, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
+            r if s is build.ONE else build.rebuild(r, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
         )
 
     @property
@@ -154,13 +154,14 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
         for k, e in enumerate(feeds)
     }
     scaled = tuple(leaves.get(f, f) for f in factors)
+    made = dict(leaves)
     for e in derived:
-        leaves[e] = build.rebuild(e, tuple(leaves.get(a, a) for a in e.args))
-    new = build.substitute(tuple(fields), leaves)
+        made[e] = build.rebuild(e, tuple(made.get(a, a) for a in e.args))
+    new = build.substitute(tuple(fields), made)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args)
-        renamed.append(reduce_node(r.attrs[0], r.attrs[1], r.attrs[2], new[at : at + count]))
+        renamed.append(build.rebuild(r, new[at : at + count]))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:

@@ -60,7 +60,8 @@ def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: lis
     """
     logit, *values = fields
     _, *means, log_total, peak = results
-    weight = torch.exp(logit - peak) * Symbol(build.apply("decay", log_total.expr))
+    raised: Any = torch.exp(logit - peak)  # of a symbol, so a symbol
+    weight = raised * Symbol(build.apply("decay", log_total.expr))
     inner: Any = 0.0
     for g_log in (g[0], g[-2]):  # z and log_total differ by the peak, a constant: they move alike
         inner = inner if g_log is None else g_log + inner

@@ -303,7 +303,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {"uniform", "cast"}
+    hidden = {"uniform", "cast", "decay"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 

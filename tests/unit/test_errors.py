@@ -634,6 +634,23 @@ def test_reference_limit():
     run(35), run(None)
 
 
+@pytest.mark.parametrize("engine", ["eager", "panel"])
+def test_budget(engine):
+    """Too little for any part of the pairs: what was given, and the least, which does suffice."""
+    x, w = torch.ones(40, 8), torch.ones(500, 8)
+
+    def run(limit):
+        with mr.use(engine=engine), mr.budget(limit):
+            return attention(x, w, w)
+
+    error = raised(Mistake("budget", lambda: run(10), mr.BudgetError, ("a budget of 10B", "Give at least")))
+    least = error.details["least"]
+    assert f"Give at least {least}" in str(error)
+    assert torch.allclose(run(least), torch.ones(40, 8))
+    for limit in (0, -1, 1.5, "12 parsecs"):
+        raised(Mistake("limit", partial(run, limit), mr.ArgumentError, ("budget", repr(limit), "64MB", "above 0")))
+
+
 @pytest.mark.parametrize("engine", ["eager", "reference"])
 def test_gradient_of_a_monoid_that_has_none(engine):
     """The value is there; the gradient says what to add to the monoid."""
@@ -669,6 +686,7 @@ def test_laws():
 
 BUILTIN = {
     "ArgumentError": TypeError,
+    "BudgetError": MemoryError,
     "DTypeError": TypeError,
     "DeclarationError": TypeError,
     "DeviceError": ValueError,

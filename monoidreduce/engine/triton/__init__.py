@@ -70,7 +70,7 @@ def run(
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    key = (
+    key: tuple = (
         id(fold),
         sizes.rows,
         sizes.cols,

@@ -60,7 +60,8 @@ class Exponents:
 
         ``positive``: only factors above zero are taken out.
         """
-        factor, numbers = 1.0, []
+        factor = 1.0
+        numbers: list[tuple[Expr, bool]] = []
         while True:
             k = None
             if e.op == "neg" and not positive:

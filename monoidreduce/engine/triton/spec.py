@@ -33,7 +33,7 @@ class Spec:
     bounds: bool  # whether tiles to visit are given
     lanes: bool  # whether plain sums are kept per lane and added at the end
     reach: bool  # whether softmax logits are bounded by norms, where that is possible
-    exact: bool  # whether float32 products are to be as exact as float32 allows
+    exact: bool = True  # whether float32 products are to be as exact as float32 allows
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
 
     @cached_property

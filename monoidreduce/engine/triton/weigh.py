@@ -65,7 +65,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     ]
     whole = "\n".join(function)
     text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, 0)
+    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, True, 0)
 
 
 @dataclass(frozen=True)
