@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from monoidreduce.engine import library
 from tests.layers_compare import flatten, is_float
 
 
@@ -36,7 +37,11 @@ class Watch(TorchDispatchMode):
         self.largest, self.culprit, self.total, self.peak = 0, "", 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.monoidreduce.fold.default:  # one operator to a mode: look inside
+            with self:
+                result = library._run(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(t, Tensor):
                 self._see(t, func)

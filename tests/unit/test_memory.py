@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.engine import registry
 from monoidreduce.plan import tiles
 from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import flatten, is_float, named, run, use_small_tiles
@@ -121,6 +122,19 @@ def test_a_planted_matrix_is_found_by_its_growth(function, monkeypatch):
     use_small_tiles(monkeypatch, *TILE)
     with pytest.raises(AssertionError, match="peaks"):
         assert_grows_linearly(function, BY_NAME["relu_mlp"])
+
+
+def test_a_matrix_planted_in_the_engine_is_found(monkeypatch):
+    real = registry.FOLDERS["eager"]
+
+    def wasteful(fold, leaves, sizes):
+        torch.zeros(sizes.rows, sizes.cols)
+        return real(fold, leaves, sizes)
+
+    monkeypatch.setitem(registry.FOLDERS, "eager", wasteful)
+    layer = BY_NAME["relu_mlp"]
+    with pytest.raises(AssertionError, match="2048, 2048"):
+        assert_never_dense(layer.op, make(layer, 2048, 2048), 2048, 2048)
 
 
 # Tiles that a mask hides
