@@ -15,7 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def newest(kind: str) -> Path | None:
     """The newest results file of a kind (their names sort by date)."""
-    return max(RESULTS.glob(f"{kind}-*.json"), default=None, key=lambda p: p.name)
+    return max(RESULTS.glob(f"{kind}-[0-9]*.json"), default=None, key=lambda p: p.name)
 
 
 def filled(text: str) -> str:
