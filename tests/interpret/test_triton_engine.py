@@ -28,8 +28,6 @@ from tests.programs import program_of
 
 SMALL = KernelPlan(16, 32, 4, 1)
 FALLS_BACK = [
-    "mean_of_the_best",
-    "nearest_neighbours",
     "attention_of_ones_own_monoid",
     "biased_attention",
 ]  # a few that do
@@ -111,9 +109,10 @@ def test_feature_sizes(widths, dtype, seed):
         assert_error_rule([(got, run(plain_attention, args), truth)], factor=3.0)
 
 
-def test_more_features_than_registers_hold_fall_back(seed):
+@pytest.mark.filterwarnings("error::monoidreduce.errors.FallbackWarning")
+def test_more_features_than_registers_hold_go_by_panels(seed):
     args = [torch.randn(n, 300) for n in (5, 7, 7)]
-    with kernels(), pytest.warns(FallbackWarning, match="300 features"):
+    with kernels():
         got = attention(*args)
     torch.testing.assert_close(got, plain_attention(*args))
 
@@ -197,12 +196,13 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
             continue
         for b in range(edges.shape[0]):
             for t in range(edges.shape[1]):
-                first, whole_first, whole_last, last = edges[b, t].tolist()
-                assert 0 <= first <= whole_first <= whole_last <= last <= -(-lengths[1] // blocks[1])
+                places = edges[b, t].tolist()
+                assert places == sorted(places) and places[0] >= 0 and places[-1] <= -(-lengths[1] // blocks[1])
+                first, whole_first, whole_last, again_first, again_last, last = places
                 for f in range(-(-lengths[1] // blocks[1])):
                     known = _ranges(fold, which, values, lengths, blocks, b, t, f)
                     truths = {c: tilecode.interval(c, dict(known)) for c in skip.preferred(fold)}
-                    if whole_first <= f < whole_last:
+                    if whole_first <= f < whole_last or again_first <= f < again_last:
                         assert all(truths[c] == (float(want),) * 2 for c, want in skip.preferred(fold).items())
                     if not first <= f < last:
                         assert any(truths[c] == (0.0, 0.0) for c in truths)
@@ -305,12 +305,14 @@ def test_without_the_interpreter_a_cpu_tensor_falls_back(monkeypatch, seed):
 
 
 def test_without_fallback_it_raises(seed):
-    layer = BY_NAME["nearest_neighbours"]
-    q, k = draw(layer, 9, 12, seed)[:2]
-    fold = layer.op.program(*draw(layer, 9, 12, seed)).passes[0].fold
-    sizes = Sizes(9, 12, (), {"f": q.shape[-1]}, torch.device("cpu"), torch.float64)
-    with pytest.raises(EngineError, match="no kernel"):
-        triton.run(fold, [q, k][: len(fold.leaves)], sizes)
+    @mr.op
+    def many(x: Row["d"], y: Col["d"]):
+        return mr.topk(x @ y, 70)
+
+    x, y = torch.randn(3, 4), torch.randn(80, 4)
+    fold = many.program(x, y).passes[0].fold
+    with pytest.raises(EngineError, match="70 best"):
+        triton.run(fold, [x, y], Sizes(3, 80, (), {"d": 4}, torch.device("cpu"), torch.float32))
 
 
 @pytest.mark.slow
