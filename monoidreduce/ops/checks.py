@@ -253,6 +253,11 @@ def total(x: Tensor) -> Tensor:
     return agree.over_rows(x.sum())
 
 
+def undivided() -> bool:
+    """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
+    return agree.current() is None
+
+
 @functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
     """A layer whose checks, where they fail on one rank of a group, fail on all."""

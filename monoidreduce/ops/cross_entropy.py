@@ -193,7 +193,7 @@ def linear_cross_entropy(
         ignored = -100 if ignore_index is None else ignore_index
         labels = checks.labels(target, len(weight), ignored, first=int(shift))
         alone = reduction != "none" and token_weights is None and not return_lse and not return_accuracy
-        found, kept = _of_labels(rows, weight, labels, ignored, options, alone and not z_loss)
+        found, kept = _of_labels(rows, weight, labels, ignored, options, alone and not z_loss and checks.undivided())
     weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
     loss = _reduced(found, weights, reduction) if found["loss"].dim() else _mean_of_sums(found, reduction)
     accuracy = _accuracy(found, reduction) if return_accuracy else None

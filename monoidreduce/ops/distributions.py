@@ -100,7 +100,7 @@ def _divergence(
     ours = (checks.flat(x), student[1], own["bias"], own["softcap"])
     theirs = (checks.flat(y), teacher[1], other["bias"], other["softcap"])
     first, second = (theirs, ours) if reverse else (ours, theirs)
-    summed = reduction != "none" and token_weights is None and ours[0].dim() == 2
+    summed = reduction != "none" and token_weights is None and ours[0].dim() == 2 and checks.undivided()
     loss = (_two_heads.total if summed else _two_heads)(
         *first[:2], *second[:2], kind, heads.careful(x), beta, *first[2:], *second[2:], own["temperature"]
     )
@@ -266,7 +266,7 @@ def cross_entropy_distributions(
     True
     """
     checks.reduction(reduction)
-    if reduction != "none" and isinstance(p, Tensor) and p.dim() == 2:
+    if reduction != "none" and isinstance(p, Tensor) and p.dim() == 2 and checks.undivided():
         loss = _two_heads.total(p, c, q, t, "cross_entropy", heads.careful(p))
         return loss / len(p) if reduction == "mean" else loss
     return checks.reduced(_two_heads(p, c, q, t, "cross_entropy", heads.careful(p)), reduction)
