@@ -158,9 +158,9 @@ def test_memory_stays_within_the_budget(limit, seed):
     loss = lambda x, w: mr.ops.cross_entropy(x, w, target)
     with mr.budget(limit):
         used = usage(loss, (x, w))
-    gradients = 4 * (x.numel() + w.numel())
+    gradients = 2 * 4 * (x.numel() + w.numel())  # an engine's totals, and what is handed over
     numbers = 64 * (400 + 3000)  # a few per row and column
-    assert used.peak <= budget.parse(limit) + gradients + numbers + 4 * x.numel(), used
+    assert used.peak <= budget.parse(limit) + gradients + numbers, used
 
 
 @pytest.mark.parametrize("limit", ["300kB", "2MB"])
