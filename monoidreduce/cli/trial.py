@@ -1,0 +1,109 @@
+"""One run of a layer: what came out, its gradients, its second gradients, and how far two runs are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from . import memory
+from .layers import SEED
+from .memory import Profile, Tensors
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of floating type, other results, and the gradients of every argument that has one (None if unused)."""
+
+    values: Tensors
+    choices: Tensors = ()
+    gradients: tuple[Tensor | None, ...] = ()
+
+    @property
+    def everything(self) -> Tensors:
+        return (*self.values, *self.choices, *(g for g in self.gradients if g is not None))
+
+
+def learned(args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments that gradients are asked of."""
+    return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+
+def results(call: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    return [t for t in tree_leaves(call(*args)) if isinstance(t, Tensor)]
+
+
+def noise(like: list[Tensor]) -> list[Tensor]:
+    """Cotangents, the same for every run, engine and type."""
+    generator = torch.Generator().manual_seed(SEED)
+    return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in like]
+
+
+def gradients(found: list[Tensor], args: tuple[Any, ...], *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
+    """The gradients of all results together, with fixed random cotangents; none where nothing has a gradient."""
+    roots = [t for t in found if t.requires_grad]
+    if not roots:
+        return ()
+    return torch.autograd.grad(roots, learned(args), noise(roots), allow_unused=True, create_graph=create_graph)
+
+
+def run(call: Callable[..., Any], args: tuple[Any, ...], backward: bool = True) -> Outcome:
+    """Forward, and backward."""
+    found = results(call, args)
+    floats = tuple(t.detach() for t in found if t.is_floating_point())
+    others = tuple(t for t in found if not t.is_floating_point())
+    return Outcome(floats, others, gradients(found, args) if backward else ())
+
+
+def second(call: Callable[..., Any], args: tuple[Any, ...]) -> Tensors:
+    """The gradients of a random combination of the gradients."""
+    first = [g for g in gradients(results(call, args), args, create_graph=True) if g is not None and g.requires_grad]
+    if not first:
+        return ()
+    found = torch.autograd.grad(first, learned(args), noise(first), allow_unused=True)
+    return tuple(torch.zeros_like(a) if g is None else g for g, a in zip(found, learned(args), strict=True))
+
+
+def profiled(call: Callable[..., Any], args: tuple[Any, ...], device: torch.device, backward: bool = True) -> Profile:
+    """The memory of one forward and backward, over time."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    pull = lambda found: tuple(g for g in gradients(list(found), args) if g is not None)
+    return memory.record(lambda: tuple(results(call, args)), pull if backward else None, tensors, device)
+
+
+def apart(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None, ...]) -> float:
+    """The largest relative difference ‖x − truth‖ / ‖truth‖ of any pair; infinite where shapes or infinities differ.
+
+    >>> apart((torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 2.0]),))
+    0.0
+    """
+    if len(found) != len(truth):
+        return math.inf
+    return max((_apart(x, t) for x, t in zip(found, truth, strict=True)), default=0.0)
+
+
+def _apart(x: Tensor | None, truth: Tensor | None) -> float:
+    if x is None or truth is None:
+        other = truth if x is None else x
+        return 0.0 if other is None or not other.any() else math.inf
+    if x.shape != truth.shape:
+        return math.inf
+    x, truth = x.double(), truth.to(x.device).double()
+    finite = truth.isfinite()
+    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite].nan_to_num(1.5), truth[~finite].nan_to_num(1.5)):
+        return math.inf
+    gap, size = (x[finite] - truth[finite]).norm().item(), truth[finite].norm().item()
+    return gap / size if size > 1e-300 else gap
+
+
+def double(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same numbers in float64."""
+    return tuple(
+        a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    )
