@@ -20,11 +20,13 @@ import click
 from .._version import __version__
 from ..errors import MonoidReduceError
 from . import terminal
+from .bench import COMMAND as BENCH
 from .check import COMMAND as CHECK
 from .command import Command, CommandError
 from .demo import COMMAND as DEMO
+from .profile import COMMAND as PROFILE
 
-COMMANDS: tuple[Command, ...] = (DEMO, CHECK)
+COMMANDS: tuple[Command, ...] = (DEMO, CHECK, BENCH, PROFILE)
 _NOISE = (
     "mkldnn_matmul failed",  # torch says so with thirty lines of addresses on CPUs without bfloat16; the result is right
 )

@@ -18,7 +18,7 @@ from ..op import Op
 from . import naive
 from .command import CommandError
 from .draw import Recipe, Sizes, recipe
-from .layers import SEED
+from .layers import NAMED, SEED, Layer, Size
 from .target import Target, load, users_code
 
 
@@ -32,6 +32,9 @@ class Subject:
     dense: Callable[..., Any] | None
     make: Callable[..., tuple[Any, ...]]  # (rows, cols, dtype, device) -> arguments
     op: Op | None = None
+    written: str = ""  # the dense form in words
+    key: str = ""  # the name of a ready-made layer
+    by_hand: bool = True  # whether the dense form is code that someone wrote, which torch.compile can read
 
     def inputs(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         """Arguments of this size; those of floating type ask for gradients."""
@@ -65,12 +68,29 @@ def of(
             f"{target.name} is no op, so its arguments are not declared. Put a function {target.name}_inputs(rows, cols) "
             f"that returns them into {target.file}, or name one with --inputs"
         )
-    return Subject(target.name, target.file, target.call, dense or (naive.dense(op) if op else None), make, op)
+    written = f"{dense.__name__}(…)" if dense else "the same program, every pair computed and kept for autograd"
+    made_dense = dense or (naive.dense(op) if op else None)
+    return Subject(target.name, target.file, target.call, made_dense, make, op, written, by_hand=dense is not None)
 
 
-def loaded(spec: str, **given: Any) -> Subject:
-    """The layer that FILE.py:NAME names."""
-    return of(load(spec), **given)
+def resolved(spec: str, features: Mapping[str, int] | None = None, **given: Any) -> Subject:
+    """The layer that a name of the table or FILE.py:NAME says."""
+    if spec in NAMED:
+        extra = [name for name, value in given.items() if value]
+        if extra or set(features or {}) - {""}:
+            raise CommandError(f"{spec} is a ready-made layer: only --features SIZE changes its arguments")
+        return _ready(NAMED[spec], (features or {}).get(""))
+    if ":" not in spec and not spec.endswith(".py"):
+        raise CommandError(f"there is no layer {spec}. Give FILE.py:NAME, or one of {', '.join(NAMED)}")
+    return of(load(spec), features=features, **given)
+
+
+def _ready(layer: Layer, features: int | None) -> Subject:
+    def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        given = layer.inputs(Size(rows, cols, features or layer.full.features))
+        return tuple(_placed(x, dtype, device, isinstance(x, Tensor) and x.requires_grad) for x in given)
+
+    return Subject(layer.name, "", layer.ours, layer.naive, make, written=layer.dense, key=layer.key)
 
 
 def _check_letters(made: Recipe, features: Mapping[str, int]) -> None:
@@ -93,8 +113,8 @@ def _given(target: Target, makes: Callable[..., Any]) -> Callable[..., tuple[Any
     return make
 
 
-def _placed(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _placed(x: Any, dtype: torch.dtype, device: torch.device, learned: bool = True) -> Any:
     if not isinstance(x, Tensor):
         return x
     x = x.detach().to(device)
-    return x.to(dtype).requires_grad_() if x.is_floating_point() else x
+    return x.to(dtype).requires_grad_(learned) if x.is_floating_point() else x

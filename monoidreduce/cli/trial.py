@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..engine import hardware
 from . import memory
 from .layers import SEED
 from .memory import Profile, Tensors
@@ -76,6 +77,19 @@ def profiled(call: Callable[..., Any], args: tuple[Any, ...], device: torch.devi
     return memory.record(lambda: tuple(results(call, args)), pull if backward else None, tensors, device)
 
 
+def extra(call: Callable[..., Any], args: tuple[Any, ...], device: torch.device, backward: bool = True) -> int:
+    """The peak of the memory beyond the arguments and their gradients, in bytes."""
+    if device.type != "cuda":
+        return profiled(call, args, device, backward).extra
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    outcome = run(call, args, backward)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return max(0, peak - sum(g.nbytes for g in outcome.gradients if g is not None))
+
+
 def apart(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None, ...]) -> float:
     """The largest relative difference ‖x − truth‖ / ‖truth‖ of any pair; infinite where shapes or infinities differ.
 
@@ -107,3 +121,14 @@ def double(args: tuple[Any, ...]) -> tuple[Any, ...]:
         a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a
         for a in args
     )
+
+
+HELD = 6  # matrices of pairs that a dense form may hold at once, with those of its backward
+
+
+def too_large(pairs: int, args: tuple[Any, ...], device: torch.device) -> str:
+    """Why a dense form should not be tried, if it would not fit in the free memory; "" if it does."""
+    size = max((a.element_size() for a in learned(args)), default=4)
+    batch = max((a.shape[:-2].numel() for a in learned(args)), default=1)
+    need, free = HELD * pairs * batch * size, hardware.free_memory(device)
+    return f"it would take about {need / 1e9:.1f} GB of {free / 1e9:.1f} GB free" if free and need > free else ""

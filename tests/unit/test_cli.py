@@ -228,7 +228,7 @@ def synthetic(*levels: int) -> Profile:
 def test_a_short_peak_is_not_lost_in_the_drawing():
     levels = [0] * 5000
     levels[1234] = 700
-    drawn = list(figures._columns(synthetic(*levels), 100))
+    drawn = list(figures.spans(synthetic(*levels), 100))
     assert len(drawn) == 100
     assert max(moment.total for _, moment in drawn) == 715
     assert [at for at, moment in drawn if moment.total == 715] == [pytest.approx(1.2)]
