@@ -157,10 +157,8 @@ class StreamError(MonoidReduceError, RuntimeError):
 class OutOfMemoryError(MonoidReduceError, RuntimeError, MemoryError):
     """Memory ran out, and again with a smaller plan; everything was released and no input was changed."""
 
-    what = (
-        "out of memory in a fold of {rows} rows and {cols} columns, also with a plan of {share} of the room: {reason}"
-    )
-    fix = "Free memory or give fewer rows or columns at a time; results and gradients alone take {results}"
+    what = "out of memory in a fold of {rows} rows and {cols} columns, also with less room for pairs: {reason}"
+    fix = "Free memory, or give fewer rows or columns at a time: the results alone take {results}"
 
 
 class CacheError(MonoidReduceError, ValueError):

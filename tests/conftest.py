@@ -2,10 +2,14 @@
 
 import hashlib
 import os
+import tempfile
 
 import hypothesis
 import pytest
 import torch
+
+# Nothing of a test run is left in the cache of whoever runs it, nor found there.
+os.environ.setdefault("MONOIDREDUCE_CACHE", tempfile.mkdtemp(prefix="monoidreduce-tests-"))
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 

@@ -1,4 +1,4 @@
-"""The cache on disk as a user sees it, ``mr.cache``: where it is, what is in it, and how to clear, share and take plans.
+"""The cache on disk as a user sees it, ``mr.cache``: where it is, what is in it; clearing, sharing and taking plans.
 
 >>> import monoidreduce as mr
 >>> mr.cache.path().is_absolute()

@@ -1,6 +1,6 @@
 """What the fault tests do to the store in processes of their own, which do not import torch.
 
-    python writer.py killed FOLDER COUNT SEED     kill COUNT writers, each at a random moment; what is left must be whole
+    python writer.py killed FOLDER COUNT SEED     kill COUNT writers, each at a random moment; what is left is whole
     python writer.py crowd FOLDER COUNT SEED      COUNT writers and readers at once, on the same few plans
     python writer.py full FOLDER SIZE SEED        write where no file may grow beyond SIZE bytes
     python writer.py refused FOLDER 0 SEED        write into a folder where this user may make nothing
@@ -110,6 +110,9 @@ def refused(store, _, rng):
     return {"written": any(written), "here": here, "found": store.recall(kept.key) is not None}
 
 
+CASES = {"killed": killed, "crowd": crowd, "full": full, "refused": refused}
+
+
 def main():
     what, folder, count, seed = sys.argv[1:]
     os.environ["MONOIDREDUCE_CACHE"] = folder
@@ -117,9 +120,7 @@ def main():
     assert "torch" not in sys.modules
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = {"killed": killed, "crowd": crowd, "full": full, "refused": refused}[what](
-            store, int(count), random.Random(int(seed))
-        )
+        found = CASES[what](store, int(count), random.Random(int(seed)))
     print(json.dumps(found | {"warnings": [str(w.message) for w in told]}))
 
 

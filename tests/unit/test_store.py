@@ -318,13 +318,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_file_is_refused_whole(folder, tmp_path, name):
     (tmp_path / "plans.json").write_bytes(WRONG[name])
-    with pytest.raises(mr.CacheError, match="plans.json"):
+    with pytest.raises(mr.CacheError, match=r"plans\.json"):
         mr.cache.import_(tmp_path / "plans.json")
     assert mr.cache.plans() == []
 
 
 def test_files_that_cannot_be_read_or_written(folder, tmp_path):
-    with pytest.raises(mr.CacheError, match="missing.json"):
+    with pytest.raises(mr.CacheError, match=r"missing\.json"):
         mr.cache.import_(tmp_path / "missing.json")
     with pytest.raises(mr.CacheError, match="cannot be written"):
         mr.cache.export(tmp_path / "no" / "folder.json")
