@@ -158,7 +158,7 @@ class OutOfMemoryError(MonoidReduceError, RuntimeError, MemoryError):
     """Memory ran out, and again with a smaller plan; everything was released and no input was changed."""
 
     what = "out of memory in a fold of {rows} rows and {cols} columns, also with less room for pairs: {reason}"
-    fix = "Free memory, or give fewer rows or columns at a time: the results alone take {results}"
+    fix = "Free memory, or give fewer rows or columns at a time{least}"
 
 
 class CacheError(MonoidReduceError, ValueError):
