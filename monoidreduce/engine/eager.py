@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.build import ONE
+from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
@@ -25,7 +26,7 @@ from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes, as_number
 from .pick import run_pick
-from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
+from .tilecode import Code, Reducer, compile_variant
 from .tilerun import Buffers, TileRun
 
 

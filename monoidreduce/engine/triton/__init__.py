@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from ..tilecode import in_tiles
 from . import describe as describe
 from . import launch, rows
 from .panel import KernelStep
