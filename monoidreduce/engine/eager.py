@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.build import ONE
+from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
@@ -25,7 +26,7 @@ from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes, as_number
 from .pick import run_pick
-from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
+from .tilecode import Code, Reducer, compile_variant
 from .tilerun import Buffers, TileRun
 
 
@@ -71,6 +72,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     whole = [_whole(t, r, sizes) for r, t in written.items()]
     shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
+    tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     outputs = [_empty(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}

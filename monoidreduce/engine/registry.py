@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import distributed, eager, hardware, panel, triton
+from . import distributed, eager, hardware, panel, planner, recover, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -32,11 +32,6 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
         except triton.Unsupported:  # told, and run by the eager engine, below
             pass
     return _triton(fold, leaves, sizes)
-
-
-def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
-    """Kernels for tensors on a GPU, tiles in torch for all others."""
-    return (_kernels if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
 
 
 def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
@@ -54,7 +49,8 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": _by_device}
+_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": planner.run}
+FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
@@ -83,13 +79,7 @@ def engine() -> str:
     if found is not None and found.engine is not None:
         return found.engine
     asked = os.environ.get("MONOIDREDUCE_ENGINE")
-    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else _default()
-
-
-@functools.cache
-def _default() -> str:
-    """By the tensors' device where there are GPUs and Triton; else there is nothing to choose."""
-    return "auto" if torch.cuda.is_available() and triton.available() else "eager"
+    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else "auto"
 
 
 def sharded_folder() -> Callable:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from ..tilecode import contractions
 from . import skip
 from .spec import TINY, WIDEST, Spec
 from .totals import factored

@@ -1,0 +1,106 @@
+"""The engine ``auto``: every fold runs by the plan's choice, made once for a fold, its sizes and its types.
+
+What a choice depends on is gathered here as a :class:`~monoidreduce.plan.work.Case`; what it says is done by the other
+engines, which know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import budget, candidates, ceilings, choice, tiles
+from ..plan.choice import Choice
+from ..plan.work import Case
+from ..program.digest import digest
+from ..program.lower import Fold
+from . import eager, hardware, panel, triton
+from .evaluate import Sizes
+from .walks import as_program, split_means, walks
+
+_CHOSEN: dict[tuple, tuple[Fold, Choice]] = {}
+_MOST = 4096
+
+
+def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold by its choice."""
+    return perform(chosen(fold, leaves, sizes), fold, leaves, sizes)
+
+
+def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
+    """The choice for a fold on these leaves: found again for the next ones like them."""
+    kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
+    key = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
+    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), id(choice.followed.get()))
+    found = _CHOSEN.get(key)
+    if found is None or choice.followed.get() is not None:
+        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes))
+        while len(_CHOSEN) > _MOST:
+            del _CHOSEN[next(iter(_CHOSEN))]
+    return found[1]
+
+
+def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold by a given choice."""
+    given = list(leaves)
+    if how.schedule == "panel":
+        (room,) = how.tile("room") or (0,)
+        return panel.run(fold, given, sizes, _maker(sizes.device), room)
+    if not triton.runs_on(sizes.device) or sizes.device.type != "cuda":
+        tile = how.tile("tile")
+        return eager.run(fold, given, sizes, None if tile is None else tiles.Tiles(*tile))
+    if not how.tiles:
+        return triton.run(fold, given, sizes, fallback=eager.run)
+    with triton.use_plan({over: triton.KernelPlan(*t) for over, t in how.tiles}):
+        return triton.run(fold, given, sizes, fallback=eager.run)
+
+
+def _maker(device: torch.device) -> panel.Maker:
+    return triton.KernelStep if device.type == "cuda" and triton.runs_on(device) else panel.TorchStep
+
+
+# What a choice depends on
+
+
+def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
+    """A fold at these sizes, on these leaves (whose numbers are not looked at), as the cost model sees it."""
+    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    narrow = next((d for d in vectors if d in hardware.SIXTEEN), sizes.compute)
+    gpu = sizes.device.type == "cuda"
+    defaults = triton.tiles_of(fold, list(leaves), sizes) if gpu and triton.runs_on(sizes.device) else {}
+    return Case(
+        fold,
+        digest(fold),
+        sizes.rows,
+        sizes.cols,
+        torch.Size(sizes.batch).numel(),
+        tuple(sorted(sizes.letters.items())),
+        str(narrow)[6:],
+        narrow.itemsize,
+        sizes.compute.itemsize,
+        ceilings.of(sizes.device),
+        kernels=bool(defaults),
+        panels=_takes_panels(fold, sizes, set(vectors)),
+        gpu=gpu,
+        defaults=tuple(defaults.items()),
+    )
+
+
+def _takes_panels(fold: Fold, sizes: Sizes, kinds: set[torch.dtype]) -> bool:
+    """Whether a fold has products to write to panels, and everything else can be done to them."""
+    if panel.writes_pairs(fold) or not torch.Size(sizes.batch).numel():
+        return False
+    maker = _maker(sizes.device)
+    program = as_program(fold)
+    found = walks(split_means(program) if maker.splits else program)
+    if not any(w.products for w in found):
+        return False
+    try:
+        for w in found:
+            maker(w, sizes, kinds)
+    except triton.Unsupported:
+        return False
+    return True

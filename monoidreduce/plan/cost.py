@@ -1,0 +1,133 @@
+"""What a schedule costs: time, memory and traffic of one fold, from the papers' equations and a device's ceilings.
+
+Equations 2 and 6 give the work (that of the whole fold, and ``r - 1`` combinations of partial results), 3 and 7 the
+time on N workers (the work divided, and no less than the longest chain), 4 and 8 the memory of a slice, 5 and 9 the
+traffic (``communication.py``). The gradient's fold is a fold like any other, so one set of formulas serves both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import tiles as tiling
+from .choice import Choice
+from .work import Case, Work, count, directions
+
+OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
+STEPS = 14  # torch operations that a tile takes besides its arithmetic: slices, views, look-ups
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one fold: floating operations of matrix products, bytes read and written, seconds, and bytes held."""
+
+    flops: float
+    bytes: float
+    seconds: float
+    held: int  # of pairs, at once
+    peak: int  # and all else that is allocated: results, totals, copies
+
+
+def estimate(case: Case, choice: Choice) -> Estimate:
+    """The cost of a fold run by a choice."""
+    if not case.pairs:
+        return Estimate(0.0, 0.0, case.ceilings.launch, 0, _results(case, count(case)))
+    if choice.schedule == "panel":
+        return _panel(case, choice)
+    return _kernels(case, choice) if case.kernels else _tiles(case, choice)
+
+
+def _results(case: Case, work: Work) -> int:
+    return case.batch * (case.rows * work.writes["rows"] + case.cols * work.writes["cols"])
+
+
+def _inputs(case: Case, work: Work) -> int:
+    return case.batch * (case.rows * work.reads["rows"] + case.cols * work.reads["cols"])
+
+
+# Tiles of torch -------------------------------------------------------------------------------------------------
+
+
+def _tiles(case: Case, choice: Choice) -> Estimate:
+    work, roof = count(case), case.ceilings
+    b, r, c = choice.tile("tile") or (1, tiling.ROWS, tiling.COLS)
+    r, c, b = min(r, case.rows), min(c, case.cols), min(b, case.batch)
+    shape = (-(-case.batch // b), -(-case.rows // r), -(-case.cols // c))
+    number = shape[0] * shape[1] * shape[2] * case.seen
+    tile = b * r * c
+    far = tile * case.wide * 2 > roof.cache / 2
+    plain = 1 / roof.plain if not far else max(1 / roof.plain, 2 * case.wide / roof.bandwidth)
+    products = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(r, c)))
+    seconds = case.pairs * (products + work.plain * plain + work.special / roof.special)
+    seconds += number * (STEPS + 2 * (work.plain + work.special)) * roof.launch
+    seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
+    traffic = number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _results(case, work) * shape[2]
+    held = tile * case.wide * (work.held + 1)
+    return Estimate(work.flops * case.pairs, traffic, seconds, held, held + 2 * _results(case, work))
+
+
+def _multiplied(case: Case) -> str:
+    return case.dtype if case.dtype in case.ceilings.gemm else "float32" if case.wide == 4 else "float64"
+
+
+def _efficiency(side: int) -> float:
+    """The share of the full rate that products of a tile reach: small ones are packed as often as they are used."""
+    return side / (side + 96)
+
+
+# Kernels --------------------------------------------------------------------------------------------------------
+
+
+def _kernels(case: Case, choice: Choice) -> Estimate:
+    roof = case.ceilings
+    seconds = traffic = flops = 0.0
+    held = 0
+    for over in directions(case.fold):
+        work = count(case, over)
+        kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
+        own = choice.tile(over) or dict(case.defaults).get(over) or (64, 64, 4, 2, 0)
+        parts = _parts(own, kept, folded, case)
+        instances = case.batch * -(-kept // own[0]) * parts
+        busy = min(1.0, instances / roof.processors)  # equation 3: no faster than the longest chain
+        reuse = (1 + 8 / own[0] + 8 / own[1]) * (1.02 if own != dict(case.defaults).get(over) else 1.0)
+        pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
+        result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
+        side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
+        read = case.batch * (kept * work.reads[side] * parts + -(-kept // own[0]) * folded * work.reads[other])
+        time = case.pairs * pair * reuse / max(busy, 1e-9)
+        time = max(time, _inputs(case, work) / roof.bandwidth) + (parts > 1) * (2 * result * parts / roof.bandwidth)
+        seconds += time + roof.launch * (1 + 6 * (parts > 1))
+        traffic += read + result * parts
+        flops += work.flops * case.pairs
+        held += result * parts if parts > 1 else 0
+    return Estimate(flops, traffic, seconds, held, held + _results(case, count(case)))
+
+
+def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
+    """Into how many parts the engine cuts the folded axis where the plan leaves it open (0)."""
+    if tile[4]:
+        return min(tile[4], max(1, -(-folded // tile[1])))
+    instances, most = case.batch * -(-kept // tile[0]), -(-folded // tile[1])
+    if not instances or instances * 2 > case.ceilings.processors:
+        return 1
+    return max(1, min(2 * case.ceilings.processors // instances, most // 8, 64))
+
+
+# Panels ---------------------------------------------------------------------------------------------------------
+
+
+def _panel(case: Case, choice: Choice) -> Estimate:
+    work, roof = count(case), case.ceilings
+    (room,) = choice.tile("room") or (tiling.ELEMENTS * tiling.HELD,)
+    item = case.item if case.kernels else case.wide
+    row = max(1, case.cols * item)
+    rows = max(1, min(case.rows, room // row))
+    number = case.batch * -(-case.rows // rows)
+    held = rows * row
+    passes = 4 * item / roof.bandwidth if held > roof.cache / 2 else 2 * item / roof.bandwidth
+    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(rows)) + passes
+    pair += work.special / roof.special + work.plain / roof.plain
+    again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * -(-case.rows // rows)
+    seconds = case.pairs * pair + again / roof.bandwidth + number * (STEPS if case.kernels else 4 * STEPS) * roof.launch
+    traffic = case.pairs * 4 * item + again + _inputs(case, work)
+    return Estimate(work.flops * case.pairs, traffic, seconds, held, held + _results(case, work))
