@@ -1,7 +1,7 @@
 """The command line: ``monoidreduce COMMAND``. A subcommand is a module here and a row of the table in ``app.py``.
 
-This file is the door: it needs nothing but the standard library, so that it can say what to install. Exit codes: 0 done;
-1 the answer is no (``check`` found something broken); 2 a mistake in the request, told in one message without a
+This file is the door: it needs nothing but the standard library, so that it can say what to install. Exit codes: 0
+done; 1 the answer is no (``check`` found something broken); 2 a mistake in the request, told in one message without a
 traceback; 130 interrupted; 141 the reader of a pipe went away.
 """
 

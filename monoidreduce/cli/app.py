@@ -21,14 +21,17 @@ from .._version import __version__
 from ..errors import MonoidReduceError
 from . import terminal
 from .bench import COMMAND as BENCH
+from .caching import COMMAND as CACHE
 from .check import COMMAND as CHECK
 from .command import Command, CommandError
 from .demo import COMMAND as DEMO
+from .doctor import COMMAND as DOCTOR
+from .explain import COMMAND as EXPLAIN
 from .profile import COMMAND as PROFILE
 
-COMMANDS: tuple[Command, ...] = (DEMO, CHECK, BENCH, PROFILE)
+COMMANDS: tuple[Command, ...] = (DEMO, CHECK, EXPLAIN, BENCH, PROFILE, CACHE, DOCTOR)
 _NOISE = (
-    "mkldnn_matmul failed",  # torch says so with thirty lines of addresses on CPUs without bfloat16; the result is right
+    "mkldnn_matmul failed",  # said with thirty lines of addresses on CPUs without bfloat16; the result is right
 )
 PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -36,9 +39,9 @@ PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 def run(argv: Sequence[str]) -> int:
     """Run these arguments; every exit code of the command line comes from here."""
     try:
-        code = group().main(args=list(argv), prog_name="monoidreduce", standalone_mode=False)
-        sys.stdout.flush()
-        return int(code or 0)
+        code = _invoke(list(argv))
+        sys.stdout.flush()  # here, where a reader that went away is told apart
+        return code
     except click.ClickException as error:
         return _mistake(error.format_message())
     except (CommandError, MonoidReduceError) as error:
@@ -52,6 +55,23 @@ def run(argv: Sequence[str]) -> int:
         return PIPE
 
 
+def _invoke(argv: list[str]) -> int:
+    """What click's own ``main`` does, but that it exits with 1 where a pipe breaks."""
+    made = group()
+    try:
+        with made.make_context("monoidreduce", argv) as context:
+            return int(made.invoke(context) or 0)
+    except click.exceptions.Exit as stop:  # --help and --version
+        return stop.exit_code
+
+
+class _Group(click.Group):
+    """Lists its commands in the order of the table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
 def group() -> click.Group:
     """The command line as click sees it."""
 
@@ -59,7 +79,7 @@ def group() -> click.Group:
         if context.invoked_subcommand is None:
             click.echo(context.get_help())
 
-    made = click.Group(
+    made = _Group(
         "monoidreduce",
         callback=click.pass_context(bare),
         invoke_without_command=True,
@@ -73,7 +93,11 @@ def group() -> click.Group:
 def _framed(command: Command) -> click.Command:
     as_json = click.Option(["--json", "as_json"], is_flag=True, help="print the answer as JSON, and nothing else")
     return click.Command(
-        command.name, params=[*command.params, as_json], callback=_answering(command), help=command.help
+        command.name,
+        params=[*command.params, as_json],
+        callback=_answering(command),
+        help=command.help,
+        short_help=command.help.splitlines()[0],
     )
 
 

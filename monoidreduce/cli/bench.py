@@ -6,6 +6,7 @@ import json
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,26 @@ def run(
 ) -> Answer:
     """Measure layers beside every peer that is installed.
 
-    LAYERS are FILE.py:NAME or names of ready-made layers; "all" is all of these. Naive torch, torch.compile, SDPA,
-    FlexAttention, F.linear_cross_entropy, Liger, Cut Cross-Entropy and KeOps are measured where they have a function for
-    the layer, at every size: the best time of several, forward and both ways, the peak of the extra memory, and the error
-    against float64 at the smallest size. Writes bench.html, bench.md, bench.png and bench.json.
+    LAYER is FILE.py:NAME or a ready-made layer: {layers}; or "all" of these.
+
+    Naive torch, torch.compile, SDPA, FlexAttention, F.linear_cross_entropy, Liger, Cut Cross-Entropy and KeOps are
+    measured where they have a function for the layer, at every size: the best time of several, forward and both ways,
+    the peak of the extra memory, and the error against float64 at the smallest size. Writes bench.html, bench.md,
+    bench.png and bench.json.
     """
-    names = layers or DEFAULT
-    chosen = [subject.resolved(n, **given) for n in (NAMED if names == ("all",) else names)]
+    chosen = _chosen(tuple(NAMED) if layers == ("all",) else layers or DEFAULT, given)
     folder = files.folder(out)
     start = time.perf_counter()
     contests = [(layer, *_contenders(layer, _peers(peers), device)) for layer in chosen]
     rows = _measured(contests, sizes, dtype, device, seconds)
     missing = {who: why for _, _, left in contests for who, why in left.items()}
     environment, took = surroundings(device), time.perf_counter() - start
-    how = f"{str(dtype)[6:]} on the {'GPU' if device.type == 'cuda' else 'CPU'}, the best of several runs taken in turns."
-    command = " ".join(["monoidreduce bench", *layers, *(f"--size {r}x{c}" for r, c in sizes), f"--dtype {str(dtype)[6:]}"])
+    kind = str(dtype)[6:]
+    how = f"{kind} on the {'GPU' if device.type == 'cuda' else 'CPU'}, the best of several runs taken in turns."
+    command = " ".join(["monoidreduce bench", *layers, *(f"--size {r}x{c}" for r, c in sizes), f"--dtype {kind}"])
     told = (rows, missing, environment, how, command)
     data = {
-        "environment": vars(environment), "command": command, "dtype": str(dtype)[6:], "device": str(device),
+        "environment": vars(environment), "command": command, "dtype": kind, "device": str(device),
         "rows": [vars(r) for r in rows], "not_measured": missing, "seconds": took,
     }  # fmt: skip
     written = [
@@ -65,6 +68,16 @@ def run(
     ]
     data["files"] = [str(path) for path in written]
     return Answer(data, lambda console: _show(console, rows, missing, written))
+
+
+def _chosen(specs: Sequence[str], given: dict[str, Any]) -> list[Subject]:
+    """The layers; of two with one name, each goes by what was typed."""
+    found = [subject.resolved(spec, **given) for spec in dict.fromkeys(specs)]
+    names = [layer.name for layer in found]
+    return [
+        replace(layer, name=spec) if names.count(layer.name) > 1 else layer
+        for spec, layer in zip(dict.fromkeys(specs), found, strict=True)
+    ]
 
 
 def _peers(keys: tuple[str, ...]) -> Sequence[Peer]:
@@ -122,9 +135,7 @@ def _show(console: Any, rows: Sequence[Row], missing: Mapping[str, str], written
         console.print(layer, style="bold")
         noted = any(r.note for r in own)
         headings = ("size", "contender", "forward ms", "both ms", "extra MB", "error", "note")[: 7 if noted else 6]
-        terminal.table(
-            console, headings, [report_bench.cells(r)[: len(headings)] for r in own], right=(2, 3, 4, 5)
-        )
+        terminal.table(console, headings, [report_bench.cells(r)[: len(headings)] for r in own], right=(2, 3, 4, 5))
         console.print()
     for who, why in missing.items():
         console.print(f"{who} not measured: {why}", style="dim", markup=False)
@@ -132,12 +143,14 @@ def _show(console: Any, rows: Sequence[Row], missing: Mapping[str, str], written
         console.print(str(path), soft_wrap=True)
 
 
+run.__doc__ = str(run.__doc__).replace("{layers}", ", ".join(NAMED))
+
 COMMAND = Command(
     "bench",
     run,
     (
         click.Argument(["layers"], nargs=-1, metavar="[LAYER]..."),
-        click.Option(["--size", "sizes"], type=options.SizeType(), multiple=True, help="a size; may be given again"),
+        click.Option(["--size", "sizes"], type=options.SizeType(), multiple=True, help="ROWSxCOLS; may be given again"),
         click.Option(
             ["--peer", "peers"], multiple=True, metavar="PEER",
             help=f"measure beside this one only; may be given again: none, {', '.join(p.key for p in PEERS)}",

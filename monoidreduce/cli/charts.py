@@ -22,7 +22,10 @@ def curves(lines: Mapping[str, Points], unit: str, label: str) -> str:
     across, up = _Axis(min(xs), max(xs), 56, WIDTH - 18), _Axis(min(ys), max(ys), HEIGHT - 40, 22)
     parts = [text(50, 12, unit, "end"), text(WIDTH - 18, HEIGHT - 6, "pairs", "end")]
     for value in up.ticks():
-        parts += [line(56, up.at(value), WIDTH - 18, up.at(value), "grid"), text(50, up.at(value) + 4, _si(value), "end")]
+        parts += [
+            line(56, up.at(value), WIDTH - 18, up.at(value), "grid"),
+            text(50, up.at(value) + 4, _si(value), "end"),
+        ]
     for value in sorted(set(xs)):
         parts += [
             line(across.at(value), HEIGHT - 40, across.at(value), HEIGHT - 36, "axis"),

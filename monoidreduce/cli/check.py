@@ -22,10 +22,10 @@ def run(
     device: torch.device,
     **given: Any,
 ) -> Answer:
-    """Check a monoid's laws, or a layer's values, gradients, determinism, memory and errors.
+    """Check a monoid's laws, or a layer's mathematics and memory.
 
-    A monoid: associativity, commutativity, identity and the gradient condition, on hundreds of cases; a broken law comes
-    with the smallest counterexample. An op: its values, gradients and second gradients against the dense form in
+    A monoid: associativity, commutativity, identity and the gradient condition, on hundreds of cases; a broken law
+    comes with the smallest counterexample. An op: its values, gradients and second gradients against the dense form in
     float64, whether it repeats to the last bit, whether its memory grows with the pairs, and its error in each type
     beside plain torch's. Exit code 1 if anything fails.
     """
@@ -69,11 +69,11 @@ COMMAND = Command(
         options.TARGET,
         click.Option(
             ["--size", "sizes"], type=options.SizeType(), multiple=True,
-            help=f"a size to try, may be given again [default: {', '.join(f'{r}x{c}' for r, c in RAGGED)}]",
+            help=f"ROWSxCOLS to try; may be given again [default: {', '.join(f'{r}x{c}' for r, c in RAGGED)}]",
         ),
         click.Option(
             ["--large"], type=options.SizeType(), default="x".join(map(str, LARGE)), show_default=True,
-            help="the size at which memory is measured, and at half of both",
+            help="ROWSxCOLS at which memory is measured, and at half of both",
         ),
         click.Option(["--cases"], type=options.COUNT, default=200, show_default=True, help="cases for each law"),
         *options.SUBJECT,

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
 from .. import errors
 from ..algebra import Monoid, laws
+from ..engine.registry import use
 from ..errors import MonoidLawError, NoGradientError
+from ..plan import tiles
+from ..plan.budget import budget
 from ..program.expr import topological
 from . import trial
 from .numbers import short
@@ -26,6 +31,7 @@ from .trial import Outcome
 GOOD, BAD, NOT_TRIED = "ok", "FAILED", "not tried"
 RAGGED = ((1, 1), (1, 59), (59, 1), (111, 257), (7, 0), (0, 7))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WAYS = (None, "64KB")  # the folds in tiles as large as they are, and in small ones, which must be put together again
 LARGE = (2048, 8192)  # where memory is measured, and at half of both
 EXACT = 1e-8  # relative, in float64: sums in another order differ by less
 
@@ -52,17 +58,31 @@ class Trials:
         return self.subject.inputs(rows, cols, dtype, self.device)
 
     @functools.cached_property
-    def both(self) -> dict[tuple[int, int], tuple[Outcome, Outcome]]:
-        """Ours and the dense form in float64, at every size; sizes that the layer itself refuses are left out."""
+    def both(self) -> dict[tuple[int, int], tuple[list[Outcome], Outcome]]:
+        """Ours (every way) and the dense form in float64, at every size that the layer itself does not refuse."""
         found = {}
         for size in self.sizes:
             args = self.inputs(*size, torch.float64)
             try:
-                ours = trial.run(self.subject.call, args, backward=self.differentiable)
+                ours = [self._run(way, args) for way in WAYS]
             except (errors.TopKError, errors.ShapeError):  # it asks for more columns than there are
                 continue
-            found[size] = ours, trial.run(self.dense, args, backward=self.differentiable)
+            found[size] = [o for o in ours if o is not None], trial.run(self.dense, args, self.differentiable)
         return found
+
+    def _run(self, way: str | None, args: tuple) -> Outcome | None:
+        """One way; None where its tiles are too small for the program."""
+        engine = "triton" if self.device.type == "cuda" else "eager"
+        room = nullcontext() if way is None else budget(way)
+        try:
+            with use(engine=engine), room:
+                return trial.run(self.subject.call, args, self.differentiable)
+        except errors.BudgetError:
+            return None
+
+    def worst(self, part: Callable[[Outcome], tuple]) -> dict[tuple[int, int], float]:
+        """For each size, how far the farthest of our ways is from the dense form."""
+        return {size: max(trial.apart(part(o), part(dense)) for o in ours) for size, (ours, dense) in self.both.items()}
 
     @functools.cached_property
     def differentiable(self) -> bool:
@@ -75,26 +95,29 @@ class Trials:
     def middle(self) -> tuple[int, int]:
         return max(self.sizes, key=lambda s: (s[0] * s[1], s))
 
-    def dense(self, *args):
-        assert self.subject.dense is not None
+    def dense(self, *args: Any) -> Any:
+        assert self.subject.dense is not None  # asked by whoever calls
         return self.subject.dense(*args)
 
 
 # The questions ----------------------------------------------------------------------------------------------------
 
 Found = tuple[str, str]  # an answer and its words
-_NO_DENSE = (NOT_TRIED, "no dense form to compare with: put NAME_dense(*arguments) into the file")
 _NO_GRADIENT = (NOT_TRIED, "nothing in it has a gradient")
+
+
+def _no_dense(t: Trials) -> Found:
+    name = t.subject.name
+    return NOT_TRIED, f"no dense form to compare with: put {name}_dense(*arguments), in plain torch, into the file"
 
 
 def _values(t: Trials) -> Found:
     if t.subject.dense is None:
-        return _NO_DENSE
-    worst = {size: trial.apart(o.values, d.values) for size, (o, d) in t.both.items()}
-    wrong = [s for s, (o, d) in t.both.items() if not _same(o.choices, d.choices)]
+        return _no_dense(t)
+    wrong = [s for s, (ours, d) in t.both.items() if not all(_same(o.choices, d.choices) for o in ours)]
     if wrong:
         return BAD, f"indices or truth values differ from the dense form's at {_size(wrong[0])}"
-    return _compared(worst, "the dense form's values")
+    return _compared(t.worst(lambda o: o.values), "the dense form's")
 
 
 def _gradients(t: Trials) -> Found:
@@ -102,8 +125,7 @@ def _gradients(t: Trials) -> Found:
         return _NO_GRADIENT
     if t.subject.dense is None:
         return _by_differences(torch.autograd.gradcheck, t)
-    worst = {size: trial.apart(o.gradients, d.gradients) for size, (o, d) in t.both.items()}
-    return _compared(worst, "autograd's through the dense form")
+    return _compared(t.worst(lambda o: o.gradients), "autograd's through the dense form")
 
 
 def _second(t: Trials) -> Found:
@@ -139,7 +161,9 @@ def _deterministic(t: Trials) -> Found:
 
 def _memory(t: Trials) -> Found:
     """Twice the rows and columns are four times the pairs, but only twice the inputs: memory must grow as these do."""
-    half = tuple(n // 2 for n in t.large)
+    half = t.large[0] // 2, t.large[1] // 2
+    if half[0] * half[1] < 2 * tiles.ELEMENTS:
+        return NOT_TRIED, f"{_size(t.large)} is too small to tell a tile from a matrix: {_size(LARGE)} is not"
     smaller, larger = (
         trial.profiled(t.subject.call, t.inputs(*size, torch.float32), t.device, t.differentiable)
         for size in (half, t.large)
@@ -150,15 +174,15 @@ def _memory(t: Trials) -> Found:
     took = f"{_mb(larger.extra)} beyond inputs and gradients at {_size(t.large)}"
     if growth > 2.6 and larger.extra >= pairs:  # a byte per pair, a mask, is the least that a matrix takes
         return BAD, (
-            f"it materialises: {took}, where one float32 matrix of pairs is {_mb(matrix)}; {growth:.1f} times what it took "
-            f"at half of both, as the number of pairs grows. Its largest tensor was {_mb(larger.largest)}"
+            f"it materialises: {took}, where one float32 matrix of pairs is {_mb(matrix)}; {growth:.1f} times what it "
+            f"took at half of both, as the number of pairs grows. Its largest tensor was {_mb(larger.largest)}"
         )
     return GOOD, f"{took}: {100 * larger.extra / matrix:.2g} % of one matrix of pairs, {growth:.1f} times half of both"
 
 
 def _error(t: Trials, dtype: torch.dtype) -> Found:
     if t.subject.dense is None:
-        return _NO_DENSE
+        return _no_dense(t)
     args = t.inputs(*t.middle, dtype)
     truth = trial.run(t.dense, trial.double(args), t.differentiable)
     ours, dense = (trial.run(f, args, t.differentiable) for f in (t.subject.call, t.dense))
@@ -167,7 +191,7 @@ def _error(t: Trials, dtype: torch.dtype) -> Found:
     for name, part in parts.items():
         if not part(truth):
             continue
-        mine, theirs = trial.apart(part(ours), part(truth)), trial.apart(part(dense), part(truth))
+        mine, theirs = (trial.apart(part(o), part(truth), least=1.0) for o in (ours, dense))
         good = good and mine <= 2 * theirs + torch.finfo(dtype).eps
         words.append(f"{name} {mine:.1e}, dense {theirs:.1e}")
     return (GOOD if good else BAD), "; ".join(words) + ("" if good else ": more than twice the dense form's")
@@ -225,7 +249,9 @@ def of_monoid(monoid: type[Monoid], cases: int = 200) -> list[Verdict]:
         return [Verdict(law.replace("_", " "), BAD, f"{_MEANING.get(law, 'it is broken')}\n{error}")]
     except errors.MonoidReduceError as error:  # combine changes a shape, say
         return [Verdict("laws", BAD, str(error))]
-    found = [Verdict(n.replace("_", " "), GOOD, f"holds in {count} cases, float64") for n, count in report.counts.items()]
+    found = [
+        Verdict(n.replace("_", " "), GOOD, f"holds in {count} cases, float64") for n, count in report.counts.items()
+    ]
     return found + [Verdict(n.replace("_", " "), NOT_TRIED, why) for n, why in report.skipped.items()]
 
 
@@ -246,8 +272,8 @@ def _compared(worst: dict[tuple[int, int], float], with_what: str) -> Found:
         return NOT_TRIED, "it refuses every size that was tried"
     size = max(worst, key=lambda s: worst[s])
     if worst[size] <= EXACT:
-        return GOOD, f"equal to {with_what} within {worst[size]:.0e}, {len(worst)} size{'s'[: len(worst) > 1]}, float64"
-    return BAD, f"differ from {with_what} by {worst[size]:.1e} (relative) at {_size(size)}, float64"
+        return GOOD, f"equal to {with_what} within {worst[size]:.0e}, {len(worst)} size{'s'[: len(worst) > 1]}"
+    return BAD, f"differ from {with_what} by {worst[size]:.1e} (relative) at {_size(size)}"
 
 
 def _same(ones: tuple, others: tuple) -> bool:

@@ -108,7 +108,7 @@ def measure(
 
 
 def _first(row: Row, call: Call, args: tuple[Any, ...], truth: trial.Outcome | None) -> tuple[Row, bool | None]:
-    """A first run, both ways or else forward: the row with its error, and whether there is a backward (None: nothing)."""
+    """A first run, both ways or else forward: the row with its error; whether a backward ran, None if nothing did."""
     problem = ""
     for backward in (True, False):
         try:

@@ -22,7 +22,11 @@ TIMED = 0.35  # this part of it timed runs; the rest is the truth in float64, fi
 
 
 def run(quick: bool, out: Path) -> Answer:
-    """Measure the papers' layers beside their dense forms and write a page about it."""
+    """Show what it does: ten layers beside their dense forms.
+
+    The papers' layers are measured here and now, ours and naive: time, peak extra memory, error against float64.
+    Writes a page, index.html.
+    """
     folder = files.folder(out)
     start = time.perf_counter()
     results = _measured(quick)

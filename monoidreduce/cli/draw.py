@@ -1,7 +1,7 @@
 """Arguments for an op, drawn from what it declares: the same for the same seed, of any size and type.
 
-A vector is normal, scaled so that a product of two has standard deviation LOGIT. What a bare ``Row`` or ``Col`` holds is
-not declared, so the program is read: a number compared with ``mr.col_index`` is the index of a column, two that are
+A vector is normal, scaled so that a product of two has standard deviation LOGIT. What a bare ``Row`` or ``Col`` holds
+is not declared, so the program is read: a number compared with ``mr.col_index`` is the index of a column, two that are
 compared with each other are the names of sorted groups, any other is normal. ``--set`` says otherwise.
 """
 
@@ -69,28 +69,30 @@ class Recipe:
     values: Mapping[str, Any]
 
     def draw(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> tuple[Any, ...]:
-        """The arguments; those of floating type ask for gradients. Drawn in float64: all types round the same numbers."""
+        """The arguments; those of floating type ask for gradients. Drawn in float64: every type rounds the same."""
         generator = torch.Generator().manual_seed(seed)
         return tuple(
-            self._tensor(p, self.values[name], generator, sizes, dtype, device)
+            _tensor(p, self.values[name], generator, sizes, dtype, device)
             if p.is_tensor and self.values[name] is not None
             else self.values[name]
             for name, p in self.op.parameters.items()
         )
 
-    def _tensor(
-        self, p: Parameter, filler: str, generator: torch.Generator, sizes: Sizes, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        batch = () if sizes.batch is None else (sizes.batch,)
-        shape = (*batch, *(sizes.of(axis) for axis in p.tail))
-        if device.type == "meta":
-            is_float = filler in ("normal", "positive", "uniform")
-            return torch.empty(shape, dtype=dtype if is_float else torch.int64, device=device)
-        value = FILLERS[filler](generator, shape, sizes)
-        if value.is_floating_point():
-            scale = 1.0 if p.feature is None or not shape[-1] else (LOGIT / shape[-1] ** 0.5) ** 0.5
-            return (value * scale).to(device, dtype).requires_grad_()
+
+def _tensor(
+    p: Parameter, filler: str, generator: torch.Generator, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    batch = () if sizes.batch is None else (sizes.batch,)
+    shape = (*batch, *(sizes.of(axis) for axis in p.tail))
+    if device.type == "meta":
+        is_float = filler in ("normal", "positive", "uniform")
+        kind = dtype if is_float else torch.bool if filler == "bool" else torch.int64
+        return torch.empty(shape, dtype=kind, device=device)
+    value = FILLERS[filler](generator, shape, sizes)
+    if not value.is_floating_point():
         return value.to(device)
+    scale = 1.0 if p.feature is None or not shape[-1] else (LOGIT / shape[-1] ** 0.5) ** 0.5
+    return (value * scale).to(device, dtype).requires_grad_()
 
 
 def recipe(op: Op, settings: Mapping[str, str]) -> Recipe:
@@ -145,10 +147,8 @@ def _suggested(op: Op, values: dict[str, Any], open_: list[str]) -> dict[str, An
 def _traced(op: Op, values: Mapping[str, Any]) -> tuple[Expr, ...]:
     """The body's outputs, with these values: traced on a small call, which is never run."""
     sizes = Sizes(rows=2, cols=1 << 20)  # columns enough for any top-k; they are not allocated
-    small = Recipe(op, values).draw(sizes, torch.float32, torch.device("meta"))
-    truths = [n for n, v in values.items() if v == "bool"]
-    given = [a.bool() if n in truths else a for n, a in zip(op.parameters, small, strict=True)]
-    return op._prepare(tuple(given), {})[0].outputs
+    given = Recipe(op, values).draw(sizes, torch.float32, torch.device("meta"))
+    return op._prepare(given, {})[0].outputs
 
 
 def _compared(outputs: tuple[Expr, ...]) -> Iterator[tuple[str, str]]:

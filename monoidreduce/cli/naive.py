@@ -116,5 +116,3 @@ def _parts(e: Expr) -> list[list[Term]] | None:
 def _one_sided(inner: Expr | None, over_rows: bool) -> bool:
     """Whether the vector that should be folded does not live on the folded side."""
     return inner is not None and not (inner.rows if over_rows else inner.cols)
-
-

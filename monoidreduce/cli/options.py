@@ -32,7 +32,7 @@ class DTypeType(click.ParamType):
 class SizeType(click.ParamType):
     """``1024x4096``, rows and columns; ``1024`` for both."""
 
-    name = "ROWSxCOLS"
+    name = "SIZE"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
         if isinstance(value, tuple):
@@ -46,7 +46,7 @@ class SizeType(click.ParamType):
 class FeaturesType(click.ParamType):
     """``64`` for every letter, or ``f=64,d=32``."""
 
-    name = "SIZE|f=SIZE,…"
+    name = "SIZES"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """What every page has: one HTML file that needs nothing else. No script, no font, no image from anywhere.
 
-The parts here are put together by ``report.py`` (the demo), ``report_profile.py`` and ``report_bench.py``; the style sheet
-is ``style.py``.
+The parts here are put together by ``report.py`` (the demo), ``report_profile.py`` and ``report_bench.py``; the style
+sheet is ``style.py``.
 """
 
 from __future__ import annotations

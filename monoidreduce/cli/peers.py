@@ -1,7 +1,7 @@
 """What a layer is measured beside: one row of PEERS each. What is not installed is named, with how to get it.
 
-A peer is asked for a function of the layer's own arguments: q [M, D], k and v [N, D] for attention; x [M, D], w [N, D] and
-a label per row for the cross-entropy; x, y and b for the kernel sum. Other layers have their dense form, and that
+A peer is asked for a function of the layer's own arguments: q [M, D], k and v [N, D] for attention; x [M, D], w [N, D]
+and a label per row for the cross-entropy; x, y and b for the kernel sum. Other layers have their dense form, and that
 compiled.
 """
 
@@ -68,8 +68,8 @@ def _liger(layer: Subject) -> Call:
 
 
 def _torch_loss(layer: Subject) -> Call:
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]  # chunked: without it logits are built
-    return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)  # type: ignore[attr-defined]
+    options = torch.nn.LinearCrossEntropyOptions()  # chunked: without it logits are built
+    return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
 
 
 def _keops(layer: Subject) -> Call:
@@ -87,7 +87,10 @@ def _keops(layer: Subject) -> Call:
 
 PEERS = (
     Peer("naive", "naive torch", None, lambda layer: layer.dense or layer.call),
-    Peer("compile", "torch.compile", None, lambda layer: torch.compile(layer.dense, dynamic=False), missing=_no_compiler),
+    Peer(
+        "compile", "torch.compile", None, lambda layer: torch.compile(layer.dense, dynamic=False),
+        missing=_no_compiler,
+    ),
     Peer("sdpa", "SDPA", ("attention",), lambda layer: _heads(F.scaled_dot_product_attention)),
     Peer(
         "flex", "FlexAttention", ("attention",), lambda layer: _heads(torch.compile(flex_attention, dynamic=False)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from .target import users_code
 POINTS = 240  # of a timeline in JSON, each the highest of its span
 
 
-def run(
-    target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any
-) -> Answer:
-    """Draw a layer's memory over time, beside its dense form's.
+def run(target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any) -> Answer:
+    """Draw a layer's memory over time, ours and the dense form's.
 
-    Every allocation and release of torch's allocator during one forward and backward. TARGET is FILE.py:NAME or the name
-    of a ready-made layer (see bench --help). Writes profile.html, profile.png and profile.json.
+    Every allocation and release of torch's allocator during one forward and backward. The layer is FILE.py:NAME or
+    a ready-made one (see bench --help). Writes profile.html, profile.png and profile.json.
     """
     layer = subject.resolved(target, **given)
     folder = files.folder(out)
@@ -40,7 +39,8 @@ def run(
         "environment": vars(environment), "skipped": skipped, **{who: as_data(p) for who, p in profiles.items()},
     }  # fmt: skip
     command = f"monoidreduce profile {target} --rows {rows} --cols {cols} --dtype {str(dtype)[6:]}"
-    page = report_profile.render(what, layer.written, profiles, matrix, environment, seconds, command, skipped)
+    dense = f"<code>{escape(layer.written)}</code>" if layer.by_hand else "Every pair computed, and kept for autograd."
+    page = report_profile.render(what, dense, profiles, matrix, environment, seconds, command, skipped)
     written = [
         files.write(folder / "profile.html", page),
         files.write(folder / "profile.png", pictures.timelines(what, profiles)),
@@ -56,7 +56,9 @@ def _measured(
     """The profiles of ours and of the dense form, or why there is none of the latter."""
     args = layer.inputs(rows, cols, dtype, device)
     skipped = trial.too_large(rows * cols, args, device) if layer.dense else "there is none beside it in the file"
-    calls = {"ours": layer.call, **({} if skipped else {"naive": layer.dense})}
+    calls = {"ours": layer.call}
+    if layer.dense and not skipped:
+        calls["naive"] = layer.dense
     found = {}
     with terminal.progress(2 * len(calls)) as begin, users_code(layer.file):
         for who, call in calls.items():

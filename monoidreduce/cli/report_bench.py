@@ -84,7 +84,9 @@ def render(
 def _header(rows: Sequence[Row], environment: Environment, seconds: float, how: str) -> str:
     tiles = []
     for who, times, memory in compared(rows):
-        tiles.append(f"<li><b>{factor(times)}</b> the speed of {escape(who)} <small>{factor(memory)} less memory</small></li>")
+        tiles.append(
+            f"<li><b>{factor(times)}</b> the speed of {escape(who)} <small>{factor(memory)} less memory</small></li>"
+        )
     joined = "\n".join(tiles)
     tiles_html = f'<ul class="tiles">\n{joined}\n</ul>' if tiles else ""
     return f"""<header>
@@ -138,9 +140,7 @@ def _section(layer: str, rows: Sequence[Row]) -> str:
 
 def _row(row: Row) -> str:
     size, who, *rest = (escape(c) for c in cells(row))
-    tagged = "".join(
-        f'<td data-label="{h}">{c}</td>' for h, c in zip(HEADINGS[1:], [who, *rest], strict=True)
-    )
+    tagged = "".join(f'<td data-label="{h}">{c}</td>' for h, c in zip(HEADINGS[1:], [who, *rest], strict=True))
     kind = ' class="us"' if row.who == "ours" else ""
     return f'<tr{kind}><th scope="row">{size}</th>{tagged}</tr>'
 

@@ -13,7 +13,7 @@ from .numbers import factor, short
 
 def render(
     what: str,
-    written: str,
+    dense: str,
     profiles: Mapping[str, Profile],
     matrix: int,
     environment: Environment,
@@ -21,9 +21,9 @@ def render(
     command: str,
     skipped: str,
 ) -> str:
-    """``profiles`` has "ours", and "naive" where it was run; ``skipped`` says why it was not."""
+    """``dense``: the dense form, in HTML. ``profiles`` has "ours", and "naive" unless ``skipped`` says why not."""
     name = what.split(" (")[0]
-    words = {"ours": "Tiles of pairs, never all of them.", "naive": f"<code>{escape(written)}</code>"}
+    words = {"ours": "Tiles of pairs, never all of them.", "naive": dense}
     titles = {"ours": f"Memory of {name}, MonoidReduce", "naive": f"Memory of {name}, dense"}
     sides = [(p, titles[who], words[who]) for who, p in profiles.items()]
     return page.whole(

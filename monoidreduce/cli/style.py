@@ -6,14 +6,16 @@ CSS = """\
   --paper: #fbfbf9; --card: #ffffff; --ink: #1c2024; --quiet: #60656c; --rule: #e2e3e0; --track: #eeefec;
   --ours: #0d74ce; --naive: #a3a8ae; --good: #1d7a4f; --bad: #a8570a;
   --gradients: #8b9299; --kept: #0d74ce; --temporary: #f0a63a;
-  --k0: #0d74ce; --k1: #6f767d; --k2: #b25e09; --k3: #1d7a4f; --k4: #7a3db8; --k5: #b3264a; --k6: #0a7a86; --k7: #6b6a12;
+  --k0: #0d74ce; --k1: #6f767d; --k2: #b25e09; --k3: #1d7a4f;
+  --k4: #7a3db8; --k5: #b3264a; --k6: #0a7a86; --k7: #6b6a12;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #15171a; --card: #1c1f23; --ink: #e9ebed; --quiet: #a1a7ae; --rule: #33373c; --track: #282c31;
     --ours: #4ea3f1; --naive: #727982; --good: #5ec48f; --bad: #e5a55a;
     --gradients: #767d85; --kept: #4ea3f1; --temporary: #d9932f;
-    --k0: #4ea3f1; --k1: #a1a7ae; --k2: #e5a55a; --k3: #5ec48f; --k4: #b98af0; --k5: #f0829c; --k6: #5cc6d0; --k7: #c9c85a;
+    --k0: #4ea3f1; --k1: #a1a7ae; --k2: #e5a55a; --k3: #5ec48f;
+    --k4: #b98af0; --k5: #f0829c; --k6: #5cc6d0; --k7: #c9c85a;
   }
 }
 * { box-sizing: border-box; }
@@ -89,7 +91,8 @@ line.phase { stroke: var(--quiet); stroke-dasharray: 2 3; } line.peak { stroke: 
 
 table.numbers { table-layout: auto; margin-top: 1rem; font-variant-numeric: tabular-nums; }
 .numbers th, .numbers td, .numbers thead th { padding: .3rem .8rem .3rem 0; } .numbers thead th { width: auto; }
-.numbers .us td, .numbers .us th { font-weight: 600; } .numbers td:last-child { font-weight: 400; overflow-wrap: anywhere; }
+.numbers .us td, .numbers .us th { font-weight: 600; }
+.numbers td:last-child { font-weight: 400; overflow-wrap: anywhere; }
 
 dl { display: flex; flex-wrap: wrap; gap: .2rem 1.5rem; margin: 1.25rem 0 0; font-size: .92rem; }
 dl div { display: flex; gap: .4rem; } dd { margin: 0; overflow-wrap: anywhere; }

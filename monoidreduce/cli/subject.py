@@ -32,7 +32,7 @@ class Subject:
     dense: Callable[..., Any] | None
     make: Callable[..., tuple[Any, ...]]  # (rows, cols, dtype, device) -> arguments
     op: Op | None = None
-    written: str = ""  # the dense form in words
+    written: str = ""  # the dense form in code
     key: str = ""  # the name of a ready-made layer
     by_hand: bool = True  # whether the dense form is code that someone wrote, which torch.compile can read
 
@@ -65,10 +65,10 @@ def of(
         make = lambda rows, cols, dtype, device: made.draw(Sizes(rows, cols, batch, features or {}), dtype, device)
     else:
         raise CommandError(
-            f"{target.name} is no op, so its arguments are not declared. Put a function {target.name}_inputs(rows, cols) "
-            f"that returns them into {target.file}, or name one with --inputs"
+            f"{target.name} is no op, so its arguments are not declared. Put a function {target.name}_inputs(rows, "
+            f"cols) that returns them into {target.file}, or name one with --inputs"
         )
-    written = f"{dense.__name__}(…)" if dense else "the same program, every pair computed and kept for autograd"
+    written = getattr(dense, "__name__", "")
     made_dense = dense or (naive.dense(op) if op else None)
     return Subject(target.name, target.file, target.call, made_dense, make, op, written, by_hand=dense is not None)
 

@@ -72,8 +72,8 @@ def load(spec: str) -> Target:
         raise CommandError(f"{where} has no {name}. {said}") from None
     if not (_is_layer(thing) or _is_monoid(thing) or callable(thing)):
         raise CommandError(
-            f"{spec} is {_described(thing)}. Name an op (a function under @mr.op), a monoid (a subclass of mr.Monoid) or "
-            "another layer that can be called"
+            f"{spec} is {_described(thing)}. Name an op (a function under @mr.op), a monoid (a subclass of mr.Monoid) "
+            "or another layer that can be called"
         )
     return Target(name, thing, module, where)
 
@@ -129,8 +129,12 @@ def _module(where: str) -> ModuleType:
         with users_code(where):
             spec.loader.exec_module(module)
     except SyntaxError as error:  # in the file itself: no line of it ever ran
-        raise CommandError(f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
-    except (OSError, ValueError) as error:  # no right to read it, or bytes that are no text
+        if error.lineno is None:  # bytes that are no text
+            raise CommandError(f"{where} cannot be read as Python: {error.msg}") from None
+        raise CommandError(
+            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        ) from None
+    except (OSError, ValueError) as error:  # no right to read it, or a wrong encoding
         raise CommandError(f"{where} cannot be read: {described(error)}") from None
     except MonoidReduceError as error:
         raise CommandError(f"{where}, line {_line(error, where)}: {error}") from None

@@ -90,28 +90,38 @@ def extra(call: Callable[..., Any], args: tuple[Any, ...], device: torch.device,
     return max(0, peak - sum(g.nbytes for g in outcome.gradients if g is not None))
 
 
-def apart(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None, ...]) -> float:
+def apart(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None, ...], least: float = 1e-3) -> float:
     """The largest relative difference ‖x − truth‖ / ‖truth‖ of any pair; infinite where shapes or infinities differ.
+
+    A truth that is small beside the largest of them, below ``least``, is measured by that part of the largest: a
+    gradient that is exactly zero has no relative error.
 
     >>> apart((torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 2.0]),))
     0.0
     """
     if len(found) != len(truth):
         return math.inf
-    return max((_apart(x, t) for x, t in zip(found, truth, strict=True)), default=0.0)
+    finite = [t[t.isfinite()].double().norm().item() for t in truth if t is not None]
+    floor = least * max(finite, default=0.0)
+    return max((_apart(x, t, floor) for x, t in zip(found, truth, strict=True)), default=0.0)
 
 
-def _apart(x: Tensor | None, truth: Tensor | None) -> float:
-    if x is None or truth is None:
-        other = truth if x is None else x
-        return 0.0 if other is None or not other.any() else math.inf
+def _apart(x: Tensor | None, truth: Tensor | None, floor: float) -> float:
+    if x is None:  # not used, which is the same as zero
+        if truth is None:
+            return 0.0
+        x = torch.zeros_like(truth)
+    if truth is None:
+        truth = torch.zeros_like(x)
     if x.shape != truth.shape:
         return math.inf
     x, truth = x.double(), truth.to(x.device).double()
     finite = truth.isfinite()
-    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite].nan_to_num(1.5), truth[~finite].nan_to_num(1.5)):
+    if not torch.equal(x.isfinite(), finite) or not torch.equal(
+        x[~finite].nan_to_num(1.5), truth[~finite].nan_to_num(1.5)
+    ):
         return math.inf
-    gap, size = (x[finite] - truth[finite]).norm().item(), truth[finite].norm().item()
+    gap, size = (x[finite] - truth[finite]).norm().item(), max(truth[finite].norm().item(), floor)
     return gap / size if size > 1e-300 else gap
 
 
