@@ -6,18 +6,19 @@ engines, which know nothing of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan import budget, candidates, ceilings, choice, tiles
+from ..plan import budget, candidates, ceilings, choice, store, tiles
 from ..plan.choice import Choice
 from ..plan.work import Case
 from ..program.digest import digest
 from ..program.lower import Fold
-from . import eager, hardware, panel, triton
+from . import eager, hardware, panel, triton, winners
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
@@ -33,11 +34,15 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
 def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
     """The choice for a fold on these leaves: found again for the next ones like them."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
-    key = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
+    key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
     key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), id(choice.followed.get()))
+    key += (store.generation(),)
+    if budget.parts() > 1:  # memory ran out
+        return candidates.smallest(case_of(fold, leaves, sizes))
+    remembered = functools.partial(winners.recalled, device=sizes.device)
     found = _CHOSEN.get(key)
     if found is None or choice.followed.get() is not None:
-        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes))
+        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes), remembered)
         while len(_CHOSEN) > _MOST:
             del _CHOSEN[next(iter(_CHOSEN))]
     return found[1]

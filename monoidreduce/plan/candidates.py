@@ -60,6 +60,14 @@ def default(case: Case) -> Choice:
     return Choice("panel" if case.gpu and case.panels and not case.kernels else "flash", case.defaults)
 
 
+def smallest(case: Case) -> Choice:
+    """What takes the least memory: no part of a walk is kept apart, and the engine's tiles go by the room there is."""
+    found = default(case)
+    for way, tile in found.tiles:
+        found = found.having(way, (*tile[:4], 1))
+    return found
+
+
 def _kernels(case: Case, over: str | None) -> list[Choice]:
     base = default(case)
     found = [base]
