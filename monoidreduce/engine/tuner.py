@@ -40,6 +40,7 @@ def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The engine ``auto``: by the plan's choice; where tuning was asked for, one more candidate is tried on the way."""
     if _recorded is not None:
         _recorded.append((fold, [v.detach() if isinstance(v, Tensor) else v for v in leaves], sizes))
+        return planner.perform(candidates.default(planner.case_of(fold, leaves, sizes)), fold, leaves, sizes)
     if not asked() or budget.parts() > 1 or not sizes.rows or not sizes.cols:
         return planner.run(fold, leaves, sizes)
     return _in_passing(fold, leaves, sizes)
