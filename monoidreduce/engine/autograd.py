@@ -27,6 +27,7 @@ from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
 
+REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -56,7 +57,7 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not plain(leaves):
+    if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():

@@ -8,7 +8,7 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -265,6 +265,24 @@ class Chunk:
             for r, (low, high) in zip(ranges, ends, strict=True):
                 r[e] = known(low, high)
         return row_ranges, col_ranges, fixed
+
+
+def whole_code(fold: Fold, leaves: Sequence[Any]) -> Code:
+    """The code of tiles of which nothing is known beforehand."""
+    scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
+    return code_of(fold, scalars).variant({}) or Code((), ())
+
+
+def pair_bytes(code: Code, sizes: Sizes) -> int:
+    """Bytes that a tile holds per pair: its buffers, and what a reduction makes besides."""
+    kinds = {"float": sizes.compute.itemsize, "int": 8, "bool": 1}
+    besides = [s.reducer for s in code.steps if s.reducer is not None]
+    return sum(kinds[k] for k in code.slots) + max([0, *(_besides(r, sizes) for r in besides)])
+
+
+def _besides(r: Reducer, sizes: Sizes) -> int:
+    weighed = any(c.weight is not ONE for v in r.values for c in v)
+    return sizes.compute.itemsize if r.roots and weighed else 0
 
 
 def slices(length: int, step: int) -> list[slice]:

@@ -70,6 +70,7 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = next((d for d in vectors if d in hardware.SIXTEEN), sizes.compute)
     gpu = sizes.device.type == "cuda"
+    code = eager.whole_code(fold, leaves)
     defaults = triton.tiles_of(fold, list(leaves), sizes) if gpu and triton.runs_on(sizes.device) else {}
     return Case(
         fold,
@@ -86,6 +87,8 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
         panels=_takes_panels(fold, sizes, set(vectors)),
         gpu=gpu,
         defaults=tuple(defaults.items()),
+        tile=eager.pair_bytes(code, sizes),
+        steps=len(code.steps),
     )
 
 
