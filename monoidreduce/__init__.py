@@ -17,6 +17,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
+from .plan import cache
 from .plan.budget import budget
 from .program.declare import Batch, Col, Pair, Row
 from .program.reductions import (
@@ -71,6 +72,7 @@ __all__ = [
     "argmax",
     "argmin",
     "budget",
+    "cache",
     "chunks",
     "col_index",
     "count",

@@ -23,6 +23,7 @@ from .engine.eager import walk
 from .engine.evaluate import Sizes
 from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError, TraceError
+from .plan.budget import budget
 from .program import declare
 from .program.expr import Expr
 from .program.lower import Lowered, lower
@@ -108,6 +109,18 @@ class Op:
             if found is not None:
                 return traced.pack(found)
         return _summed(self(*args, **kwargs))
+
+    def within(self, limit: int | str) -> Callable[..., Any]:
+        """The same layer with a memory budget of its own, which its gradients keep.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> attention.within("64MB")(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 3)).shape
+        torch.Size([5, 3])
+        """
+        return budget(limit)(self)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""

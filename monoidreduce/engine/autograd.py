@@ -8,8 +8,9 @@ the registered operator (``library.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
+from ..plan import budget
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import autocast, library
+from . import autocast, hardware, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -148,6 +150,7 @@ def _primal(value: Any) -> Any:
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     ctx.context = context
+    ctx.asked = _asked()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -170,10 +173,28 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-    if autocast.region(results) is None:
-        return None, *_gradients(context, leaves, results, asked, cotangents)
-    with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
-        return None, *_gradients(context, leaves, results, asked, cotangents)
+    region, given = autocast.region(results), (context, leaves, results, asked, cotangents)
+    if region is None and ctx.asked == _asked():
+        return None, *recover.typed(_gradients, given, context.sizes)
+    with _as_forward(ctx, region):
+        return None, *recover.typed(_gradients, given, context.sizes)
+
+
+def _asked() -> tuple[int | None, tuple]:
+    """What a forward was asked for, which its backward keeps."""
+    return budget.asked(), hardware.asked.get()
+
+
+@contextlib.contextmanager
+def _as_forward(ctx: Any, region: str | None) -> Iterator[None]:
+    """As the forward was asked: a backward may run in a thread that does not know, or inside an autocast region."""
+    limit, settings = ctx.asked
+    before = hardware.asked.set(settings)
+    try:
+        with budget.kept(limit), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
+            yield
+    finally:
+        hardware.asked.reset(before)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import reference, registry
+from . import recover, reference, registry
 from .arguments import padded
 from .autograd import Walk
 from .evaluate import Sizes, from_layout
@@ -92,7 +92,8 @@ class Plan:
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        found = self.run(*(values[at] if view is None else view(values[at]) for at, view in self.given))
+        given = tuple(values[at] if view is None else view(values[at]) for at, view in self.given)
+        found = recover.typed(self.run, given, self.sizes)
         return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
 
 

@@ -20,7 +20,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered, lower
 from ..program.total import Total, total
-from . import autograd, hardware, panel
+from . import autograd, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -85,7 +85,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
-        found = panel.execute(program, context.numbers | inputs, context.sizes, context.make)
+        given = (program, context.numbers | inputs, context.sizes, context.make)
+        found = recover.twice(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
         context.waiting = {}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import distributed, eager, hardware, panel, planner, triton
+from . import distributed, eager, hardware, panel, planner, recover, triton
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -49,7 +49,8 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": planner.run}
+_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": planner.run}
+FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 

@@ -1,7 +1,7 @@
 """From a kernel's text to a function that can be launched.
 
-Triton reads a function's source from its file, so the text is written to a private folder, under the hash of its
-content. What runs is the text that was just written here, never whatever the file may hold.
+Triton reads a function's source from its file, so the text is written to a private folder (``plan/disk.py``), under the
+hash of its content. What runs is the text that was just written here, never whatever the file may hold.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import linecache
-import os
-import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,34 +18,19 @@ from typing import Any
 
 import torch
 
-
-def folder() -> Path:
-    """The private folder of kernels: ``$MONOIDREDUCE_CACHE``, else in the user's cache, else a temporary one."""
-    asked = os.environ.get("MONOIDREDUCE_CACHE")
-    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "monoidreduce"
-    place = base / "kernels"
-    try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place.chmod(0o700)
-    except OSError:  # no home, a read-only one, or another user's
-        return _temporary()
-    return place
-
-
-@functools.cache
-def _temporary() -> Path:
-    return Path(tempfile.mkdtemp(prefix="monoidreduce-"))
+from ...plan import disk
+from ...plan.cache import KERNELS
 
 
 def write(text: str) -> Path:
-    """The file of a text: written whole or not at all."""
-    path = folder() / f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py"
-    if not path.exists() or path.read_text() != text:
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    return path
+    """The file of a text, written whole: in the private folder or, where there is none, in a temporary one."""
+    name, data = f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py", text.encode()
+    place = disk.folder(KERNELS)
+    if place is not None and (disk.read(place / name) == data or disk.write(place / name, data)):
+        return place / name
+    spare = disk.temporary() / name
+    spare.write_bytes(data)
+    return spare
 
 
 @functools.lru_cache(maxsize=1024)
