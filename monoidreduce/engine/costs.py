@@ -37,7 +37,7 @@ def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     if dense is not None:
         found.append(dense)
     limit = budget.asked()
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, backward)
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, DENSE, backward)
 
 
 def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Rehearsal:
@@ -65,15 +65,13 @@ def of_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
     """The cost of running the program on whole matrices; None where it has no such form."""
     if not whole.has_form(program) or not matrix(sizes):
         return None
+    made = whole.whole(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+
+    def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
+        return made.run(here, *(given[n] for n in made.inputs))
+
     try:
-        found = rehearse(
-            lambda given, here: whole.run(program, given, here),
-            inputs,
-            sizes,
-            ceilings.of(sizes.device),
-            _most(program),
-            backward=backward,
-        )
+        found = rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
     except (MonoidReduceError, NotImplementedError):  # a number's value is asked for, or it has no gradient
         return None
     return Scheduled("dense", found.flops, found.bytes, found.seconds, matrix(sizes), found.peak, ())

@@ -17,7 +17,7 @@ from ..plan.choice import Choice
 from ..plan.work import Case
 from ..program.digest import digest
 from ..program.lower import Fold
-from . import eager, hardware, panel, triton
+from . import eager, hardware, held, panel, triton
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
@@ -34,9 +34,11 @@ def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
     """The choice for a fold on these leaves: found again for the next ones like them."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
-    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), id(choice.followed.get()))
+    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get())
+    if choice.followed.get() is not None or budget.parts() > 1:  # told what to do, or to do with less
+        return candidates.choose(case_of(fold, leaves, sizes))
     found = _CHOSEN.get(key)
-    if found is None or choice.followed.get() is not None:
+    if found is None:
         found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes))
         while len(_CHOSEN) > _MOST:
             del _CHOSEN[next(iter(_CHOSEN))]
@@ -87,8 +89,10 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
         panels=_takes_panels(fold, sizes, set(vectors)),
         gpu=gpu,
         defaults=tuple(defaults.items()),
-        tile=eager.pair_bytes(code, sizes),
+        tile=held.per_pair(fold, code, sizes),
+        fixed=held.constant(code) + eager.written(fold, leaves, sizes),
         steps=len(code.steps),
+        width=eager.width(fold, sizes),
     )
 
 

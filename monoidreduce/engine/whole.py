@@ -1,14 +1,16 @@
 """The schedule ``dense``: a program on whole matrices of pairs, differentiated by autograd, for cases that are small.
 
 It runs the program in normal form, as all engines do, so that sums of vectors are matrix products and never vectors
-per pair. Nothing is recomputed in the backward: autograd keeps what it needs, a few numbers per pair. Whether that is
-worth its memory is the planner's question; ``reference.py`` is the oracle that this is compared with.
+per pair, written once as a straight line of torch calls (``script.py``). Nothing is recomputed in the backward:
+autograd keeps what it needs, a few numbers per pair. Whether that is worth its memory is the planner's question;
+``reference.py`` is the oracle that this is compared with.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from ..program.contract import Contraction, contractions
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
 from ..program.normal import is_pass
-from .evaluate import Evaluator, Sizes, from_layout
+from .dense import REDUCERS
+from .evaluate import Sizes
+from .script import Script, Writer, inputs
 
 
 def has_form(program: Lowered) -> bool:
@@ -28,127 +32,239 @@ def has_form(program: Lowered) -> bool:
     return all(r.args[0].feature is None and r.attrs[1].startswith(r.attrs[2][0]) for r in picks)
 
 
-def run(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes) -> list[Any]:
-    """The program's outputs as users hold them: differentiable, as often as one likes."""
-    evaluate = _Whole(sizes, inputs)
-    return [from_layout(evaluate(e), e) for e in program.outputs]
+@functools.lru_cache(maxsize=1024)
+def whole(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
+    """Write a program down; ``run(sizes, *inputs)`` gives its outputs, differentiable as often as one likes."""
+    return _Whole(numbers, frozenset()).script(inputs(program), program.outputs)
 
 
-class _Whole(Evaluator):
-    """Evaluates reductions of pairs from their parts: numbers per pair, and vectors of one side."""
+class _Whole(Writer):
+    """Writes reductions of pairs from their parts: numbers per pair, and vectors of one side."""
 
-    def __call__(self, e: Expr) -> Any:
-        for n in topological([e], stop=lambda n: n in self.memo or is_pass(n)):
-            if n not in self.memo:
-                self.memo[n] = self._node(n)
-        return self.memo[e]
+    def of(self, e: Expr) -> str:
+        for n in topological([e], stop=lambda n: n in self.names or is_pass(n)):
+            if n not in self.names:
+                self.names[n] = self._node(n)
+        return self.names[e]
 
-    def _node(self, e: Expr) -> Any:
-        if not is_pass(e):
-            return super()._node(e)
-        found = _FORMS.get(e.attrs[0])
-        if found is not None:
-            return found(self, e)
-        return self._reduce(e, [self._tensor(self.raised(self(a), a), a) for a in e.args])
+    def _node(self, e: Expr) -> str:
+        if is_pass(e):
+            return self._fold(e)
+        if e.op == "result" and is_pass(e.args[0]):
+            return self._line(f"{self.names[e.args[0]]}[{e.attrs[0]}]")
+        if e.op in ("dot", "sqdist"):
+            x, y = (self._raised(a) for a in (e.args if e.args[0].rows else e.args[::-1]))
+            return self._line(f"{self._keep(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
+        return super()._node(e)
 
-    def number(self, e: Expr) -> Tensor:
-        """A number per pair, as a whole matrix."""
-        value = self._tensor(self.raised(self(e), e), e)
-        return value.expand(*value.shape[:-2], self.sizes.rows, self.sizes.cols)
+    def _fold(self, e: Expr) -> str:
+        kind, over, params = e.attrs
+        if kind == "soft":
+            parts = [self._parts(v, over) for v in e.args[1:]]
+            own = _Soft(over, tuple(tuple(p for p, _ in each) for each in parts))
+            given = [self._number(e.args[0]), *(n for each in parts for _, names in each for n in names)]
+        elif kind == "sum" and e.args[0].dtype == "float":
+            found = self._parts(e.args[0], over)
+            own = _Sum(over, tuple(p for p, _ in found))
+            given = [n for _, names in found for n in names]
+        elif kind == "pick":
+            target, value, vector = e.args
+            own = _Pick(over, vector is ONE, vector.feature is not None)
+            given = [self._tensor(target), self._number(value)]
+            given += [] if vector is ONE else [self._raised_of(vector) if own.vector else self._number(vector)]
+        else:
+            own = _Plain(over, kind, params, tuple(a.feature is not None for a in e.args))
+            given = [self._fielded(a) for a in e.args]
+        return self._line(f"{self._keep(own)}(S, {', '.join(given)})")
 
-    def folded(self, parts: tuple[Contraction, ...], over: str, weight: Tensor | None = None) -> Tensor:
-        """Σ of contractions, each times ``weight``, with the folded axis kept at size 1."""
-        found = [self._contracted(c, over, weight) for c in parts]
-        total = found[0]
-        for part in found[1:]:
-            total = total + part
-        return total
+    def _parts(self, value: Expr, over: str) -> list[tuple[_Part, list[str]]]:
+        """How Σ value is computed, and the names of what it is computed from."""
+        found = []
+        for c in contractions(value, over):
+            part = _Part(c.weight is ONE, c.vector is not None, c.walk, c.minus is not None)
+            found.append((part, self._given(c)))
+        return found
 
-    def _contracted(self, c: Contraction, over: str, weight: Tensor | None) -> Tensor:
+    def _given(self, c: Contraction) -> list[str]:
+        if c.walk:
+            return [self._fielded(c.weight)]
+        names = [] if c.weight is ONE and c.vector is not None and c.minus is None else [self._number(c.weight)]
+        return names + [self._raised_of(v) for v in (c.vector, c.minus) if v is not None]
+
+    def _raised_of(self, e: Expr) -> str:
+        self.of(e)
+        return self._raised(e)
+
+    def _tensor(self, e: Expr) -> str:
+        name = self.of(e)
+        return self._line(f"filled({name}, {e.dtype!r}, S).expand((1,) * (len(S.batch)))") if e in self.plain else name
+
+    def _number(self, e: Expr) -> str:
+        """A number per pair, as a whole matrix [*batch, M, N]."""
+        return self._line(f"{self._keep(_matrix)}({self._on_pairs(e)}, S)")
+
+    def _fielded(self, e: Expr) -> str:
+        """A number [*batch, M, N] or a vector [*batch, M, N, f] per pair, broadcast or not."""
+        return self._on_pairs(e) if e.feature is None else self._line(f"{self._keep(_vectors)}({self._on_pairs(e)}, S)")
+
+    def _on_pairs(self, e: Expr) -> str:
+        name = self.of(e)
+        if e in self.plain:
+            tail = 2 + (e.feature is not None)
+            return self._line(f"filled({name}, {e.dtype!r}, S).expand((1,) * (len(S.batch) + {tail}))")
+        name = self._raised(e)
+        at = -1 if e.feature is None else -2
+        for missing, place in ((not e.cols, at), (not e.rows, at - 1)):
+            if missing:
+                name = self._view(name, f"{name}.unsqueeze({place})")
+        return name
+
+
+def _matrix(x: Tensor, sizes: Sizes) -> Tensor:
+    shape = x.shape[-2:]
+    return x if shape == (sizes.rows, sizes.cols) else x.expand(*x.shape[:-2], sizes.rows, sizes.cols)
+
+
+def _vectors(x: Tensor, sizes: Sizes) -> Tensor:
+    return x.expand(*x.shape[:-3], sizes.rows, sizes.cols, x.shape[-1])
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype.is_floating_point:
+        return x @ y.mT
+    return (x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1)  # integer products have no fast road on GPUs
+
+
+def _sqdist(x: Tensor, y: Tensor) -> Tensor:
+    return (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One contraction: Σ weight × vector (a product), Σ weight, a walk over features, or a gap between two vectors."""
+
+    plain: bool  # the weight is one
+    product: bool
+    walk: bool
+    gap: bool
+
+    @property
+    def count(self) -> int:
+        """How many values it takes."""
+        return 1 if self.walk else 3 if self.gap else self.product + (not (self.plain and self.product))
+
+    def __call__(self, values: list[Tensor], over: str, weight: Tensor | None, sizes: Sizes) -> Tensor:
         dim = -1 if over == "cols" else -2
-        if c.walk or c.minus is not None:
-            value = self.raised(self(c.weight), c.weight)
-            if c.minus is not None and c.vector is not None:
-                value = self.number(c.weight).unsqueeze(-1) * (self._side(c.vector) - self._side(c.minus))
-            shape = (*value.shape[:-3], self.sizes.rows, self.sizes.cols, value.shape[-1])
-            value = value.expand(shape)
-            return (value if weight is None else weight.unsqueeze(-1) * value).sum(dim - 1, keepdim=True)
-        plain = c.weight is ONE and weight is not None
-        number = weight if plain else self.number(c.weight) if weight is None else weight * self.number(c.weight)
-        assert number is not None
-        if c.vector is None:
-            return number.sum(dim, keepdim=True)
-        vector = self._side(c.vector)
-        if over == "cols":
-            return (number @ vector.squeeze(-3)).unsqueeze(-2)
-        return (number.mT @ vector.squeeze(-2)).unsqueeze(-3)
-
-    def _side(self, e: Expr) -> Tensor:
-        """A vector of one side with every index of it."""
-        value = self._tensor(self.raised(self(e), e), e)
-        rows, cols = self.sizes.rows if e.rows else 1, self.sizes.cols if e.cols else 1
-        return value.expand(*value.shape[:-3], rows, cols, value.shape[-1])
+        if self.walk or self.gap:
+            value = values[0]
+            if self.gap:
+                x, y = values[1:]  # a row's vector and a column's
+                value = value.unsqueeze(-1) * (x.unsqueeze(-2) - y.unsqueeze(-3))
+            if value.dim() == len(sizes.batch) + 2:
+                return (value if weight is None else weight * value).sum(dim)
+            return (value if weight is None else weight.unsqueeze(-1) * value).sum(dim - 1)
+        number = weight
+        if not (self.plain and self.product):
+            number = values[0] if weight is None else weight if self.plain else weight * values[0]
+        if number is None:
+            number = values[-1].new_ones(sizes.rows, sizes.cols)
+        if not self.product:
+            return number.sum(dim)
+        return (number if over == "cols" else number.mT) @ values[-1]
 
 
-def _sum(of: _Whole, e: Expr) -> list[Tensor]:
-    value = e.args[0]
-    if value.dtype != "float":
-        return of._reduce(e, [of._tensor(of.raised(of(value), value), value)])
-    return [of.folded(contractions(value, e.attrs[1]), e.attrs[1])]
+def _folded(parts: tuple[_Part, ...], values: list[Tensor], over: str, weight: Tensor | None, sizes: Sizes) -> Tensor:
+    total: Any = None
+    at = 0
+    for p in parts:
+        found = p(values[at : at + p.count], over, weight, sizes)
+        at += p.count
+        total = found if total is None else total + found
+    return total
 
 
-def _soft(of: _Whole, e: Expr) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Sum:
+    over: str
+    parts: tuple[_Part, ...]
+
+    def __call__(self, sizes: Sizes, *values: Tensor) -> list[Tensor]:
+        return [_folded(self.parts, list(values), self.over, None, sizes)]
+
+
+@dataclass(frozen=True)
+class _Soft:
     """As the eager engine folds it: a peak that gradients do not see, guarded once per row; an empty row means 0."""
-    over = e.attrs[1]
-    dim = -1 if over == "cols" else -2
-    logit = of.number(e.args[0])
-    if not logit.shape[dim]:
-        peak = logit.detach().sum(dim, keepdim=True)
-    else:
-        peak = logit.detach().amax(dim, keepdim=True)
-    safe = torch.where(peak.isinf(), 0.0, peak)
-    weight = (logit - safe).exp_()
-    total = weight.sum(dim, keepdim=True)
-    blind = total == 0
-    seen = torch.where(blind, 1.0, total)
-    log_total = torch.where(blind, -math.inf, seen.log())
-    means = []
-    for value in e.args[1:]:
-        mean = of.folded(contractions(value, over), over, weight)
-        means.append(mean / (seen if value.feature is None else seen.unsqueeze(-1)))
-    return [log_total + safe, *means, log_total, safe]
+
+    over: str
+    values: tuple[tuple[_Part, ...], ...]
+
+    def __call__(self, sizes: Sizes, logit: Tensor, *given: Tensor) -> list[Tensor]:
+        dim = -1 if self.over == "cols" else -2
+        peak = logit.detach()
+        peak = peak.amax(dim, keepdim=True) if logit.shape[dim] else peak.sum(dim, keepdim=True)
+        safe = torch.where(peak.isinf(), 0.0, peak)
+        weight = (logit - safe).exp_()
+        total = weight.sum(dim)
+        blind = total == 0
+        seen = torch.where(blind, 1.0, total)
+        means, at = [], 0
+        for parts in self.values:
+            count = sum(p.count for p in parts)
+            mean = _folded(parts, list(given[at : at + count]), self.over, weight, sizes)
+            means.append(mean / (seen if mean.dim() == seen.dim() else seen.unsqueeze(-1)))
+            at += count
+        log_total = torch.where(blind, -math.inf, seen.log())
+        safe = safe.squeeze(dim)
+        return [log_total + safe, *means, log_total, safe]
 
 
-def _pick(of: _Whole, e: Expr) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Pick:
     """The number (and the vector) at one place of the folded axis; 0 where that is outside."""
-    over = e.attrs[1]
-    target, value, vector = e.args
-    dim = -1 if over == "cols" else -2
-    length = of.sizes.cols if over == "cols" else of.sizes.rows
-    place = of._tensor(of(target), target)
-    kept = of.sizes.rows if over == "cols" else of.sizes.cols
-    shape = (*place.shape[:-2], kept, 1) if over == "cols" else (*place.shape[:-2], 1, kept)
-    place = place.expand(shape)
-    inside = (place >= 0) & (place < length)
-    if not length:
-        number = of.number(value).sum(dim, keepdim=True)
-        return [number if vector.feature is None else number.unsqueeze(-1) * of._side(vector).sum(-1 + dim, True)]
-    safe = place.clamp(0, length - 1)
-    number = of.number(value)
-    batch = torch.broadcast_shapes(number.shape[:-2], safe.shape[:-2])
-    number = number.expand(*batch, *number.shape[-2:]).gather(dim, safe.expand(*batch, *safe.shape[-2:]))
-    number = torch.where(inside, number, 0.0)
-    if vector is ONE:
-        return [number]
-    if vector.feature is None:
-        other = of.number(vector)
-        other = other.expand(*batch, *other.shape[-2:]).gather(dim, safe.expand(*batch, *safe.shape[-2:]))
-        return [torch.where(inside, number * other, 0.0)]
-    found = of._side(vector).movedim(dim - 1, -2).squeeze(-3)  # [*batch, length, d]
-    found = found.expand(*batch, *found.shape[-2:])
-    flat = safe.expand(*batch, *safe.shape[-2:]).reshape(*batch, kept, 1).expand(*batch, kept, found.shape[-1])
-    found = found.gather(-2, flat).unsqueeze(-2 if over == "cols" else -3)
-    return [torch.where(inside.unsqueeze(-1), number.unsqueeze(-1) * found, 0.0)]
+
+    over: str
+    alone: bool
+    vector: bool
+
+    def __call__(self, sizes: Sizes, target: Tensor, value: Tensor, *others: Tensor) -> list[Tensor]:
+        length, kept = (sizes.cols, sizes.rows) if self.over == "cols" else (sizes.rows, sizes.cols)
+        x = value if self.over == "cols" else value.mT
+        if target.dim() == len(sizes.batch):
+            target = target.unsqueeze(-1)
+        batch = torch.broadcast_shapes(x.shape[:-2], target.shape[:-1])
+        place = target.expand(*batch, kept)
+        inside = (place >= 0) & (place < length)
+        if not length:
+            found = x.sum(-1).expand(*batch, kept)
+            return [found.unsqueeze(-1) * others[0].sum(-2, keepdim=True) if self.vector else found]
+        safe = place.clamp(0, length - 1)
+        found = torch.where(inside, x.expand(*batch, kept, length).gather(-1, safe.unsqueeze(-1)).squeeze(-1), 0.0)
+        if self.alone:
+            return [found]
+        (other,) = others
+        if not self.vector:
+            other = other if self.over == "cols" else other.mT
+            other = other.expand(*batch, kept, length).gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+            return [torch.where(inside, found * other, 0.0)]
+        width = other.shape[-1]
+        other = other.expand(*batch, length, width).gather(-2, safe.unsqueeze(-1).expand(*batch, kept, width))
+        return [torch.where(inside.unsqueeze(-1), found.unsqueeze(-1) * other, 0.0)]
 
 
-_FORMS: dict[str, Callable[[_Whole, Expr], list[Tensor]]] = {"sum": _sum, "soft": _soft, "pick": _pick}
+@dataclass(frozen=True)
+class _Plain:
+    """Every other reduction, as the oracle has it."""
+
+    over: str
+    kind: str
+    params: tuple
+    vectors: tuple[bool, ...]
+
+    def __call__(self, sizes: Sizes, *fields: Tensor) -> list[Tensor]:
+        found = REDUCERS[self.kind](list(fields), list(self.vectors), self.over, self.params, sizes.of(self.over))
+        return [_squeezed(v, self.over, len(sizes.batch)) for v in found]
+
+
+def _squeezed(v: Tensor, over: str, batch: int) -> Tensor:
+    return v.squeeze(batch + (1 if over == "cols" else 0))

@@ -65,7 +65,21 @@ class Cost:
     schedules: tuple[Scheduled, ...]
     ceilings: Ceilings
     budget: int | None
+    dense: int  # bytes of one matrix of pairs that may be built where no budget was given
     backward: bool
+
+    @property
+    def chosen(self) -> Scheduled:
+        """The fastest of those that are allowed: what would run."""
+        return next(
+            (s for s in self.schedules if self.allows(s)), self["flash"] if "flash" in self else self.schedules[0]
+        )
+
+    def allows(self, scheduled: Scheduled) -> bool:
+        """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
+        if scheduled.schedule == "dense":
+            return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
+        return self.budget is None or scheduled.held <= self.budget
 
     def __getitem__(self, schedule: str) -> Scheduled:
         return next(s for s in self.schedules if s.schedule == schedule)
@@ -108,8 +122,9 @@ def _tiles(case: Case, choice: Choice) -> Estimate:
     seconds += number * (STEPS + case.steps) * roof.launch
     seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
     traffic = number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _results(case, work) * shape[2]
-    held = tile * (case.tile or 2 * case.wide)
-    return Estimate(work.flops * case.pairs, traffic, seconds, held, held + 2 * _results(case, work))
+    held = tile * case.tile
+    peak = held + case.fixed + 2 * _results(case, work)
+    return Estimate(work.flops * case.pairs, traffic, seconds, held, peak)
 
 
 def _multiplied(case: Case) -> str:

@@ -66,6 +66,8 @@ class Case:
     gpu: bool = False
     defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # tiles that the engine would take by itself, by direction
     tile: int = 0  # bytes that a tile of torch holds per pair
+    fixed: int = 0  # and besides, whatever its size
+    width: int = 1  # numbers of a pair that are folded whole
     steps: int = 0  # torch operations that a tile takes
     seen: float = 1.0  # the share of the pairs that conditions leave
 
@@ -78,7 +80,7 @@ class Case:
         name = str(letter).lstrip("#")
         return int(name) if name.isdigit() else dict(self.letters)[name]
 
-    def width(self, e: Expr) -> int:
+    def features(self, e: Expr) -> int:
         """Numbers that one index (or pair) holds of an expression."""
         return 1 if e.feature is None else self.of(str(e.feature))
 
