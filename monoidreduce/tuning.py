@@ -12,6 +12,7 @@ from torch import Tensor
 from .engine import registry, tuner
 from .engine.tuner import Tuned
 from .errors import ArgumentError
+from .plan.choice import Choice, follow
 from .sources import progress
 
 
@@ -57,7 +58,7 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
     given, named = _asking(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), tuner.recorded() as met:
+    with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
         result = function(*given, **named)
         if backward:
             _pull(result, [*given, *named.values()])

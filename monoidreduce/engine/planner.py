@@ -18,7 +18,7 @@ from ..plan.choice import Choice
 from ..plan.work import Case
 from ..program.digest import digest
 from ..program.lower import Fold
-from . import eager, hardware, panel, triton, winners
+from . import eager, hardware, held, panel, triton, winners
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
@@ -35,13 +35,12 @@ def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
     """The choice for a fold on these leaves: found again for the next ones like them."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
-    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), id(choice.followed.get()))
-    key += (store.generation(),)
-    if budget.parts() > 1:  # memory ran out
-        return candidates.smallest(case_of(fold, leaves, sizes))
-    remembered = functools.partial(winners.recalled, device=sizes.device)
+    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), store.generation())
+    if choice.followed.get() is not None or budget.parts() > 1:  # told what to do, or to do with less
+        return candidates.choose(case_of(fold, leaves, sizes))
     found = _CHOSEN.get(key)
-    if found is None or choice.followed.get() is not None:
+    if found is None:
+        remembered = functools.partial(winners.recalled, device=sizes.device)
         found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes), remembered)
         while len(_CHOSEN) > _MOST:
             del _CHOSEN[next(iter(_CHOSEN))]
@@ -75,6 +74,7 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = next((d for d in vectors if d in hardware.SIXTEEN), sizes.compute)
     gpu = sizes.device.type == "cuda"
+    code = eager.whole_code(fold, leaves)
     defaults = triton.tiles_of(fold, list(leaves), sizes) if gpu and triton.runs_on(sizes.device) else {}
     return Case(
         fold,
@@ -91,6 +91,10 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
         panels=_takes_panels(fold, sizes, set(vectors)),
         gpu=gpu,
         defaults=tuple(defaults.items()),
+        tile=held.per_pair(fold, code, sizes),
+        fixed=held.constant(code) + eager.written(fold, leaves, sizes),
+        steps=len(code.steps),
+        width=eager.width(fold, sizes),
     )
 
 

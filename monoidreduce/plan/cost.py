@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import tiles as tiling
+from .ceilings import Ceilings
 from .choice import Choice
 from .work import Case, Work, count, directions
 
@@ -26,6 +27,65 @@ class Estimate:
     seconds: float
     held: int  # of pairs, at once
     peak: int  # and all else that is allocated: results, totals, copies
+
+
+@dataclass(frozen=True)
+class Part:
+    """One fold of a call: how it would run, and what that costs."""
+
+    case: Case
+    choice: Choice
+    estimate: Estimate
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A whole call by one schedule.
+
+    ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
+    all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others.
+    """
+
+    schedule: str
+    flops: float
+    bytes: float
+    seconds: float
+    held: int
+    peak: int
+    parts: tuple[Part, ...] = ()
+    sent: float = 0.0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs by every schedule that could run it, the fastest first."""
+
+    schedules: tuple[Scheduled, ...]
+    ceilings: Ceilings
+    budget: int | None
+    dense: int  # bytes of one matrix of pairs that may be built where no budget was given
+    backward: bool
+
+    @property
+    def chosen(self) -> Scheduled:
+        """The fastest of those that are allowed: what would run."""
+        return next(
+            (s for s in self.schedules if self.allows(s)), self["flash"] if "flash" in self else self.schedules[0]
+        )
+
+    def allows(self, scheduled: Scheduled) -> bool:
+        """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
+        if scheduled.schedule == "dense":
+            return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
+        return self.budget is None or scheduled.held <= self.budget
+
+    def __getitem__(self, schedule: str) -> Scheduled:
+        return next(s for s in self.schedules if s.schedule == schedule)
+
+    def __contains__(self, schedule: object) -> bool:
+        return any(s.schedule == schedule for s in self.schedules)
 
 
 def estimate(case: Case, choice: Choice) -> Estimate:
@@ -59,11 +119,12 @@ def _tiles(case: Case, choice: Choice) -> Estimate:
     plain = 1 / roof.plain if not far else max(1 / roof.plain, 2 * case.wide / roof.bandwidth)
     products = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(r, c)))
     seconds = case.pairs * (products + work.plain * plain + work.special / roof.special)
-    seconds += number * (STEPS + 2 * (work.plain + work.special)) * roof.launch
+    seconds += number * (STEPS + case.steps) * roof.launch
     seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
     traffic = number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _results(case, work) * shape[2]
-    held = tile * case.wide * (work.held + 1)
-    return Estimate(work.flops * case.pairs, traffic, seconds, held, held + 2 * _results(case, work))
+    held = tile * case.tile
+    peak = held + case.fixed + 2 * _results(case, work)
+    return Estimate(work.flops * case.pairs, traffic, seconds, held, peak)
 
 
 def _multiplied(case: Case) -> str:

@@ -65,6 +65,10 @@ class Case:
     panels: bool = False  # whether it can be done a panel at a time
     gpu: bool = False
     defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # tiles that the engine would take by itself, by direction
+    tile: int = 0  # bytes that a tile of torch holds per pair
+    fixed: int = 0  # and besides, whatever its size
+    width: int = 1  # numbers of a pair that are folded whole
+    steps: int = 0  # torch operations that a tile takes
     seen: float = 1.0  # the share of the pairs that conditions leave
 
     @property
@@ -76,7 +80,7 @@ class Case:
         name = str(letter).lstrip("#")
         return int(name) if name.isdigit() else dict(self.letters)[name]
 
-    def width(self, e: Expr) -> int:
+    def features(self, e: Expr) -> int:
         """Numbers that one index (or pair) holds of an expression."""
         return 1 if e.feature is None else self.of(str(e.feature))
 
@@ -89,7 +93,6 @@ class Work:
     contracted: int = 0  # floating operations of matrix products that fold pairs
     plain: float = 0.0  # plain operations
     special: float = 0.0  # exponentials and the like
-    held: int = 0  # numbers per pair that are alive at once, at most
     reads: Mapping[str, int] = field(default_factory=dict)  # "rows", "cols": bytes of an index's inputs
     writes: Mapping[str, int] = field(default_factory=dict)  # bytes of an index's results
 
@@ -144,8 +147,7 @@ class _Counter:
             if e in used and e.rows != e.cols:
                 size = 8 if e.dtype == "int" else 1 if e.dtype == "bool" else self.item
                 reads["rows" if e.rows else "cols"] += size * self.width(e)
-        held = max([1, *(len(r.args) for r in walked)]) + (self.special > 0)
-        return Work(self.products, self.contracted, self.plain, self.special, held, reads, writes)
+        return Work(self.products, self.contracted, self.plain, self.special, reads, writes)
 
     def _of(self, feature: str | int) -> int:
         name = str(feature).lstrip("#")

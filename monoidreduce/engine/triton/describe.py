@@ -84,17 +84,22 @@ def converted(
     return found
 
 
+def _is_there(device: torch.device) -> bool:
+    """A GPU that can be asked; plans are also made for one that is elsewhere."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 @functools.cache
 def shared(device: torch.device) -> int:
     """Bytes of shared memory of a program instance; 0 where the device does not say."""
-    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    known = torch.cuda.get_device_properties(device) if _is_there(device) else None
     return int(getattr(known, "shared_memory_per_block_optin", 0))
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     """How many program instances run at a time, at least; 1 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
 
 
 @functools.lru_cache(maxsize=1024)

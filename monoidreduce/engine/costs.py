@@ -1,0 +1,96 @@
+"""What a whole call costs by every schedule: a rehearsal of what torch does, and the cost model for every fold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MonoidReduceError
+from ..plan import budget, candidates, ceilings, cost
+from ..plan.cost import Cost, Part, Scheduled
+from ..plan.work import Case
+from ..program.expr import topological
+from ..program.lower import Lowered
+from . import autograd, planner, whole
+from .evaluate import Sizes
+from .rehearse import Rehearsal, rehearse
+from .script import script
+
+DENSE = 8 * 2**20  # bytes of one matrix of pairs up to which a call may run dense where no budget was given
+HOST = 12  # launches' worth of host time that a fold takes besides its engine: autograd, the script, the plan
+
+
+def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Cost:
+    """The cost of a program on inputs whose numbers are not looked at (meta tensors will do)."""
+    roof = ceilings.of(sizes.device)
+    passes = by_passes(program, inputs, sizes, backward)
+    cases = [planner.case_of(n.fold, n.leaves, n.sizes) for n in passes.folds]
+    found = []
+    for schedule in ("flash", "split", "panel"):
+        made = _scheduled(schedule, passes, cases, roof)
+        if made is not None:
+            found.append(made)
+    dense = of_dense(program, inputs, sizes, backward)
+    if dense is not None:
+        found.append(dense)
+    limit = budget.asked()
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, DENSE, backward)
+
+
+def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Rehearsal:
+    """A rehearsal of the call as passes: folds noted, all else counted."""
+    numbers = frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor))
+    made = script(program, numbers)
+
+    def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
+        return made.run(here, autograd.Walk(autograd.REHEARSAL), *(given[n] for n in made.inputs))
+
+    return rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
+
+
+def _most(program: Lowered) -> int:
+    """The most of an axis that a program asks for at once."""
+    return max([0, *(e.attrs[2][0] for e in topological(program.outputs) if e.op == "reduce" and e.attrs[0] == "topk")])
+
+
+def matrix(sizes: Sizes) -> int:
+    """Bytes of one number per pair."""
+    return torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols * sizes.compute.itemsize
+
+
+def of_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
+    """The cost of running the program on whole matrices; None where it has no such form."""
+    if not whole.has_form(program) or not matrix(sizes):
+        return None
+    made = whole.whole(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+
+    def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
+        return made.run(here, *(given[n] for n in made.inputs))
+
+    try:
+        found = rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
+    except (MonoidReduceError, NotImplementedError):  # a number's value is asked for, or it has no gradient
+        return None
+    return Scheduled("dense", found.flops, found.bytes, found.seconds, matrix(sizes), found.peak, ())
+
+
+def _scheduled(schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilings.Ceilings) -> Scheduled | None:
+    """The call with every fold by its best choice of a schedule; a fold that has none runs by its best of all."""
+    parts, own = [], 0
+    for noted, case in zip(passes.folds, cases, strict=True):
+        ranked = candidates.candidates(case)
+        mine = [c for c in ranked if c.schedule == schedule]
+        own += bool(mine)
+        choice = (mine or ranked)[0]
+        parts.append(Part(case, choice, cost.estimate(case, choice), noted.backward))
+    if not own and (schedule != "flash" or parts):
+        return None
+    held = max([0, *(p.estimate.held for p in parts)])
+    peak = max([passes.peak, *(n.beside + p.estimate.peak for n, p in zip(passes.folds, parts, strict=True))])
+    seconds = passes.seconds + sum(p.estimate.seconds + HOST * roof.launch for p in parts)
+    flops = passes.flops + sum(p.estimate.flops for p in parts)
+    moved = passes.bytes + sum(p.estimate.bytes for p in parts)
+    return Scheduled(schedule, flops, moved, seconds, held, peak, tuple(parts))
