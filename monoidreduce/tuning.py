@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,22 +57,26 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         raise ArgumentError(
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
-    given, named = _asking(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
-        result = function(*given, **named)
-        if backward:
-            _pull(result, [*given, *named.values()])
-        del result
-        trials = _Trials(met)
+    trials = _Trials(folds(function, args, kwargs, backward))
     for _ in progress(trials, quiet, "tuning"):
         pass
     return Tuning(tuple(s.done for s, _ in trials.sessions if s.done is not None))
 
 
+def folds(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> list[tuner.Call]:
+    """The folds that a call and its gradient run, with their leaves; by the safe plans, nothing dense."""
+    given, named = _asking(args, kwargs) if backward else (args, kwargs)
+    with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
+        result = function(*given, **named)
+        if backward:
+            _pull(result, [*given, *named.values()])
+    return met
+
+
 class _Trials:
     """All trials of all folds, as something to count and to walk."""
 
-    def __init__(self, met: list):
+    def __init__(self, met: list[tuner.Call]):
         self.sessions = list(tuner.sessions(met))
 
     def __len__(self) -> int:
@@ -87,7 +91,7 @@ def _is_float(v: Any) -> bool:
     return isinstance(v, Tensor) and v.is_floating_point()
 
 
-def _asking(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _asking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as leaves of a graph of their own, asking for the gradients that the caller's ask for."""
     some = any(_is_float(v) and v.requires_grad for v in (*args, *kwargs.values()))
 
@@ -97,7 +101,7 @@ def _asking(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str
     return [own(v) for v in args], {n: own(v) for n, v in kwargs.items()}
 
 
-def _pull(result: Any, given: list[Any]) -> None:
+def _pull(result: Any, given: Sequence[Any]) -> None:
     """The gradient of every floating result, with cotangents of no particular form."""
     values = [v for v in _tensors(result) if v.requires_grad]
     inputs = [v for v in given if _is_float(v) and v.requires_grad]

@@ -31,9 +31,10 @@ VARIABLE = "MONOIDREDUCE_TUNE"
 CLOSE = 4.0  # candidates that the model thinks so many times slower than its best are not tried
 MOST = 10  # nor more than so many at a time
 GAIN = 0.98  # a winner takes at most this share of the safe plan's time: less is noise
+Call = tuple[Fold, Sequence[Any], Sizes]  # one fold, its leaves and its sizes
 _sessions: dict[store.Key, Session] = {}
 _lock = threading.Lock()
-_recorded: list[tuple[Fold, Sequence[Any], Sizes]] | None = None
+_recorded: list[Call] | None = None
 
 
 def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -91,12 +92,16 @@ class Session:
         self.trials: list[Trial] = []
         self.done: Tuned | None = None
         self.busy = threading.Lock()
-        self._proposals = self._proposed()
+        self._proposals = self._in_turn()
         self._next: Choice | None = next(self._proposals, None)
 
     def __len__(self) -> int:
-        """How many trials there are, about: those made, and as many as the model now leaves."""
-        return len(self.trials) + sum(1 for way in self._ways() for _ in self._close(way))
+        """How many trials there are, made or still to make."""
+        return len(self.proposed())
+
+    def proposed(self) -> list[Choice]:
+        """All candidates, as they would follow each other if the safe plan stayed the best."""
+        return [c for way in self._ways() for c in self._close(way) if c != self.safe]
 
     def step(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> bool:
         """Try one candidate beside the safe plan's results; whether there was one. The last step finds the winner."""
@@ -119,7 +124,7 @@ class Session:
         """What is varied in turn: the tile of each kernel; and the schedule with everything that torch's tiles have."""
         return (*(directions(self.case.fold) if self.case.kernels else ()), None)
 
-    def _proposed(self) -> Iterator[Choice]:
+    def _in_turn(self) -> Iterator[Choice]:
         seen = {self.safe}
         for way in self._ways():
             for choice in self._close(way):
@@ -202,11 +207,11 @@ def _in_passing(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Fold, Sequence[Any], Sizes]]]:
+def recorded() -> Iterator[list[Call]]:
     """The folds that run inside the block, with their leaves: in every thread, since backwards have their own."""
     global _recorded
     with _recording:
-        found: list[tuple[Fold, Sequence[Any], Sizes]] = []
+        found: list[Call] = []
         _recorded = found
         try:
             yield found
@@ -218,8 +223,8 @@ _recording = threading.Lock()
 
 
 def sessions(
-    met: Sequence[tuple[Fold, Sequence[Any], Sizes]],
-) -> Iterator[tuple[Session, tuple[Fold, Sequence[Any], Sizes]]]:
+    met: Sequence[Call],
+) -> Iterator[tuple[Session, Call]]:
     """A session for each different fold that was met, unless there are no pairs."""
     seen = set()
     for fold, leaves, sizes in met:
