@@ -3,7 +3,7 @@
 ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
 won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
 was measured: there the same tiles are made smaller until they fit, by a count of shared memory that kernels compiled
-for 8.0 and 8.9 confirm to a few per cent, and none of them spills more than the winners on an H200 do
+for 8.0 and 8.9 confirm to a tenth, and none of them spills more than the winners on an H200 do
 (``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
 """
 
