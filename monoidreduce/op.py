@@ -22,7 +22,7 @@ from .engine.calls import Plan, formed, key_of
 from .engine.eager import walk
 from .engine.evaluate import Sizes
 from .engine.streaming import Walk
-from .errors import ArgumentError, MonoidReduceError, TraceError
+from .errors import ArgumentError, MonoidReduceError
 from .plan.budget import budget
 from .program import declare
 from .program.expr import Expr
@@ -35,7 +35,7 @@ _PLANS = 1024
 _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
-class Op:
+class Op(compiled.Compiled):
     """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters."""
 
     def __init__(self, function: Callable):
@@ -239,48 +239,6 @@ class Op:
 
     def __reduce__(self) -> str:
         return self.function.__qualname__
-
-    # Inside torch.compile
-
-    def _compiled(self, args: tuple, kwargs: dict) -> Any:
-        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
-        choices: list[Any] = []
-        values, named = list(args), dict(kwargs)
-        for at, name in enumerate(self._choices):
-            if name is not None and at < len(values):
-                choices += (name, values[at])
-                values[at] = None
-            elif name is not None and name in named:
-                choices += (name, named.pop(name))
-        call = self._call_name(*choices)
-        results = compiled.in_graph(call, *values, **named)
-        return compiled.filled(getattr(self, self._form_name()), results)
-
-    @compiled.constant
-    def _call_name(self, *choices: Any) -> str:
-        return compiled.name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
-
-    @compiled.constant
-    def _form_name(self) -> str:
-        """The attribute where the form of the last results is kept: there dynamo can guard it."""
-        form = compiled.last_form()
-        name = f"_form_{form!r}"
-        setattr(self, name, form)
-        return name
-
-    def _run_in_graph(self, choices: compiled.Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
-        chosen = dict(choices)
-        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
-        given, named = (*values, *args[len(values) :]), kwargs | chosen
-        device = autocast.region((*given, *named.values()))
-        if device is not None:
-            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
-        try:
-            plan, bound = self._planned(*compiled.opened(given, named), registry.engine())
-        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
-            plan, bound = self._planned(*compiled.closed(given, named), registry.engine())
-        results = plan.results(bound)
-        return results, plan.traced.pack(list(range(len(results))))
 
     # Binding and checking
 

@@ -273,9 +273,8 @@ class Chunk:
         return row_ranges, col_ranges, fixed
 
 
-def whole_code(fold: Fold, leaves: Sequence[Any]) -> Code:
+def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
     """The code of tiles of which nothing is known beforehand."""
-    scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     return code_of(fold, scalars).variant({}) or Code((), ())
 
 

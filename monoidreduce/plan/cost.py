@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from . import tiles as tiling
 from .ceilings import Ceilings
 from .choice import Choice
+from .communication import forward_cost
 from .work import Case, Work, count, directions
 
 OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
@@ -90,7 +91,7 @@ class Cost:
 
 def estimate(case: Case, choice: Choice) -> Estimate:
     """The cost of a fold run by a choice."""
-    if not case.pairs:
+    if not case.pairs():
         return Estimate(0.0, 0.0, case.ceilings.launch, 0, _results(case, count(case)))
     if choice.schedule == "panel":
         return _panel(case, choice)
@@ -113,18 +114,19 @@ def _tiles(case: Case, choice: Choice) -> Estimate:
     b, r, c = choice.tile("tile") or (1, tiling.ROWS, tiling.COLS)
     r, c, b = min(r, case.rows), min(c, case.cols), min(b, case.batch)
     shape = (-(-case.batch // b), -(-case.rows // r), -(-case.cols // c))
-    number = shape[0] * shape[1] * shape[2] * case.seen
+    pairs = case.pairs(r, c)
+    number = shape[0] * shape[1] * shape[2] * pairs / (case.batch * case.rows * case.cols)
     tile = b * r * c
     far = tile * case.wide * 2 > roof.cache / 2
     plain = 1 / roof.plain if not far else max(1 / roof.plain, 2 * case.wide / roof.bandwidth)
     products = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(r, c)))
-    seconds = case.pairs * (products + work.plain * plain + work.special / roof.special)
+    seconds = pairs * (products + work.plain * plain + work.special / roof.special)
     seconds += number * (STEPS + case.steps) * roof.launch
     seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
     traffic = number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _results(case, work) * shape[2]
     held = tile * case.tile
     peak = held + case.fixed + 2 * _results(case, work)
-    return Estimate(work.flops * case.pairs, traffic, seconds, held, peak)
+    return Estimate(work.flops * pairs, traffic, seconds, held, peak)
 
 
 def _multiplied(case: Case) -> str:
@@ -154,12 +156,15 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
         side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
-        read = case.batch * (kept * work.reads[side] * parts + -(-kept // own[0]) * folded * work.reads[other])
-        time = case.pairs * pair * reuse / max(busy, 1e-9)
+        slices = -(-kept // own[0]), max(1, -(-folded // own[1]))
+        each = work.reads[side], work.reads[other], work.writes[side]
+        read = forward_cost(*slices, kept, folded, *each, W=slices[1] / parts) * case.batch
+        pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
+        time = pairs * pair * reuse / max(busy, 1e-9)
         time = max(time, _inputs(case, work) / roof.bandwidth) + (parts > 1) * (2 * result * parts / roof.bandwidth)
         seconds += time + roof.launch * (1 + 6 * (parts > 1))
-        traffic += read + result * parts
-        flops += work.flops * case.pairs
+        traffic += read + result
+        flops += work.flops * pairs
         held += result * parts if parts > 1 else 0
     return Estimate(flops, traffic, seconds, held, held + _results(case, count(case)))
 
@@ -178,17 +183,29 @@ def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
 
 
 def _panel(case: Case, choice: Choice) -> Estimate:
-    work, roof = count(case), case.ceilings
-    (room,) = choice.tile("room") or (tiling.ELEMENTS * tiling.HELD,)
-    item = case.item if case.kernels else case.wide
+    (room,) = choice.tile("room") or (_ROOM,)
+    return panels(case, count(case), room)
+
+
+def panels(case: Case, work: Work, room: int = 0) -> Estimate:
+    """Some work done a panel at a time, in ``room`` bytes: products are written, read, perhaps overwritten, read."""
+    roof = case.ceilings
+    item = case.item if case.gpu else case.wide
     row = max(1, case.cols * item)
-    rows = max(1, min(case.rows, room // row))
+    rows = max(1, min(case.rows, (room or _ROOM) // row))
     number = case.batch * -(-case.rows // rows)
     held = rows * row
-    passes = 4 * item / roof.bandwidth if held > roof.cache / 2 else 2 * item / roof.bandwidth
-    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(rows)) + passes
+    passes, pairs = 4 * item / roof.bandwidth, case.batch * case.rows * case.cols
+    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(rows, 4096))) + passes
     pair += work.special / roof.special + work.plain / roof.plain
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * -(-case.rows // rows)
-    seconds = case.pairs * pair + again / roof.bandwidth + number * (STEPS if case.kernels else 4 * STEPS) * roof.launch
-    traffic = case.pairs * 4 * item + again + _inputs(case, work)
-    return Estimate(work.flops * case.pairs, traffic, seconds, held, held + _results(case, work))
+    steps = STEPS if case.gpu else 4 * STEPS * -(-held // (tiling.ELEMENTS * item))
+    seconds = pairs * pair + again / roof.bandwidth + number * steps * roof.launch
+    traffic = pairs * 4 * item + again + _inputs(case, work)
+    buffers = 0 if case.gpu else min(rows * case.cols, tiling.ELEMENTS) * case.tile
+    return Estimate(
+        work.flops * pairs, traffic, seconds, held + buffers, held + buffers + _results(case, work) + case.fixed
+    )
+
+
+_ROOM = 256 * 2**20  # bytes of panels where nothing else is said
