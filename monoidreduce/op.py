@@ -29,6 +29,7 @@ from .program.expr import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
 from .stream import Prepared, Stream
+from .tuning import Tuning, tune
 
 _TRACES = 256  # kept per op, the oldest dropped
 _PLANS = 1024
@@ -121,6 +122,18 @@ class Op(compiled.Compiled):
         torch.Size([5, 3])
         """
         return budget(limit)(self)
+
+    def tune(self, *args: Any, backward: bool = True, quiet: bool = False, **kwargs: Any) -> Tuning:
+        """Find the fastest plans for calls like this one, and remember them: see :func:`monoidreduce.tune`.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> all(fold.seconds <= fold.safe_seconds for fold in attention.tune(*torch.randn(3, 300, 8)).folds)
+        True
+        """
+        return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-asked: ContextVar[tuple[str | None, bool]] = ContextVar("asked", default=(None, False))  # precision, strict
+# What mr.use says of precision, strict and tune: kept by a backward.
+asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:

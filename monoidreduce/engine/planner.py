@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import budget, candidates, ceilings, choice, tiles
+from ..plan import budget, candidates, ceilings, choice, store, tiles
 from ..plan.choice import Choice
 from ..plan.work import Case
 from ..program.digest import digest
 from ..program.expr import Expr, index, size
 from ..program.lower import Fold
-from . import eager, hardware, held, panel, triton
+from . import eager, hardware, held, panel, triton, winners
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
@@ -38,12 +38,13 @@ def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
     """The choice for a fold on these leaves: found again for the next ones like them."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
-    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get())
+    key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), store.generation())
     if choice.followed.get() is not None or budget.parts() > 1:  # told what to do, or to do with less
         return candidates.choose(case_of(fold, leaves, sizes))
     found = _CHOSEN.get(key)
     if found is None:
-        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes))
+        remembered = functools.partial(winners.recalled, device=sizes.device)
+        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes), remembered)
         while len(_CHOSEN) > _MOST:
             del _CHOSEN[next(iter(_CHOSEN))]
     return found[1]

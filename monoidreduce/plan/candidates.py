@@ -45,8 +45,8 @@ def candidates(case: Case, over: str | None = None) -> list[Choice]:
 
 def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None) -> Choice:
     """What to run: as followed, else what was measured to win, else the model's cheapest within the budget."""
-    if budget.parts() > 1:  # memory ran out: the engines' own tiles, which then are smaller
-        return Choice(default(case).schedule)
+    if budget.parts() > 1:  # memory ran out
+        return smallest(case)
     asked = told(case.name) or (remembered(case) if remembered is not None else None)
     if asked is not None:
         return asked
@@ -60,6 +60,14 @@ def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None
 def default(case: Case) -> Choice:
     """The engine's own tiles for the schedule that always runs."""
     return Choice("panel" if case.gpu and case.panels and not case.kernels else "flash", case.defaults)
+
+
+def smallest(case: Case) -> Choice:
+    """What takes the least memory: no part of a walk is kept apart, and the engine's tiles go by the room there is."""
+    found = default(case)
+    for way, tile in found.tiles:
+        found = found.having(way, (*tile[:4], 1))
+    return found
 
 
 def _kernels(case: Case, over: str | None) -> list[Choice]:

@@ -57,6 +57,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
+        source.note(compiled)
         return source.again(compiled, call.grid, tuple(constants.values()))
 
 
