@@ -28,8 +28,10 @@ HOST = 12  # launches' worth of host time that a fold takes besides its engine: 
 def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool, ranks: int = 1) -> Cost:
     """The cost of a program on inputs whose numbers are not looked at (meta tensors will do).
 
-    With ``ranks`` also that of dividing rows, columns, or both over so many.
+    ``backward``: with the gradients of the inputs that ask for one, or of all where none does. With ``ranks`` also the
+    cost of dividing rows, columns, or both over so many.
     """
+    inputs = asking(inputs) if backward else inputs
     roof = ceilings.of(sizes.device)
     passes = by_passes(program, inputs, sizes, backward)
     cases = [planner.case_of(n.fold, n.leaves, n.sizes) for n in passes.folds]
@@ -45,6 +47,15 @@ def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
         found += _divided(found[0], passes, ranks, roof)
     limit = budget.asked()
     return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, DENSE, backward)
+
+
+def asking(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inputs of which at least one asks for a gradient: where none does, stand-ins that all do."""
+    floats = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    if any(v.requires_grad for v in floats.values()):
+        return inputs
+    made = {n: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for n, v in floats.items()}
+    return {**inputs, **{n: v.requires_grad_() for n, v in made.items()}}
 
 
 def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Rehearsal:

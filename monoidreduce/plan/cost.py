@@ -7,7 +7,7 @@ traffic (``communication.py``). The gradient's fold is a fold like any other, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import tiles as tiling
 from .ceilings import Ceilings
@@ -71,10 +71,9 @@ class Cost:
 
     @property
     def chosen(self) -> Scheduled:
-        """The fastest of those that are allowed: what would run."""
-        return next(
-            (s for s in self.schedules if self.allows(s)), self["flash"] if "flash" in self else self.schedules[0]
-        )
+        """The fastest of those that are allowed: what a call on this device would run."""
+        here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
+        return next((s for s in here if self.allows(s)), here[-1])
 
     def allows(self, scheduled: Scheduled) -> bool:
         """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
@@ -82,11 +81,22 @@ class Cost:
             return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
         return self.budget is None or scheduled.held <= self.budget
 
+    def having(self, scheduled: Scheduled) -> Cost:
+        """The same with one schedule more."""
+        return replace(self, schedules=tuple(sorted((*self.schedules, scheduled), key=lambda s: s.seconds)))
+
     def __getitem__(self, schedule: str) -> Scheduled:
         return next(s for s in self.schedules if s.schedule == schedule)
 
     def __contains__(self, schedule: object) -> bool:
         return any(s.schedule == schedule for s in self.schedules)
+
+    def get(self, schedule: str, otherwise: Scheduled | None = None) -> Scheduled | None:
+        return self[schedule] if schedule in self else otherwise
+
+    def __str__(self) -> str:
+        parts = [f"{s.schedule} {s.seconds * 1e3:.3g} ms, {s.peak / 1e6:.3g} MB" for s in self.schedules]
+        return "; ".join(parts)
 
 
 def estimate(case: Case, choice: Choice) -> Estimate:
@@ -152,7 +162,7 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         parts = _parts(own, kept, folded, case)
         instances = case.batch * -(-kept // own[0]) * parts
         busy = min(1.0, instances / roof.processors)  # equation 3: no faster than the longest chain
-        reuse = (1 + 8 / own[0] + 8 / own[1]) * (1.02 if own != dict(case.defaults).get(over) else 1.0)
+        reuse = _reuse(own, dict(case.defaults).get(over, own))
         pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
         side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
@@ -167,6 +177,18 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         flops += work.flops * pairs
         held += result * parts if parts > 1 else 0
     return Estimate(flops, traffic, seconds, held, held + _results(case, count(case)))
+
+
+def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
+    """How much slower than the engine's own tile, which was measured, another is thought to be: small ones read more."""
+    ratio = (1 + 8 / tile[0] + 8 / tile[1]) / (1 + 8 / own[0] + 8 / own[1])
+    return 1.0 if tile[:4] == own[:4] else max(1.02, ratio)
+
+
+def parts_of(case: Case, over: str, tile: tuple[int, ...]) -> int:
+    """Into how many parts the folded axis of a kernel is cut."""
+    kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
+    return _parts(tile, kept, folded, case)
 
 
 def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
