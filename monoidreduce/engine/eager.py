@@ -8,7 +8,7 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -273,17 +273,10 @@ class Chunk:
         return row_ranges, col_ranges, fixed
 
 
-def whole_code(fold: Fold, leaves: Sequence[Any]) -> Code:
+def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
     """The code of tiles of which nothing is known beforehand."""
-    scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     return code_of(fold, scalars).variant({}) or Code((), ())
 
 
 def slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
-
-
-def walk(fold: Fold, sizes: Sizes) -> Iterator[str]:
-    """How this engine would walk the fold, in words."""
-    tiles = plan.choose(torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols, width(fold, sizes))
-    yield f"tiles of {tiles.rows} rows × {tiles.cols} columns, {tiles.batch} of the batch at a time"

@@ -60,9 +60,8 @@ def _by_reducer(r: Reducer, owned: tuple[bool, ...], fold: Fold, sizes: Sizes, i
     if kind == "moments":
         return wide
     if kind == "user":
-        widths = [1 if a.feature is None else sizes.of(str(a.feature)) for a in r.roots]
-        vectors = [w for a, w in zip(r.roots, widths, strict=True) if a.feature is not None]
-        return wide * (6 * sum(vectors)) // 5  # the elements, stacked
+        vectors = [sizes.of(str(a.feature)) for a in r.roots if a.feature is not None]
+        return wide * (2 * sum(vectors))  # the elements, stacked, and the first levels of their tree
     return 0
 
 

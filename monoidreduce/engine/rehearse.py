@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -25,6 +24,7 @@ from ..plan.ceilings import Ceilings
 from ..plan.work import SPECIAL
 from ..program.lower import Fold
 from . import library, registry
+from .alive import Alive
 from .autograd import REHEARSAL
 from .evaluate import Sizes
 
@@ -114,30 +114,14 @@ class Scale:
 _CPU = torch.device("cpu")
 
 
-class _Stage(TorchDispatchMode):
+class _Stage(Alive):
     """Notes every operation inside the block."""
 
     def __init__(self, sizes: Sizes, scale: Scale, roof: Ceilings, given: Sequence[Tensor]):
-        super().__init__()
+        super().__init__(given)
         self.sizes, self.scale, self.roof = sizes, scale, roof
-        self.given = {id(t.untyped_storage()): t.untyped_storage() for t in given}
-        self.live: dict[int, int] = {}
-        self.total = 0
         self.backward = False
         self.found = Rehearsal()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in here; the guard against it would import dynamo, which takes longer than all of us."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._count(func, args, kwargs or {}, result)
-        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._see(t)
-        return result
 
     def note(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
         """An engine that computes nothing."""
@@ -147,7 +131,7 @@ class _Stage(TorchDispatchMode):
         made = library.shapes(fold, list(leaves), sizes)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
-    def _count(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = func.__name__
         if name.startswith(_FREE) or func._overloadpacket is torch.ops.aten.t:
             return
@@ -170,19 +154,8 @@ class _Stage(TorchDispatchMode):
             time = max(time, made / roof.plain)
         found.seconds += time + roof.launch
 
-    def _see(self, t: Tensor) -> None:
-        storage = t.untyped_storage()
-        key, size = id(storage), self.scale.up(storage.nbytes() // t.element_size()) * t.element_size()
-        if key in self.given or self.live.get(key, -1) >= size:
-            return
-        if key not in self.live:
-            weakref.finalize(storage, self._gone, key).atexit = False
-        self.total += size - self.live.get(key, 0)
-        self.live[key] = size
-        self.found.peak = max(self.found.peak, self.total)
-
-    def _gone(self, key: int) -> None:
-        self.total -= self.live.pop(key, 0)
+    def size(self, t: Tensor) -> int:
+        return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
 
 
 def _exponentials(name: str, args: tuple) -> float:
@@ -228,6 +201,7 @@ def rehearse(
                 grads = torch.autograd.grad(values, wanted, ones, allow_unused=True)
                 del grads, ones
             del found, values
+    stage.found.peak = stage.peak
     return stage.found
 
 

@@ -21,6 +21,7 @@ from ..program.contract import Contraction, contractions
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
 from ..program.normal import is_pass
+from . import hardware
 from .dense import REDUCERS
 from .evaluate import Sizes
 from .script import Script, Writer, inputs
@@ -35,11 +36,16 @@ def has_form(program: Lowered) -> bool:
 @functools.lru_cache(maxsize=1024)
 def whole(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     """Write a program down; ``run(sizes, *inputs)`` gives its outputs, differentiable as often as one likes."""
-    return _Whole(numbers, frozenset()).script(inputs(program), program.outputs)
+    used = {(e.args[0], e.attrs[0]) for e in topological(program.outputs) if e.op == "result"}
+    return _Whole(numbers, used).script(inputs(program), program.outputs)
 
 
 class _Whole(Writer):
     """Writes reductions of pairs from their parts: numbers per pair, and vectors of one side."""
+
+    def __init__(self, numbers: frozenset[str], used: set[tuple[Expr, int]]):
+        super().__init__(numbers, frozenset())
+        self.used = used
 
     def of(self, e: Expr) -> str:
         for n in topological([e], stop=lambda n: n in self.names or is_pass(n)):
@@ -61,7 +67,9 @@ class _Whole(Writer):
         kind, over, params = e.attrs
         if kind == "soft":
             parts = [self._parts(v, over) for v in e.args[1:]]
-            own = _Soft(over, tuple(tuple(p for p, _ in each) for each in parts))
+            count = len(e.args)
+            logarithm = any((e, k) in self.used for k in (0, count))
+            own: Any = _Soft(over, tuple(tuple(p for p, _ in each) for each in parts), logarithm)
             given = [self._number(e.args[0]), *(n for each in parts for _, names in each for n in names)]
         elif kind == "sum" and e.args[0].dtype == "float":
             found = self._parts(e.args[0], over)
@@ -131,7 +139,7 @@ def _vectors(x: Tensor, sizes: Sizes) -> Tensor:
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
-        return x @ y.mT
+        return hardware.product(x, y)
     return (x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1)  # integer products have no fast road on GPUs
 
 
@@ -198,6 +206,7 @@ class _Soft:
 
     over: str
     values: tuple[tuple[_Part, ...], ...]
+    logarithm: bool  # whether anyone asks for it
 
     def __call__(self, sizes: Sizes, logit: Tensor, *given: Tensor) -> list[Tensor]:
         dim = -1 if self.over == "cols" else -2
@@ -214,8 +223,10 @@ class _Soft:
             mean = _folded(parts, list(given[at : at + count]), self.over, weight, sizes)
             means.append(mean / (seen if mean.dim() == seen.dim() else seen.unsqueeze(-1)))
             at += count
-        log_total = torch.where(blind, -math.inf, seen.log())
         safe = safe.squeeze(dim)
+        if not self.logarithm:
+            return [safe, *means, safe, safe]
+        log_total = torch.where(blind, -math.inf, seen.log())
         return [log_total + safe, *means, log_total, safe]
 
 

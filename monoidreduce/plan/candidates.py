@@ -58,16 +58,11 @@ def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None
 
 
 def default(case: Case) -> Choice:
-    """The engine's own tiles for the schedule that always runs."""
-    return Choice("panel" if case.gpu and case.panels and not case.kernels else "flash", case.defaults)
-
-
-def smallest(case: Case) -> Choice:
-    """What takes the least memory: no part of a walk is kept apart, and the engine's tiles go by the room there is."""
-    found = default(case)
-    for way, tile in found.tiles:
-        found = found.having(way, (*tile[:4], 1))
-    return found
+    """The engine's own tiles, for the schedule that always runs."""
+    if case.gpu and case.panels and not case.kernels:
+        return Choice("panel")
+    split = any(cost.parts_of(case, over, tile) > 1 for over, tile in case.defaults)
+    return Choice("split" if split else "flash", case.defaults)
 
 
 def _kernels(case: Case, over: str | None) -> list[Choice]:

@@ -71,10 +71,11 @@ class Case:
     steps: int = 0  # torch operations that a tile takes
     seen: float = 1.0  # the share of the pairs that conditions leave
 
-    @property
-    def pairs(self) -> float:
-        """Pairs that are computed."""
-        return self.batch * self.rows * self.cols * self.seen
+    def pairs(self, rows: int = 0, cols: int = 0) -> float:
+        """Pairs that are computed in tiles of a size: what conditions leave, and what they cut through."""
+        cut = (rows / max(1, self.rows) + cols / max(1, self.cols)) / 4
+        share = 1.0 if self.seen == 1 else min(1.0, self.seen + cut)
+        return self.batch * self.rows * self.cols * share
 
     def of(self, letter: str | int) -> int:
         name = str(letter).lstrip("#")
@@ -110,6 +111,13 @@ def count(case: Case, over: str | None = None) -> Work:
 def _count(fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None) -> Work:
     counter = _Counter(fold, dict(letters), item, wide)
     return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither")])
+
+
+def joined(works: list[Work]) -> Work:
+    """Several pieces of work done to the same pairs."""
+    both = [{k: sum(getattr(w, n).get(k, 0) for w in works) for k in ("rows", "cols")} for n in ("reads", "writes")]
+    sums = [sum(getattr(w, n) for w in works) for n in ("products", "contracted", "plain", "special")]
+    return Work(*sums, *both)
 
 
 def directions(fold: Fold) -> tuple[str, ...]:

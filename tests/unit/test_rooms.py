@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "sources": {"errors"},
     "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},
     "tuning": {"errors", "plan", "engine", "sources"},
+    "explain": {"errors", "program", "plan", "engine"},
     "op": {
         "errors",
         "algebra",
@@ -33,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "stream",
         "tuning",
+        "explain",
     },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics
