@@ -54,6 +54,7 @@ from .program.reductions import (
 from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
 from .sources import chunks
 from .stream import Stream
+from .tuning import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "Scalar",
     "Stream",
     "Tally",
+    "Tuning",
     "Vector",
     "__version__",
     "argmax",
@@ -99,6 +101,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "tune",
     "uniform",
     "use",
     "var",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
-from ..plan import budget
+from ..plan import budget, choice
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
@@ -29,7 +29,8 @@ from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not plain(leaves):
+    if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():
@@ -77,7 +78,7 @@ def straight() -> bool:
 
 def plain(values: Sequence[Any]) -> bool:
     """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
-    return straight() and all(type(v) in _PLAIN for v in values if isinstance(v, Tensor))
+    return straight() and all(type(v) in PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -179,21 +180,22 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
         return None, *recover.typed(_gradients, given, context.sizes)
 
 
-def _asked() -> tuple[int | None, tuple]:
+def _asked() -> tuple[int | None, tuple, Any]:
     """What a forward was asked for, which its backward keeps."""
-    return budget.asked(), hardware.asked.get()
+    return budget.asked(), hardware.asked.get(), choice.followed.get()
 
 
 @contextlib.contextmanager
 def _as_forward(ctx: Any, region: str | None) -> Iterator[None]:
     """As the forward was asked: a backward may run in a thread that does not know, or inside an autocast region."""
-    limit, settings = ctx.asked
-    before = hardware.asked.set(settings)
+    limit, settings, followed = ctx.asked
+    before, token = hardware.asked.set(settings), choice.followed.set(followed)
     try:
         with budget.kept(limit), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
             yield
     finally:
         hardware.asked.reset(before)
+        choice.followed.reset(token)
 
 
 @functools.lru_cache(maxsize=4096)

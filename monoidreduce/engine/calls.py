@@ -23,6 +23,7 @@ from . import recover, reference, registry
 from .arguments import padded
 from .autograd import Walk
 from .evaluate import Sizes, from_layout
+from .roads import Roads
 from .script import inputs, script
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
@@ -102,7 +103,8 @@ def _walk(traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str) -> 
     program = lower(traced.outputs)
     numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
     made = script(program, numbers)
-    return made.inputs, functools.partial(made.run, sizes, Walk(engine))
+    passes = functools.partial(made.run, sizes, Walk(engine))
+    return made.inputs, Roads(program, made.inputs, sizes, numbers, passes) if engine == "auto" else passes
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:

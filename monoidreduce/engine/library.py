@@ -87,7 +87,7 @@ def _fake(
 ) -> list[Tensor]:
     sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
     given = _joined(leaves, numbers, places)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _shapes(_known(fold), given, sizes)]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes(_known(fold), given, sizes)]
 
 
 def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
@@ -111,7 +111,7 @@ def _letters(names: str, lengths: list[int]) -> dict[str, int]:
     return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
 
 
-def _shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each of a fold's results."""
     found: list[tuple[tuple[int, ...], torch.dtype]] = []
     for r, k in fold.outputs:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import distributed, eager, hardware, panel, planner, recover, triton
+from ..plan import budget as limits
+from . import distributed, eager, hardware, panel, recover, triton, tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -49,7 +50,7 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": planner.run}
+_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
 FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
@@ -99,12 +100,24 @@ def _checked(name: str, source: str) -> str:
 
 
 @contextlib.contextmanager
+def automatic() -> Iterator[None]:
+    """The engine ``auto`` inside the block, all other settings as they are."""
+    token = _settings.set(replace(_settings.get() or Settings(), engine="auto"))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+@contextlib.contextmanager
 def use(
     engine: str | None = None,
     *,
     limit: int | None = REFERENCE_LIMIT,
     precision: str | None = None,
     strict: bool = False,
+    tune: bool | None = None,
+    budget: int | str | None = None,
 ) -> Iterator[None]:
     """Choose inside the block how ops run.
 
@@ -112,6 +125,8 @@ def use(
     (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee``, ``tf32`` or ``tf32x3`` (three
     products of TF32, almost float32, on the matrix units); None follows torch's own switch,
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
+    ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
+    :class:`mr.budget <monoidreduce.plan.budget.budget>`.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
@@ -123,9 +138,10 @@ def use(
         )
     chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit, precision, strict)
     token = _settings.set(chosen)
-    before = hardware.asked.set((precision, strict))
+    before = hardware.asked.set((precision, strict, tune))
     try:
-        yield
+        with limits.kept(None if budget is None else limits.parse(budget)):
+            yield
     finally:
         hardware.asked.reset(before)
         _settings.reset(token)

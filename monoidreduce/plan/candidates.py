@@ -45,6 +45,8 @@ def candidates(case: Case, over: str | None = None) -> list[Choice]:
 
 def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None) -> Choice:
     """What to run: as followed, else what was measured to win, else the model's cheapest within the budget."""
+    if budget.parts() > 1:  # memory ran out
+        return smallest(case)
     asked = told(case.name) or (remembered(case) if remembered is not None else None)
     if asked is not None:
         return asked
@@ -56,8 +58,11 @@ def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None
 
 
 def default(case: Case) -> Choice:
-    """The engine's own tiles for the schedule that always runs."""
-    return Choice("panel" if case.gpu and case.panels and not case.kernels else "flash", case.defaults)
+    """The engine's own tiles, for the schedule that always runs."""
+    if case.gpu and case.panels and not case.kernels:
+        return Choice("panel")
+    split = any(cost.parts_of(case, over, tile) > 1 for over, tile in case.defaults)
+    return Choice("split" if split else "flash", case.defaults)
 
 
 def _kernels(case: Case, over: str | None) -> list[Choice]:
@@ -67,7 +72,7 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
         own = base.tile(way)
         if own is None:
             continue
-        sizes = NARROW_TILES if max([0, *(case.width(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
+        sizes = NARROW_TILES if max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
         found += [base.having(way, (*t, 1)) for t in sizes]
         found += [replace(base.having(way, (*own[:4], parts)), schedule="split") for parts in PARTS]
     return found
@@ -75,9 +80,9 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
 
 def _torch(case: Case) -> list[Choice]:
     found = []
-    for rows, cols in TORCH_TILES:
+    for rows, cols in TORCH_TILES if case.width == 1 else ():
         r, c = min(rows, max(1, case.rows)), min(cols, max(1, case.cols))
-        b = min(max(1, case.batch), max(1, tiles.ELEMENTS // (r * c)))
+        b = min(max(1, case.batch), max(1, tiles.ELEMENTS // (r * c * case.width)))
         found.append(Choice("flash", (("tile", (b, r, c)),)))
-    own = tiles.choose(case.batch, case.rows, case.cols)
+    own = tiles.choose(case.batch, case.rows, case.cols, case.width)
     return [Choice("flash", (("tile", (own.batch, own.rows, own.cols)),)), *found]

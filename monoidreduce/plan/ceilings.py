@@ -29,6 +29,7 @@ class Ceilings:
     launch: float  # of one operation as the host sees it
     cache: int  # the last cache before memory
     near: int  # a cache that one processor has for itself; shared memory on GPUs
+    link: float  # bytes that one rank sends to another
     processors: int = 1
     source: str = "measured"  # where the numbers come from
 
@@ -63,6 +64,7 @@ GPUS = {
         launch=5e-6,
         cache=50 * 2**20,
         near=232_448,
+        link=4.0e11,
         processors=132,
         source=_MEASURED,
     ),
@@ -77,6 +79,7 @@ GPUS = {
         launch=5e-6,
         cache=40 * 2**20,
         near=166_912,
+        link=2.5e11,
         processors=108,
         source=_DERIVED,
     ),
@@ -91,6 +94,7 @@ GPUS = {
         launch=5e-6,
         cache=48 * 2**20,
         near=101_376,
+        link=2.0e10,
         processors=58,
         source=_DERIVED,
     ),
@@ -124,10 +128,13 @@ def _known_gpu(device: torch.device) -> Ceilings:
         base.launch,
         int(getattr(found, "L2_cache_size", base.cache)),
         int(getattr(found, "shared_memory_per_block_optin", base.near)),
+        base.link,
         found.multi_processor_count,
         _DERIVED,
     )
 
+
+_SOCKET = 2.0e9  # bytes a second between processes of one machine (benchmarks/results/ranks-20261115-0920.md)
 
 # CPUs ---------------------------------------------------------------------------------------------------------
 
@@ -159,6 +166,7 @@ def measured(threads: int) -> Ceilings:
             launch=_best(lambda: [torch.mul(tiny, tiny, out=tiny) for _ in range(50)]) / 50,
             cache=_cache(3, 32 * 2**20),
             near=_cache(2, 2**20),
+            link=_SOCKET,
             processors=threads,
         )
 

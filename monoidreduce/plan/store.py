@@ -39,7 +39,10 @@ class Key:
     types: str
     device: str
     budget: str
-    versions: str = field(default_factory=lambda: versions())
+    versions: str = ""  # of the libraries; those installed, if left out
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self.versions or installed())
 
     @property
     def digest(self) -> str:
@@ -84,7 +87,7 @@ def bucket(length: int) -> int:
 
 
 @functools.cache
-def versions() -> str:
+def installed() -> str:
     """Ours, torch's and Triton's: another compiler, another plan."""
     found = [f"monoidreduce {__version__}"]
     for name in ("torch", "triton"):
@@ -104,13 +107,13 @@ def recall(key: Key) -> Record | None:
     return _hold(key, found if found is not None and found.key == key else None)
 
 
-def remember(record: Record) -> bool:
-    """Keep a record, in place of what its key had; whether the next process will find it."""
+def remember(record: Record, lasting: bool = True) -> bool:
+    """Keep a record, in place of what its key had, on disk if it is ``lasting``; whether the next process finds it."""
     global _generation
     _hold(record.key, record)
     with _lock:
         _generation += 1
-    place = disk.folder(FOLDER)
+    place = disk.folder(FOLDER) if lasting else None
     return place is not None and disk.write(place / f"{record.key.digest}.json", text(record.to_json()).encode())
 
 

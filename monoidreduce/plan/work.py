@@ -65,18 +65,23 @@ class Case:
     panels: bool = False  # whether it can be done a panel at a time
     gpu: bool = False
     defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # tiles that the engine would take by itself, by direction
+    tile: int = 0  # bytes that a tile of torch holds per pair
+    fixed: int = 0  # and besides, whatever its size
+    width: int = 1  # numbers of a pair that are folded whole
+    steps: int = 0  # torch operations that a tile takes
     seen: float = 1.0  # the share of the pairs that conditions leave
 
-    @property
-    def pairs(self) -> float:
-        """Pairs that are computed."""
-        return self.batch * self.rows * self.cols * self.seen
+    def pairs(self, rows: int = 0, cols: int = 0) -> float:
+        """Pairs that are computed in tiles of a size: what conditions leave, and what they cut through."""
+        cut = (rows / max(1, self.rows) + cols / max(1, self.cols)) / 4
+        share = 1.0 if self.seen == 1 else min(1.0, self.seen + cut)
+        return self.batch * self.rows * self.cols * share
 
     def of(self, letter: str | int) -> int:
         name = str(letter).lstrip("#")
         return int(name) if name.isdigit() else dict(self.letters)[name]
 
-    def width(self, e: Expr) -> int:
+    def features(self, e: Expr) -> int:
         """Numbers that one index (or pair) holds of an expression."""
         return 1 if e.feature is None else self.of(str(e.feature))
 
@@ -89,7 +94,6 @@ class Work:
     contracted: int = 0  # floating operations of matrix products that fold pairs
     plain: float = 0.0  # plain operations
     special: float = 0.0  # exponentials and the like
-    held: int = 0  # numbers per pair that are alive at once, at most
     reads: Mapping[str, int] = field(default_factory=dict)  # "rows", "cols": bytes of an index's inputs
     writes: Mapping[str, int] = field(default_factory=dict)  # bytes of an index's results
 
@@ -107,6 +111,13 @@ def count(case: Case, over: str | None = None) -> Work:
 def _count(fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None) -> Work:
     counter = _Counter(fold, dict(letters), item, wide)
     return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither")])
+
+
+def joined(works: list[Work]) -> Work:
+    """Several pieces of work done to the same pairs."""
+    both = [{k: sum(getattr(w, n).get(k, 0) for w in works) for k in ("rows", "cols")} for n in ("reads", "writes")]
+    sums = [sum(getattr(w, n) for w in works) for n in ("products", "contracted", "plain", "special")]
+    return Work(*sums, *both)
 
 
 def directions(fold: Fold) -> tuple[str, ...]:
@@ -144,8 +155,7 @@ class _Counter:
             if e in used and e.rows != e.cols:
                 size = 8 if e.dtype == "int" else 1 if e.dtype == "bool" else self.item
                 reads["rows" if e.rows else "cols"] += size * self.width(e)
-        held = max([1, *(len(r.args) for r in walked)]) + (self.special > 0)
-        return Work(self.products, self.contracted, self.plain, self.special, held, reads, writes)
+        return Work(self.products, self.contracted, self.plain, self.special, reads, writes)
 
     def _of(self, feature: str | int) -> int:
         name = str(feature).lstrip("#")

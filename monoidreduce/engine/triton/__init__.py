@@ -12,6 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from . import describe as describe
-from . import launch, rows
+from . import launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "tiles_of", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "sources", "tiles_of", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -77,6 +78,12 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
         return {}
     found = {one.over: one.plan for one in ready.launches}
     return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts) for o, p in found.items()}
+
+
+def sources(fold: Fold) -> list[Path]:
+    """The files of the kernels that were made for a fold so far."""
+    made = [one for ready in _READY.values() if ready.fold is fold for one in ready.launches]
+    return list(dict.fromkeys(source.write(one.kernel.text) for one in made))
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

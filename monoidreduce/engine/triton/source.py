@@ -7,12 +7,14 @@ hash of its content. What runs is the text that was just written here, never wha
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import importlib.metadata
 import linecache
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,36 @@ def load(text: str) -> Any:
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiler says of a kernel: registers and bytes spilled of a thread, bytes of shared memory."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+_watching: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Resources]]:
+    """The resources of kernels first launched inside the block."""
+    found: list[Resources] = []
+    token = _watching.set(found)
+    try:
+        yield found
+    finally:
+        _watching.reset(token)
+
+
+def note(compiled: Any) -> None:
+    """Say what a kernel takes to whoever watches; the interpreter's take nothing."""
+    watching = _watching.get()
+    if watching is not None and getattr(compiled, "n_regs", None) is not None:
+        watching.append(Resources(compiled.n_regs, 4 * compiled.n_spills, int(compiled.metadata.shared)))
 
 
 def on(device: torch.device) -> Any:
