@@ -28,8 +28,9 @@ from .demo import COMMAND as DEMO
 from .doctor import COMMAND as DOCTOR
 from .explain import COMMAND as EXPLAIN
 from .profile import COMMAND as PROFILE
+from .tune import COMMAND as TUNE
 
-COMMANDS: tuple[Command, ...] = (DEMO, CHECK, EXPLAIN, BENCH, PROFILE, CACHE, DOCTOR)
+COMMANDS: tuple[Command, ...] = (DEMO, CHECK, EXPLAIN, BENCH, PROFILE, TUNE, CACHE, DOCTOR)
 _NOISE = (
     "mkldnn_matmul failed",  # said with thirty lines of addresses on CPUs without bfloat16; the result is right
 )

@@ -46,6 +46,7 @@ def run(
     bench.png and bench.json.
     """
     chosen = _chosen(tuple(NAMED) if layers == ("all",) else layers or DEFAULT, given)
+    pictures.require()
     folder = files.folder(out)
     start = time.perf_counter()
     contests = [(layer, *_contenders(layer, _peers(peers), device)) for layer in chosen]

@@ -1,9 +1,10 @@
-"""``monoidreduce explain FILE.py:NAME``: what would run at this size, and why; nothing is allocated or run."""
+"""``monoidreduce explain FILE.py:NAME``: what would run at this size, and why."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import click
 import torch
 
 from . import options, subject
@@ -11,19 +12,42 @@ from .command import Answer, Command, CommandError
 from .target import load, users_code
 
 
-def run(target: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device, **given: Any) -> Answer:
+def run(
+    target: str,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    forward: bool,
+    measure: bool,
+    device: torch.device,
+    **given: Any,
+) -> Answer:
     """Say what would run at a size, and why.
 
-    Passes, tiles, time and memory as they are predicted. Nothing is allocated and nothing runs, so the size may be any.
+    Passes, schedules and tiles, with the time and memory that are predicted for each. Nothing runs, and on a CPU
+    nothing is allocated, so the size may be any; with --measure the call is run a few times, and measured beside.
     """
     found = subject.of(load(target), **given)
     if found.op is None:
         raise CommandError(f"{target} is no op, so there is no plan to explain. Write it with @mr.op")
-    args = found.inputs(rows, cols, dtype, torch.device("meta"))
+    nowhere = device.type == "cpu" and not measure
+    args = found.inputs(rows, cols, dtype, torch.device("meta") if nowhere else device)
     with users_code(found.file):
-        text = found.op.explain(*args)
-    return Answer({"target": target, "rows": rows, "cols": cols, "text": text}, lambda c: c.print(text, markup=False))
+        text = found.op.explain(*args, backward=not forward, measure=measure)
+    data = {"target": target, "dtype": str(dtype)[6:], **text.as_dict(), "text": str(text)}
+    return Answer(data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
-_SHAPE = (options.SETTINGS, options.FEATURES, options.BATCH, options.DEVICE)
-COMMAND = Command("explain", run, (options.TARGET, options.ROWS, options.COLS, options.dtype("bf16"), *_SHAPE))
+COMMAND = Command(
+    "explain",
+    run,
+    (
+        options.TARGET,
+        options.ROWS,
+        options.COLS,
+        options.dtype("bf16"),
+        options.FORWARD,
+        click.Option(["--measure"], is_flag=True, help="run it too, and measure beside what is predicted"),
+        *options.DRAWN,
+    ),
+)

@@ -113,6 +113,8 @@ DENSE = click.Option(
     ["--dense", "dense_name"], metavar="NAME",
     help="a function of the file that computes the same in plain torch; NAME_dense if it is there",
 )  # fmt: skip
+FORWARD = click.Option(["--forward"], is_flag=True, help="the forward alone, without gradients")
+DRAWN = (SETTINGS, FEATURES, BATCH, DEVICE)  # what an op's arguments are drawn by
 SUBJECT = (SETTINGS, FEATURES, BATCH, INPUTS, DENSE, DEVICE)  # what a layer is given, apart from its size and type
 ROWS, COLS = (
     click.Option([f"--{name}"], type=COUNT, default=4096, show_default=True, help=f"how many {words}")

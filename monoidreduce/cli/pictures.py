@@ -5,6 +5,7 @@ The only file that imports matplotlib, which takes a second to load: inside the 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,12 @@ from .memory import CATEGORIES, Profile
 _COLOURS = {"gradients": "#8b9299", "kept": "#0d74ce", "temporary": "#f0a63a"}
 _SPANS = 900
 Curves = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def require() -> None:
+    """Say what to install, before any work is done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError('pictures need matplotlib. Install it: pip install "monoidreduce[cli]"')
 
 
 def timelines(title: str, profiles: Mapping[str, Profile]) -> bytes:
@@ -52,10 +59,8 @@ def curves(title: str, panels: Mapping[str, tuple[str, Curves]]) -> bytes:
 
 
 def _figure(columns: int, rows: int, title: str) -> Any:
-    try:
-        from matplotlib.figure import Figure  # no pyplot: nothing global, no window
-    except ImportError:
-        raise CommandError('pictures need matplotlib. Install it: pip install "monoidreduce[cli]"') from None
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no window
+
     figure = Figure(figsize=(5.2 * columns, 3.4 * rows + 0.4), layout="constrained")
     figure.suptitle(title)
     figure.subplots(rows, columns)

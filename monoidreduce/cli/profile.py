@@ -28,6 +28,7 @@ def run(target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device
     a ready-made one (see bench --help). Writes profile.html, profile.png and profile.json.
     """
     layer = subject.resolved(target, **given)
+    pictures.require()
     folder = files.folder(out)
     start = time.perf_counter()
     profiles, skipped = _measured(layer, rows, cols, dtype, device)

@@ -124,10 +124,10 @@ def test_peers_say_why_they_are_not_there():
 
 
 @pytest.mark.slow
-def test_compiled_peers_run_here():
+def test_compiled_peers_run_here(tmp_path):
     """torch.compile and FlexAttention take a C++ compiler's time."""
-    code, out, _ = call("bench", "attention", "--size", "64", "--peer", "compile", "--peer", "flex", "--json", "--seconds",
-                        "0", "--out", "/tmp/bench-compiled")  # fmt: skip
+    options = ["--size", "64", "--peer", "compile", "--peer", "flex", "--seconds", "0", "--out", str(tmp_path)]
+    code, out, _ = call("bench", "attention", "--json", *options)
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0 and rows["torch.compile"]["total_ms"] and rows["FlexAttention"]["forward_ms"]
 
@@ -224,21 +224,7 @@ def test_a_profile_without_a_dense_form_says_so(tmp_path):
     assert report_profile.render.__doc__
 
 
-# explain, cache, doctor
-
-
-def test_explain_allocates_nothing():
-    code, out, err = call(
-        "explain", f"{FILE}:attention", "--rows", "10000000", "--cols", "10000000", "--features", "64"
-    )
-    assert (code, err) == (0, "") and "10000000" in out.replace(",", "").replace(" ", "")
-    code, out, _ = call("explain", f"{FILE}:attention", "--json")
-    assert code == 0 and json.loads(out)["rows"] == 4096
-
-
-def test_explain_is_for_ops():
-    code, out, err = call("explain", f"{FILE}:Whole")
-    assert (code, out) == (2, "") and "is no op, so there is no plan to explain" in err
+# explain, tune, cache, doctor
 
 
 @pytest.fixture
@@ -246,6 +232,36 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "cache"))
     mr.cache.clear()
     return tmp_path
+
+
+def test_explain_allocates_nothing():
+    size = ["--rows", "10000000", "--cols", "10000000", "--features", "64"]
+    code, out, err = call("explain", f"{FILE}:attention", *size)
+    assert (code, err) == (0, "") and "10000000 rows × 10000000 columns" in out and "runs " in out
+    code, out, _ = call("explain", f"{FILE}:attention", "--json", "--forward", "--dtype", "float32")
+    data = json.loads(out)
+    assert code == 0 and data["rows"] == 4096 and data["backward"] is False and data["schedules"]
+
+
+def test_explain_measures_if_asked():
+    code, out, _ = call("explain", f"{FILE}:attention", "--rows", "40", "--cols", "50", "--measure", "--json")
+    assert code == 0 and json.loads(out)["measured"]["seconds"] > 0
+
+
+def test_tuning_is_remembered(own_cache):
+    size = ["--rows", "70", "--cols", "90", "--features", "4", "--forward"]
+    code, out, _ = call("tune", f"{FILE}:attention", *size, "--json")
+    data = json.loads(out)
+    assert code == 0 and data["rows"] == 70 and isinstance(data["folds"], list)
+    kept = {fold["key"]["program"] for fold in data["folds"]}
+    assert kept <= {p["key"]["program"] for p in json.loads(call("cache", "--json")[1])["plans"]}
+    code, out, _ = call("tune", "mlp", *size)
+    assert code == 0 and out.strip()
+
+
+def test_explain_is_for_ops():
+    code, out, err = call("explain", f"{FILE}:Whole")
+    assert (code, out) == (2, "") and "is no op, so there is no plan to explain" in err
 
 
 def test_the_cache_is_shown_shared_and_cleared(own_cache):
