@@ -65,6 +65,14 @@ def default(case: Case) -> Choice:
     return Choice("split" if split else "flash", case.defaults)
 
 
+def smallest(case: Case) -> Choice:
+    """What takes the least memory: no walk in parts, and tiles and panels as the engine makes them for the room left."""
+    found = default(case)
+    for way, tile in found.tiles:
+        found = found.having(way, (*tile[:4], 1))
+    return found
+
+
 def _kernels(case: Case, over: str | None) -> list[Choice]:
     base = default(case)
     found = [base]

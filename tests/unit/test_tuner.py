@@ -1,6 +1,5 @@
 """The tuner: winners are right, remembered and found again; what is wrong in any way never wins."""
 
-import statistics
 import threading
 import time
 
@@ -349,9 +348,8 @@ def test_rounding_is_no_difference_and_more_is():
 
 
 def test_the_clock_is_a_median():
-    times = iter([0.0, 0.02, 0.0, 0.0, 0.0] + [0.0] * 100)
-    assert trial.seconds(lambda: time.sleep(next(times)), torch.device("cpu"), 0.0) < 0.01
-    assert statistics.median([1, 2, 9]) == 2
+    times = iter([0.0, 0.5, 0.0])
+    assert trial.seconds(lambda: time.sleep(next(times)), torch.device("cpu"), 0.0) < 0.25
 
 
 # In the background
