@@ -1,9 +1,9 @@
 """Runs the commands that a page shows and puts what they print under them: ``python docs/transcripts.py [PAGE...]``.
 
-In a page, a python block after ``<!-- file: NAME.py -->`` is a file of the reader's; a ``console`` block holds commands,
-each after ``$``, with their output. Commands run in an empty folder with those files, one after the other, as a reader
-types them. An exit code other than 0 is shown as ``[exit code 1]``; ``<!-- seconds -->…<!-- end -->`` is filled with
-what they took together.
+In a page, a python block after ``<!-- file: NAME.py -->`` is a file of the reader's; a ``console`` block holds
+commands, each after ``$``, with their output. Commands run in an empty folder with those files, one after the other,
+as a reader types them. An exit code other than 0 is shown as ``[exit code 1]``; ``<!-- seconds -->…<!-- end -->`` is
+filled with what they took together.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def filled(text: str) -> str:
         def block(match: re.Match[str]) -> str:
             for name, source in files(text[: match.start()]).items():
                 Path(folder, name).write_text(source, encoding="utf-8")
-            inside = "".join(f"$ {command}\n{_run(command, folder)}" for command, _ in _commands(match.group(1)))
-            return f"```console\n{inside}```"
+            parts = [f"$ {command}\n{_run(command, folder)}" for command, _ in _commands(match.group(1))]
+            return "```console\n" + "\n".join(parts) + "```"
 
         done = _BLOCK.sub(block, text)
     took = f"{time.perf_counter() - start:.0f} s"
@@ -87,7 +87,7 @@ def _run(command: str, folder: str) -> str:
     )
     lines = [line.rstrip().replace(folder, "~/layers") for line in done.stdout.splitlines()]
     code = [f"[exit code {done.returncode}]"] if done.returncode else []
-    return "\n".join([*lines, *code]) + "\n\n"
+    return "\n".join([*lines, *code]).rstrip() + "\n"
 
 
 def main() -> None:

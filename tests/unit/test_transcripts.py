@@ -26,7 +26,8 @@ def smaller(arguments: list[str], code: int) -> list[str]:
         if option in rest and rest[rest.index(option) + 1].isdecimal():
             rest[rest.index(option) + 1] = value
     if command == "bench":
-        kept = ["24" if before == "--size" and word.isdecimal() else word for before, word in zip(["", *rest], rest)]
+        pairs = zip(["", *rest], rest, strict=False)
+        kept = ["24" if before == "--size" and word.isdecimal() else word for before, word in pairs]
         rest = [w for k, w in enumerate(kept) if w != "compile" and kept[k : k + 2] != ["--peer", "compile"]]
         rest += ["--seconds", "0"]
     if command == "check" and "Whole" in rest[0]:
@@ -68,6 +69,6 @@ def test_the_script_fills_a_page(tmp_path):
         "```console\n$ cat a.txt.py\nold\n$ false\n```\n"
     )
     done = transcripts.filled(page)
-    assert "```console\n$ cat a.txt.py\nx = 1\n\n$ false\n[exit code 1]\n\n```" in done
+    assert "```console\n$ cat a.txt.py\nx = 1\n\n$ false\n[exit code 1]\n```" in done
     assert re.search(r"<!-- seconds -->\d+ s<!-- end -->", done)
     assert [(s.command, s.code) for s in transcripts.shown(done)] == [("cat a.txt.py", 0), ("false", 1)]
