@@ -1,20 +1,16 @@
 """The commands that the docs show still work, at tiny sizes, with the exit codes that the docs show."""
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from docs import transcripts
 from monoidreduce.plan import tiles
 from tests.commands import call
 
 DOCS = Path(__file__).parents[2] / "docs"
-_spec = importlib.util.spec_from_file_location("transcripts", DOCS / "transcripts.py")
-transcripts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(transcripts)
-
 SHOWN = [(page, shown) for page in transcripts.PAGES for shown in transcripts.shown((DOCS / page).read_text())]
 SMALL = {"--rows": "40", "--cols": "60", "--features": "8"}
 
