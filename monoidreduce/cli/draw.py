@@ -146,7 +146,7 @@ def _suggested(op: Op, values: dict[str, Any], open_: list[str]) -> dict[str, An
 
 def _traced(op: Op, values: Mapping[str, Any]) -> tuple[Expr, ...]:
     """The body's outputs, with these values: traced on a small call, which is never run."""
-    sizes = Sizes(rows=2, cols=1 << 20)  # columns enough for any top-k; they are not allocated
+    sizes = Sizes(rows=1 << 20, cols=1 << 20)  # enough for any top-k; nothing is allocated
     given = Recipe(op, values).draw(sizes, torch.float32, torch.device("meta"))
     return op._prepare(given, {})[0].outputs
 

@@ -85,7 +85,7 @@ def _header(rows: Sequence[Row], environment: Environment, seconds: float, how: 
     tiles = []
     for who, times, memory in compared(rows):
         tiles.append(
-            f"<li><b>{factor(times)}</b> the speed of {escape(who)} <small>{factor(memory)} less memory</small></li>"
+            f"<li><b>{factor(times)}</b> the speed of {escape(who)} <small>{_less(memory)} memory</small></li>"
         )
     joined = "\n".join(tiles)
     tiles_html = f'<ul class="tiles">\n{joined}\n</ul>' if tiles else ""
@@ -95,6 +95,11 @@ def _header(rows: Sequence[Row], environment: Environment, seconds: float, how: 
 {tiles_html}
 {page.facts(environment, seconds)}
 </header>"""
+
+
+def _less(ratio: float) -> str:
+    """A peer's memory over ours, in words."""
+    return f"{factor(ratio)} less" if ratio >= 1 else f"{factor(1 / ratio)} more"
 
 
 def compared(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
@@ -121,8 +126,9 @@ def _section(layer: str, rows: Sequence[Row]) -> str:
     ]
     names = dict.fromkeys(who for what in ("time", "memory") for who in lines(rows, what))
     legend = " ".join(page.entry(f"k{k % charts.KINDS}", escape(who)) for k, who in enumerate(names))
-    head = "".join(f'<th scope="col">{h}</th>' for h in HEADINGS)
-    body = "\n".join(_row(r) for r in rows)
+    headings = HEADINGS if any(r.note for r in rows) else HEADINGS[:-1]
+    head = "".join(f'<th scope="col">{h}</th>' for h in headings)
+    body = "\n".join(_row(r, headings) for r in rows)
     return f"""<section>
 <h2>{escape(layer)}</h2>
 <p class="key">{legend}</p>
@@ -138,9 +144,9 @@ def _section(layer: str, rows: Sequence[Row]) -> str:
 </section>"""
 
 
-def _row(row: Row) -> str:
-    size, who, *rest = (escape(c) for c in cells(row))
-    tagged = "".join(f'<td data-label="{h}">{c}</td>' for h, c in zip(HEADINGS[1:], [who, *rest], strict=True))
+def _row(row: Row, headings: Sequence[str]) -> str:
+    size, *rest = (escape(c) for c in cells(row)[: len(headings)])
+    tagged = "".join(f'<td data-label="{h}">{c}</td>' for h, c in zip(headings[1:], rest, strict=True))
     kind = ' class="us"' if row.who == "ours" else ""
     return f'<tr{kind}><th scope="row">{size}</th>{tagged}</tr>'
 

@@ -30,16 +30,18 @@ class Subject:
     file: str
     call: Callable[..., Any]
     dense: Callable[..., Any] | None
-    make: Callable[..., tuple[Any, ...]]  # (rows, cols, dtype, device) -> arguments
+    make: Callable[..., tuple[Any, ...]]  # (rows, cols, dtype, device, seed) -> arguments
     op: Op | None = None
     written: str = ""  # the dense form in code
     key: str = ""  # the name of a ready-made layer
     by_hand: bool = True  # whether the dense form is code that someone wrote, which torch.compile can read
 
-    def inputs(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    def inputs(
+        self, rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: int = SEED
+    ) -> tuple[Any, ...]:
         """Arguments of this size; those of floating type ask for gradients."""
         with users_code(self.file):
-            return self.make(rows, cols, dtype, device)
+            return self.make(rows, cols, dtype, device, seed)
 
 
 def of(
@@ -62,7 +64,7 @@ def of(
         with users_code(target.file):
             made = recipe(op, dict(settings))
         _check_letters(made, features or {})
-        make = lambda rows, cols, dtype, device: made.draw(Sizes(rows, cols, batch, features or {}), dtype, device)
+        make = lambda rows, cols, *how: made.draw(Sizes(rows, cols, batch, features or {}), *how)
     else:
         raise CommandError(
             f"{target.name} is no op, so its arguments are not declared. Put a function {target.name}_inputs(rows, "
@@ -86,7 +88,7 @@ def resolved(spec: str, features: Mapping[str, int] | None = None, **given: Any)
 
 
 def _ready(layer: Layer, features: int | None) -> Subject:
-    def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Any, ...]:
         given = layer.inputs(Size(rows, cols, features or layer.full.features))
         return tuple(_placed(x, dtype, device, isinstance(x, Tensor) and x.requires_grad) for x in given)
 
@@ -103,8 +105,8 @@ def _check_letters(made: Recipe, features: Mapping[str, int]) -> None:
 def _given(target: Target, makes: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """Arguments from the user's own function, in the type and on the device that are asked for."""
 
-    def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        torch.manual_seed(SEED)
+    def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
         found = makes(rows, cols)
         if not isinstance(found, tuple | list):
             raise CommandError(f"{makes.__name__} returned a {type(found).__name__}. Return a tuple of arguments")
