@@ -24,6 +24,7 @@ from ..plan.budget import budget
 from ..program.expr import topological
 from . import trial
 from .layers import SEED
+from .memory import Profile
 from .numbers import geometric, short
 from .subject import Subject
 from .target import users_code
@@ -162,24 +163,38 @@ def _deterministic(t: Trials) -> Found:
 
 
 def _memory(t: Trials) -> Found:
-    """Twice the rows and columns are four times the pairs, but only twice the inputs: memory must grow as these do."""
-    half = t.large[0] // 2, t.large[1] // 2
-    if half[0] * half[1] < 2 * tiles.ELEMENTS:
+    """Twice the rows and columns are four times the pairs, but only twice the inputs: memory must grow as these do.
+
+    What seems to grow with the pairs is measured at twice the size again: a panel that is bounded, but as large as the
+    first sizes are, stops growing there.
+    """
+    small, large, larger = (tuple(n * by // 2 for n in t.large) for by in (1, 2, 4))
+    if small[0] * small[1] < 2 * tiles.ELEMENTS:
         return NOT_TRIED, f"{_size(t.large)} is too small to tell a tile from a matrix: {_size(LARGE)} is not"
-    smaller, larger = (
-        trial.profiled(t.subject.call, t.inputs(*size, torch.float32), t.device, t.differentiable)
-        for size in (half, t.large)
-    )
-    pairs = t.large[0] * t.large[1]
-    matrix = 4 * pairs
-    growth = larger.extra / max(1, smaller.extra)
-    took = f"{_mb(larger.extra)} beyond inputs and gradients at {_size(t.large)}"
-    if growth > 2.6 and larger.extra >= pairs:  # a byte per pair, a mask, is the least that a matrix takes
+    found = {size: _profiled(t, size) for size in (small, large)}
+    last = large
+    if _grows(found[small], found[large], large):
+        found[larger] = _profiled(t, larger)
+        small, last = large, larger
+    before, now, matrix = found[small], found[last], 4 * last[0] * last[1]
+    times = f"{now.extra / max(1, before.extra):.1f} times what half of both took"
+    took = f"{_mb(now.extra)} beyond inputs and gradients at {_size(last)}"
+    if _grows(before, now, last):
         return BAD, (
-            f"it materialises: {took}, where one float32 matrix of pairs is {_mb(matrix)}; {growth:.1f} times what it "
-            f"took at half of both, as the number of pairs grows. Its largest tensor was {_mb(larger.largest)}"
+            f"it materialises: {took}, {times}, as the number of pairs grows. One float32 matrix of pairs is "
+            f"{_mb(matrix)} there, and its largest tensor was {_mb(now.largest)}"
         )
-    return GOOD, f"{took}: {100 * larger.extra / matrix:.2g} % of one matrix of pairs, {growth:.1f} times half of both"
+    return GOOD, f"{took}, {100 * now.extra / matrix:.2g} % of one matrix of pairs; {times}"
+
+
+def _profiled(t: Trials, size: tuple[int, ...]) -> Profile:
+    args = t.inputs(size[0], size[1], torch.float32)
+    return trial.profiled(t.subject.call, args, t.device, t.differentiable)
+
+
+def _grows(before: Profile, now: Profile, size: tuple[int, ...]) -> bool:
+    """Whether memory grew as the pairs did; a byte for each, a mask, is the least that a matrix takes."""
+    return now.extra > 2.6 * before.extra and now.extra >= size[0] * size[1]
 
 
 def _error(t: Trials, dtype: torch.dtype) -> Found:
@@ -289,7 +304,7 @@ def _same(ones: tuple, others: tuple) -> bool:
     )
 
 
-def _size(size: tuple[int, int]) -> str:
+def _size(size: tuple[int, ...]) -> str:
     return f"{size[0]} × {size[1]}"
 
 
