@@ -66,7 +66,7 @@ def default(case: Case) -> Choice:
 
 
 def smallest(case: Case) -> Choice:
-    """What takes the least memory: no walk in parts, and tiles and panels as the engine makes them for the room left."""
+    """What takes the least memory: no walk in parts, and tiles and panels as engines make them for the room left."""
     found = default(case)
     for way, tile in found.tiles:
         found = found.having(way, (*tile[:4], 1))
