@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import FAMILIES, KERNELS, Family
+from ...plan.defaults import FAMILIES, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -47,7 +47,7 @@ def overrides() -> tuple:
 
 def choose(kernel: Kernel, over: str, item: int, family: Family | None = None) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
-    return (_override.get() or {}).get(over) or _fitting(_default(kernel, item), kernel, item, family or FAMILY)
+    return (_override.get() or {}).get(over) or _fitting(kernel, item, family or FAMILY)
 
 
 def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
@@ -60,10 +60,6 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
-
-
-def _default(kernel: Kernel, item: int) -> KernelPlan:
-    return KernelPlan(*KERNELS[_kind(kernel, item)])
 
 
 def _kind(kernel: Kernel, item: int) -> str:
@@ -79,8 +75,9 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> KernelPlan:
-    """The plan, made smaller until its blocks fit in shared memory."""
+def _fitting(kernel: Kernel, item: int, family: Family) -> KernelPlan:
+    """The table's plan, made smaller until its blocks fit in shared memory."""
+    plan = KernelPlan(*family.tile(_kind(kernel, item)))
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
     while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
