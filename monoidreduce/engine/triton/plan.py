@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import FAMILIES, KERNELS, Family
+from ...plan.defaults import FAMILIES, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -47,7 +47,7 @@ def overrides() -> tuple:
 
 def choose(kernel: Kernel, over: str, item: int, family: Family | None = None) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
-    return (_override.get() or {}).get(over) or _fitting(_default(kernel, item), kernel, item, family or FAMILY)
+    return (_override.get() or {}).get(over) or _fitting(kernel, item, family or FAMILY)
 
 
 def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
@@ -60,10 +60,6 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
-
-
-def _default(kernel: Kernel, item: int) -> KernelPlan:
-    return KernelPlan(*KERNELS[_kind(kernel, item)])
 
 
 def _kind(kernel: Kernel, item: int) -> str:
@@ -79,9 +75,11 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> KernelPlan:
-    """The plan, made smaller until its blocks fit in shared memory."""
-    while (smaller := shrink(plan)) is not None and shared(plan, kernel, item, family) > family.shared * family.spare:
+def _fitting(kernel: Kernel, item: int, family: Family) -> KernelPlan:
+    """The table's plan, made smaller until its blocks fit in shared memory."""
+    plan = KernelPlan(*family.tile(_kind(kernel, item)))
+    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
+    while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
     return plan
 
@@ -90,13 +88,12 @@ def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
     """Bytes of the blocks that a plan's kernel holds in shared memory."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
-    weights = plan.block_kept * plan.block_folded if family.weights else 0
-    return (kept + folded + weights) * item
+    return (kept + folded + plan.block_kept * plan.block_folded) * item
 
 
-def shrink(plan: KernelPlan) -> KernelPlan | None:
-    """The next smaller plan, None at the smallest."""
-    if plan.num_stages > 1:
+def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
+    """The next smaller plan, None at the smallest; ``stages``: how many are left."""
+    if plan.num_stages > stages:
         return replace(plan, num_stages=plan.num_stages - 1)
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)
