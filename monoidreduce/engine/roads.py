@@ -44,6 +44,8 @@ class Roads:
         return self.passes(*given)
 
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
+        if not _untouched(given):
+            return False
         told = choice.followed.get()
         key = (asks, budget.asked(), budget.parts())
         found = self.decided.get(key)
@@ -51,7 +53,7 @@ class Roads:
             found = is_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
             if told is None:
                 self.decided[key] = found
-        return found and _untouched(given)
+        return found
 
 
 def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
