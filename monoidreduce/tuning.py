@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from .sources import progress
 
 @dataclass(frozen=True)
 class Tuning:
-    """What came of tuning a call: one entry per fold, the forward's first. ``print`` shows it."""
+    """What came of tuning a call; ``print`` shows it.
+
+    ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run whole.
+    """
 
     folds: tuple[Tuned, ...]
 
@@ -57,37 +60,48 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         raise ArgumentError(
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
+    met = recorded(function, args, kwargs, backward)
+    trials = _Trials(met)
+    for _ in progress(trials, quiet, "tuning"):
+        pass
+    return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.crossed))
+
+
+def recorded(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
+    """The folds that a call and its gradient run, with their leaves; by the safe plans, nothing dense."""
     given, named = _asking(args, kwargs) if backward else (args, kwargs)
     with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
         result = function(*given, **named)
         if backward:
             _pull(result, [*given, *named.values()])
-        del result
-        trials = _Trials(met)
-    for _ in progress(trials, quiet, "tuning"):
-        pass
-    return Tuning(tuple(s.done for s, _ in trials.sessions if s.done is not None))
+    return met
 
 
 class _Trials:
     """All trials of all folds, as something to count and to walk."""
 
-    def __init__(self, met: list):
-        self.sessions = list(tuner.sessions(met))
+    def __init__(self, met: tuner.Recording):
+        self.sessions = list(tuner.sessions(met.folds))
+        self.roads = {id(met[0]): met for met in met.roads}.values()
+        self.crossed: list[Tuned] = []
 
     def __len__(self) -> int:
-        return sum(len(s) for s, _ in self.sessions)
+        return sum(len(s) for s, _ in self.sessions) + len(self.roads)
 
     def __iter__(self) -> Iterator[Any]:
         for session, call in self.sessions:
             yield from tuner.finish(session, *call)
+        for road in self.roads:
+            if (found := tuner.cross(*road)) is not None:
+                self.crossed.append(found)
+            yield found
 
 
 def _is_float(v: Any) -> bool:
     return isinstance(v, Tensor) and v.is_floating_point()
 
 
-def _asking(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _asking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as leaves of a graph of their own, asking for the gradients that the caller's ask for."""
     some = any(_is_float(v) and v.requires_grad for v in (*args, *kwargs.values()))
 
@@ -97,7 +111,7 @@ def _asking(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str
     return [own(v) for v in args], {n: own(v) for n, v in kwargs.items()}
 
 
-def _pull(result: Any, given: list[Any]) -> None:
+def _pull(result: Any, given: Sequence[Any]) -> None:
     """The gradient of every floating result, with cotangents of no particular form."""
     values = [v for v in _tensors(result) if v.requires_grad]
     inputs = [v for v in given if _is_float(v) and v.requires_grad]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...plan import defaults
+from ...plan.defaults import Family
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
@@ -90,10 +93,13 @@ def _is_there(device: torch.device) -> bool:
 
 
 @functools.cache
-def shared(device: torch.device) -> int:
-    """Bytes of shared memory of a program instance; 0 where the device does not say."""
-    known = torch.cuda.get_device_properties(device) if _is_there(device) else None
-    return int(getattr(known, "shared_memory_per_block_optin", 0))
+def family(device: torch.device) -> Family | None:
+    """The family of a GPU, with the shared memory that it says it has; None where there is none."""
+    if not _is_there(device):
+        return None
+    known = torch.cuda.get_device_properties(device)
+    found = defaults.family(known.major, known.minor)
+    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 
 @functools.cache

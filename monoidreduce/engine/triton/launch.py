@@ -76,7 +76,7 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.shared(sizes.device))
+        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.family(sizes.device))
         count = torch.Size(self.batch).numel()
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
