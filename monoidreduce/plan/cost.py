@@ -210,24 +210,24 @@ def _panel(case: Case, choice: Choice) -> Estimate:
 
 
 def panels(case: Case, work: Work, room: int = 0) -> Estimate:
-    """Some work done a panel at a time, in ``room`` bytes: products are written, read, perhaps overwritten, read."""
-    roof = case.ceilings
+    """Some work done a panel at a time, in ``room`` bytes: products are written, read, perhaps overwritten, read.
+
+    Without kernels everything but the products is done to a panel in tiles of torch.
+    """
+    roof, pairs = case.ceilings, case.batch * case.rows * case.cols
     item = case.item if case.gpu else case.wide
-    row = max(1, case.cols * item)
-    rows = max(1, min(case.rows, (room or _ROOM) // row))
-    number = case.batch * -(-case.rows // rows)
-    held = rows * row
-    passes, pairs = 4 * item / roof.bandwidth, case.batch * case.rows * case.cols
-    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(rows, 4096))) + passes
-    pair += work.special / roof.special + work.plain / roof.plain
-    again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * -(-case.rows // rows)
-    steps = STEPS if case.gpu else 4 * STEPS * -(-held // (tiling.ELEMENTS * item))
-    seconds = pairs * pair + again / roof.bandwidth + number * steps * roof.launch
+    row, room = max(1, case.cols * item), room or _ROOM
+    tiles = 0 if case.gpu else min(room // 4, tiling.ELEMENTS * tiling.HELD)
+    rows = max(1, min(case.rows, (room - tiles) // row))
+    number, tile = -(-case.rows // rows), max(1, min(rows * case.cols, tiles // tiling.HELD))
+    held = rows * row + (0 if case.gpu else tile * case.tile)
+    again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _inputs(case, work)
-    buffers = 0 if case.gpu else min(rows * case.cols, tiling.ELEMENTS) * case.tile
-    return Estimate(
-        work.flops * pairs, traffic, seconds, held + buffers, held + buffers + _results(case, work) + case.fixed
-    )
+    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(rows, 1024)))
+    pair += work.special / roof.special + work.plain / roof.plain + 4 * item / roof.bandwidth
+    steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
+    seconds = pairs * pair + again / roof.bandwidth + case.batch * number * steps * roof.launch
+    return Estimate(work.flops * pairs, traffic, seconds, held, held + _results(case, work) + case.fixed)
 
 
 _ROOM = 256 * 2**20  # bytes of panels where nothing else is said
