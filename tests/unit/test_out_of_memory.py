@@ -240,6 +240,11 @@ def test_a_budget_is_a_block_a_decorator_and_a_default(monkeypatch):
         assert inner() == 1000 and inner() == 1000 and budget.asked() == 16_000_000
     mr.budget.default(None)
     assert budget.asked() is None
+    with mr.use(budget="8MB"):
+        assert budget.asked() == 8_000_000
+    with pytest.raises(mr.ArgumentError, match="much"), mr.use(budget="much"):
+        pass
+    assert budget.asked() is None and registry.settings().engine == registry.engine()
     monkeypatch.setenv(budget.VARIABLE, "1.5 GiB")
     assert budget.asked() == 3 * 2**29
 
