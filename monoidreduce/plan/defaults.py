@@ -2,8 +2,8 @@
 
 ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
 won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
-was measured: there the same tiles are made smaller until they fit, by a count of shared memory that bounds what
-kernels compiled for 8.0 and 8.9 take, and none of them spills more than the winners on an H200 do
+was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that bounds what
+kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
 (``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
 """
 
