@@ -20,10 +20,9 @@ from ..program.build import ONE
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
-from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
-from .evaluate import Sizes, as_number
+from .evaluate import Sizes, as_number, form, pair_form
 from .pick import run_pick
 from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
 from .tilerun import Buffers, TileRun
@@ -94,9 +93,9 @@ def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
 
 
 def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
-    """Where a number per pair is written in the shape of an argument: in its type, unless sums are kept there."""
-    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
-    return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+    """Where a number per pair is written."""
+    shape, dtype = pair_form(like, sizes)
+    return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
@@ -117,14 +116,9 @@ def _width(fold: Fold, sizes: Sizes) -> int:
     return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
 
 
-def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Tensor:
-    kind, over, params = reduction.attrs
-    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
-    length = sizes.rows if over == "cols" else sizes.cols
-    tail = () if feature is None else (sizes.of(str(feature)),)
-    return torch.empty(
-        *shape, length, *tail, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device
-    )
+def _empty(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
+    shape, dtype = form(reduction, k, sizes, batch)
+    return torch.empty(shape, dtype=dtype, device=sizes.device)
 
 
 class Chunk:

@@ -10,8 +10,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, describe, emit, plan, use_plan
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, describe, emit, launch, plan, use_plan
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
 from tests.layers_compare import assert_equal, run
@@ -153,6 +155,20 @@ def test_a_launch_is_made_once_and_takes_other_tensors():
             got = attention(*again, 0.7)
     expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operator_gives_what_it_tells_a_compiler():
+    """16-bit vectors of a kernel are raised there: a graph is told one type for every engine."""
+    args = [torch.randn(2, 20, 16).half() for _ in range(3)]
+    fold = causal.program(*args).passes[0].fold
+    sizes = Sizes(20, 20, (2,), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
+    given = []
+    with mock.patch.object(torch.ops.monoidreduce, "fold", lambda *a: given.append(a) or []):
+        library.call(fold, "triton", args, sizes)
+    with planned():
+        straight = registry.FOLDERS["triton"](fold, args, sizes)
+        torch.library.opcheck(torch.ops.monoidreduce.fold.default, given[0], test_utils="test_faketensor")
+    assert torch.float16 in [t.dtype for t in straight]  # else there was nothing to raise
 
 
 def test_an_unaligned_tensor_is_planned_anew():

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...program.expr import Expr
 from ...program.lower import Fold
-from ...program.reductions import KINDS
 from .. import hardware
 from ..combine import combine
-from ..evaluate import Sizes
+from ..evaluate import Form, Sizes, form
 from . import describe, emit, recent, rows, skip, source, topk
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
@@ -145,15 +144,14 @@ class Launch:
             return False
         return True
 
-    def _output(self, r: Expr, k: int) -> tuple[tuple[int, ...], torch.dtype]:
-        kind, _, params = r.attrs
-        feature, number = KINDS[kind].outputs(r.args, params)[k]
-        tail = () if feature is None else (self.sizes.of(str(feature)),)
-        dtype = self.sizes.compute if number == "float" else torch.int64
-        if self.spec.narrow and feature is not None and kind in ("sum", "soft") and not self.spec.split:
+    def _output(self, r: Expr, k: int) -> Form:
+        shape, dtype = form(r, k, self.sizes)
+        if self.spec.split:
+            return (self.parts, *shape), dtype
+        vector = len(shape) > len(self.sizes.batch) + 1
+        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft"):
             dtype = getattr(torch, self.spec.narrow)  # as the caller will hold it: half the traffic
-        cut = (self.parts,) if self.spec.split else ()
-        return (*cut, *self.sizes.batch, self.lengths[0], *tail), dtype
+        return shape, dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs; those of a split walk combined."""
