@@ -171,6 +171,30 @@ def test_the_operator_gives_what_it_tells_a_compiler():
     assert torch.float16 in [t.dtype for t in straight]  # else there was nothing to raise
 
 
+def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
+    """A kernel that does not fit is planned anew with other tiles: what was found for the first ones is not theirs."""
+    layer = BY_NAME["document_attention"]
+    args = layer.make(90, 90, torch.Generator().manual_seed(13), torch.float64)
+    real, failed = launch.execute, []
+
+    class OutOfResources(Exception):
+        pass
+
+    def once(call):
+        if call.kernel.text not in failed:
+            failed.append(call.kernel.text)
+            raise OutOfResources
+        return real(call)
+
+    monkeypatch.setattr(launch, "execute", once)
+    large = dict.fromkeys(("cols", "rows"), KernelPlan(16, 64, 4, 1))
+    with use_plan(large), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+        got = run(layer.op, args)
+    assert failed
+    with mr.use(engine="eager"):
+        assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
+
+
 def test_an_unaligned_tensor_is_planned_anew():
     flat = torch.randn(40 * 16 + 1)
     q, k, v = flat[:-1].view(40, 16), flat[1:].view(40, 16), flat[:-1].view(40, 16)

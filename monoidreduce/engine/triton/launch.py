@@ -6,6 +6,7 @@ decoded from the program's number. Lengths are run-time arguments, so that a new
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from .spec import WIDEST
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
-_BOUNDS: dict[tuple, tuple[Tensor, int]] = {}  # of conditions on indices and numbers only
 
 
 @dataclass(frozen=True)
@@ -172,20 +172,16 @@ class Launch:
     def _bounds(self, values: Values) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
         asked = {e: values[e] for e in describe.asked(self.fold)}
+        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked.values())
+        return recent.remembered(parts, lambda: self._edges(asked))
+
+    def _edges(self, asked: Values) -> list[Any]:
         device, batches = self.sizes.device, len(self.batch) - 1
+        bounds = functools.partial(skip.bounds, self.fold, self.over)
         if self.data:
-            found = recent.get((self, *asked.values()))
-            if found is None:
-                flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
-                found = skip.bounds(self.fold, self.over, flat, self.lengths, self.blocks, device)
-                recent.put((self, *asked.values()), found)
-            return [found, found.stride(0) if found.shape[0] > 1 else 0, 0]
-        key = (self.fold, self.over, self.lengths, self.blocks, tuple(asked.values()), device)
-        if key not in _BOUNDS:
-            edges = skip.bounds(self.fold, self.over, asked, self.lengths, self.blocks, torch.device("cpu"))
-            walks = edges[0, :, -1] - edges[0, :, 0]
-            _BOUNDS[key] = edges.to(device), int(walks[-1] > walks[0])
-            while len(_BOUNDS) > 256:
-                del _BOUNDS[next(iter(_BOUNDS))]
-        edges, flip = _BOUNDS[key]
-        return [edges, 0, flip]
+            flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
+            edges = bounds(flat, self.lengths, self.blocks, device)
+            return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
+        edges = bounds(asked, self.lengths, self.blocks, torch.device("cpu"))
+        walks = edges[0, :, -1] - edges[0, :, 0]
+        return [edges.to(device), 0, int(walks[-1] > walks[0])]
