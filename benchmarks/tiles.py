@@ -24,7 +24,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, use_plan
 
 from . import gpu
 
@@ -115,7 +115,7 @@ def timed(make: Callable[[], Callable[[], Any]], plan: tuple, rep: int) -> float
 
 
 def _compile(case: str, mine: list[tuple], running: bool) -> None:
-    engine.describe._MANY = 2**62 if running else engine.describe._MANY
+    describe._MANY = 2**62 if running else describe._MANY
     calls = kernels(case)
     for plan in mine:
         for call in calls.values():
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.time()
     cases = [c for c in CASES if any(word in c for word in options.only.split("|"))]
-    engine.describe._MANY = 2**62 if options.running else engine.describe._MANY
+    describe._MANY = 2**62 if options.running else describe._MANY
     jobs = [(c, CASES[c][2][k::3], options.running) for c in cases for k in range(3)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:

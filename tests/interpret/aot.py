@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
 from monoidreduce.engine.triton.spec import REACHES
 
 LIMITS = {90: 232_448, 80: 166_912}  # bytes of shared memory of one program instance
@@ -161,7 +161,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mr.use(engine="triton"),
         mock.patch.object(plan, "SHARED", LIMITS[capability]),
         mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(describe, "_MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
         use_plan(plans or {}),
     ):
@@ -183,13 +183,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
 
     module = source.load(call.kernel.text)
     function = getattr(module, call.kernel.name)
-    constants = {
-        "KEPT": call.plan.block_kept,
-        "FOLDED": call.plan.block_folded,
-        "INT": module.tl.int64 if call.wide else module.tl.int32,
-        "PRECISION": call.precision,
-        "RAGGED": call.ragged,
-    }
+    constants = call.constants(module)
     signature, attributes = {}, {}
     free = set(re.findall(r"'(\w+)'", re.search(r"do_not_specialize=\[(.*?)\]", call.kernel.text)[1]))
     for at, (name, value) in enumerate(zip(function.arg_names, call.arguments, strict=False)):

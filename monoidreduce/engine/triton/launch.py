@@ -42,17 +42,17 @@ class Call:
     ragged: bool  # whether tiles need masks anywhere
     device: torch.device
 
+    def constants(self, module: Any) -> dict[str, Any]:
+        """What is fixed when the kernel is compiled, in the order of ``emit.CONSTANTS``."""
+        kind = module.tl.int64 if self.wide else module.tl.int32
+        given = (self.plan.block_kept, self.plan.block_folded, kind, self.precision, self.ragged)
+        return dict(zip(emit.CONSTANTS, given, strict=True))
+
 
 def execute(call: Call) -> Callable[..., Any] | None:
     """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
     module = source.load(call.kernel.text)
-    constants = dict(
-        KEPT=call.plan.block_kept,
-        FOLDED=call.plan.block_folded,
-        INT=module.tl.int64 if call.wide else module.tl.int32,
-        PRECISION=call.precision,
-        RAGGED=call.ragged,
-    )
+    constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
@@ -80,9 +80,9 @@ class Launch:
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
         self.spec = replace(self.spec, split=self.parts > 1)
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
-        self.reaches = emit.reaches(self.spec)
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e in describe.asked(self.fold))
-        self.merged = bool(self.casts or self.data or self.reaches)  # whether calls need leaves with merged batch
+        # whether calls need leaves with merged batch
+        self.merged = bool(self.casts or self.data or self.kernel.reaches)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
         self._arguments(describe.converted(values, self.casts, self.batch, sizes), count)
@@ -109,7 +109,8 @@ class Launch:
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
         ragged = (
-            bool(self.spec.bounds or self.spec.split or self.reaches) or self.lengths[1] % self.plan.block_folded != 0
+            bool(self.spec.bounds or self.spec.split or self.kernel.reaches)
+            or self.lengths[1] % self.plan.block_folded != 0
         )
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
@@ -125,7 +126,7 @@ class Launch:
                 arguments[at] = values[e]
             if self.spec.bounds:
                 arguments += self._bounds(values)
-            arguments += [rows.reach(values[e]) for _, e in self.reaches]
+            arguments += [rows.reach(values[e]) for _, e in self.kernel.reaches]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
