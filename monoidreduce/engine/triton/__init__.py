@@ -25,13 +25,12 @@ from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
-from . import describe as describe
 from . import launch, rows
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "tell", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -58,15 +57,21 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        if fallback is None or hardware.asked.get()[1]:
-            raise EngineError(
-                detail=f"the Triton engine cannot run this fold: {reason}",
-                fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
-            ) from None
-        if (fold, str(reason)) not in _told:
-            _told.add((fold, str(reason)))
-            warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
+        tell(fold, reason, None if fallback is None else "the eager engine runs")
+        assert fallback is not None
         return fallback(fold, leaves, sizes)
+
+
+def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
+    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
+    if instead is None or hardware.asked.get()[1]:
+        raise EngineError(
+            detail=f"the Triton engine cannot run this fold: {reason}",
+            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
+        ) from None
+    if (fold, str(reason)) not in _told:
+        _told.add((fold, str(reason)))
+        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
