@@ -111,7 +111,7 @@ class Op:
                 return traced.pack(found)
         return _summed(self(*args, **kwargs))
 
-    def _is_wide(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
         """Whether an argument may have features enough; asked first, for it costs nothing."""
         values = self._lined_up(args, kwargs)
         given = () if values is None else [values[at] for at in self._vectors]

@@ -14,6 +14,7 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
@@ -51,6 +52,7 @@ class Kernel:
     kept_blocks: int = 0
     exact: bool = True  # whether its float32 products are
     few_width: int = 0  # features of the running sums that are held one by one
+    functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
 @functools.lru_cache(maxsize=1024)
