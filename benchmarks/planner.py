@@ -321,7 +321,9 @@ def run(work: Work, size: tuple[int, int, int], device: str, least: float) -> di
         except Exception as error:  # it does not fit, or has no such form
             row.setdefault("refused", {})[name] = f"{type(error).__name__}: {str(error)[:80]}"
     with following(None):
-        row["untuned_ms"] = seconds(step, device, 2 * least) * 1e3
+        own = seconds(step, device, 2 * least)
+        same = times.get("dense", own) if row["runs"] == "dense" else own  # the very same program, run twice
+        row["untuned_ms"] = min(own, same) * 1e3
         found = measure(work.op, args, {}, True)
         row["peak"], row["predicted_peak"] = found.peak, _of(told, "peak")
     best = min(times, key=times.__getitem__)

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -125,19 +125,15 @@ def _known_gpu(device: torch.device) -> Ceilings:
     share = found.multi_processor_count / base.processors
     if abs(share - 1) < 0.05:
         return base
-    gemm = {k: v * share for k, v in base.gemm.items()}
-    return Ceilings(
-        found.name,
-        gemm,
-        base.bandwidth * min(1.0, share) if share < 1 else base.bandwidth * share,
-        base.plain * share,
-        base.special * share,
-        base.launch,
-        int(getattr(found, "L2_cache_size", base.cache)),
-        int(getattr(found, "shared_memory_per_block_optin", base.near)),
-        base.link,
-        found.multi_processor_count,
-        _DERIVED,
+    return replace(
+        base,
+        name=found.name,
+        gemm={k: v * share for k, v in base.gemm.items()},
+        bandwidth=base.bandwidth * share,
+        plain=base.plain * share,
+        special=base.special * share,
+        processors=found.multi_processor_count,
+        source=_DERIVED,
     )
 
 
