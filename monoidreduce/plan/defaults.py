@@ -43,7 +43,7 @@ class Family:
         return self.own.get(kind, KERNELS[kind])
 
 
-# With Hopper's 128 × 64, or with 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
+# With Hopper's 128 × 64, or 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
 _OLDER = {"16 bits, wide": (64, 64, 4, 2)}
 FAMILIES = {
     "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
