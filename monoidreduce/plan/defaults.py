@@ -2,8 +2,8 @@
 
 ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
 won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
-was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that bounds what
-kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
+was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that is at most
+6 % short of what kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
 (``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
 """
 
@@ -43,7 +43,7 @@ class Family:
         return self.own.get(kind, KERNELS[kind])
 
 
-# With Hopper's 128 × 64, or with 128 × 32, column gradients spill up to kilobytes a thread on 8.0; with this, 92 bytes.
+# With Hopper's 128 × 64, or 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
 _OLDER = {"16 bits, wide": (64, 64, 4, 2)}
 FAMILIES = {
     "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
