@@ -1,10 +1,10 @@
 """The definition of a layer and of its gradient, pair by pair in two loops: what every faster road must agree with.
 
-Also the pullback of one tile function. Imports torch and ``errors``, nothing else.
+Also the pullback of one tile function.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
