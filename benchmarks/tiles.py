@@ -29,8 +29,9 @@ from monoidreduce.engine.triton import KernelPlan, describe, use_plan
 from . import gpu
 
 SMALL = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2)]
-LARGE = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2)]
-CANDIDATES = SMALL + LARGE
+LARGE = [(128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2)]
+BOXES = [(*p, 0, True) for p in ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2))]
+CANDIDATES = SMALL + LARGE + BOXES
 TINY = [
     (64, 32, 4, 2),
     (32, 64, 4, 2),
@@ -115,7 +116,7 @@ def timed(make: Callable[[], Callable[[], Any]], plan: tuple, rep: int) -> float
 
 
 def _compile(case: str, mine: list[tuple], running: bool) -> None:
-    describe._MANY = 2**62 if running else describe._MANY
+    describe.MANY = 2**62 if running else describe.MANY
     calls = kernels(case)
     for plan in mine:
         for call in calls.values():
@@ -132,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.time()
     cases = [c for c in CASES if any(word in c for word in options.only.split("|"))]
-    describe._MANY = 2**62 if options.running else describe._MANY
+    describe.MANY = 2**62 if options.running else describe.MANY
     jobs = [(c, CASES[c][2][k::3], options.running) for c in cases for k in range(3)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:

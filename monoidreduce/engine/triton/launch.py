@@ -20,7 +20,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Sizes, form
-from . import describe, emit, recent, rows, skip, source, topk
+from . import boxes, describe, emit, recent, skip, source, topk
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -74,18 +74,22 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.shared(sizes.device))
+        plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
+        ready = describe.converted(values, self.casts, self.batch, sizes)
+        found = boxes.of(self.spec, plainly.folded, ready, len(self.batch)) if boxes.on(sizes.device) else ()
+        many = sizes.rows * sizes.cols >= describe.MANY and any(b is not None for b in found)
+        self.plan = plan or choose(plainly, self.over, item, describe.shared(sizes.device), many)
         count = torch.Size(self.batch).numel()
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
-        self.spec = replace(self.spec, split=self.parts > 1)
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e in describe.asked(self.fold))
         # whether calls need leaves with merged batch
-        self.merged = bool(self.casts or self.data or self.kernel.reaches)
+        self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
-        self._arguments(describe.converted(values, self.casts, self.batch, sizes), count)
+        self._arguments(ready, count)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -109,9 +113,14 @@ class Launch:
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
         ragged = (
-            bool(self.spec.bounds or self.spec.split or self.kernel.reaches)
+            bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
             or self.lengths[1] % self.plan.block_folded != 0
         )
+        self.boxes = [
+            (e, boxes.template(values[e], dims, self.plan.block_folded))
+            for e, dims in self.spec.box_of.items()
+            if e in self.kernel.leaves
+        ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
     def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
@@ -126,7 +135,7 @@ class Launch:
                 arguments[at] = values[e]
             if self.spec.bounds:
                 arguments += self._bounds(values)
-            arguments += [rows.reach(values[e]) for _, e in self.kernel.reaches]
+            arguments += [boxes.filled(box, values[e]) for e, box in self.boxes]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):

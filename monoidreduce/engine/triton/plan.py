@@ -26,6 +26,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
+    boxes: bool = False  # whether tensor descriptors copy the blocks that can be copied so
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -46,10 +47,10 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, shared: int = 0) -> KernelPlan:
+def choose(kernel: Kernel, over: str, item: int, shared: int = 0, boxes: bool = False) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes."""
     return (_override.get() or {}).get(over) or _fitting(
-        _default(kernel, item), kernel, item, (shared or SHARED) * _SPARE
+        _default(kernel, item, boxes), kernel, item, (shared or SHARED) * _SPARE
     )
 
 
@@ -65,7 +66,7 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
-def _default(kernel: Kernel, item: int) -> KernelPlan:
+def _default(kernel: Kernel, item: int, boxes: bool) -> KernelPlan:
     if not kernel.folded_width and not kernel.state_width:  # numbers and few features: all in registers
         return KernelPlan(32, 32, 4, 2) if kernel.few_width <= 1 else KernelPlan(32, 128, 4, 2)
     widest = max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
@@ -75,6 +76,10 @@ def _default(kernel: Kernel, item: int) -> KernelPlan:
         return KernelPlan(32, 32, 4, 2)  # no matrix units: one stage, or larger tiles, spill
     if item == 4:
         return KernelPlan(64, 64, 4, 2) if widest <= 64 else KernelPlan(64, 32, 4, 2)
+    if boxes and widest == 128 and kernel.state_width >= 2 * widest:
+        return KernelPlan(64, 64, 4, 2, boxes=True)
+    if boxes and widest == 128 and kernel.state_width and kernel.kept_blocks <= 1:
+        return KernelPlan(64, 64, 4, 3, boxes=True)
     if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest):
         return KernelPlan(64, 64, 4, 3)
     return KernelPlan(128, 64, 8, 3)

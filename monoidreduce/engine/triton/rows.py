@@ -1,4 +1,4 @@
-"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and the greatest norm.
+"""A small kernel that reads vectors once: ⟨x_i, y_i⟩ for every row.
 
 torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import source
-from .spec import REACHES
 
 _TEXT = '''"""Sums over the features of each row."""
 
@@ -26,27 +25,6 @@ def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
     a = tl.load(x + place, mask=inside, other=0).to(tl.float32)
     b = tl.load(y + place, mask=inside, other=0).to(tl.float32)
     tl.store(out + at, tl.sum(a * b, 1), mask=at < rows)
-
-
-@triton.jit
-def greatest_square(out, x, rows, PARTS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    part = tl.program_id(0) % PARTS
-    batch = tl.program_id(0) // PARTS
-    lane = tl.arange(0, LANES)
-    most = tl.zeros([ROWS], tl.float32)
-    for start in range(part * ROWS, rows, PARTS * ROWS):
-        at = start + tl.arange(0, ROWS)
-        place = (batch.to(tl.int64) * rows + at)[:, None] * WIDTH + lane[None, :]
-        inside = (at < rows)[:, None] & (lane < WIDTH)[None, :]
-        a = tl.load(x + place, mask=inside, other=0).to(tl.float32)
-        square = tl.sum(a * a, 1)
-        most = tl.where((square > most) | (square != square), square, most)
-    tl.store(out + tl.program_id(0), tl.reduce(most, 0, worst))
-
-
-@triton.jit
-def worst(a, b):
-    return tl.where((a > b) | (a != a), a, b)
 '''
 _WIDEST = 1024
 
@@ -64,18 +42,4 @@ def dot(x: Tensor, y: Tensor) -> Tensor | None:
     constants = _lanes(x.shape[-1])
     with source.on(x.device):
         source.load(_TEXT).row_dot[(-(-out.numel() // constants["ROWS"]),)](out, x, y, out.numel(), **constants)
-    return out
-
-
-def reach(v: Tensor) -> Tensor:
-    """The greatest squared norm of vectors ``[*batch, length, features]``, per batch element, in parts."""
-    count = torch.Size(v.shape[:-2]).numel()
-    if not v.is_contiguous() or not 0 < v.shape[-1] <= _WIDEST:
-        most = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax(-1).square()
-        return most.reshape(count, 1).expand(count, REACHES).contiguous()
-    out = torch.empty((count, REACHES), dtype=torch.float32, device=v.device)
-    with source.on(v.device):
-        source.load(_TEXT).greatest_square[(count * REACHES,)](
-            out, v, v.shape[-2], PARTS=REACHES, **_lanes(v.shape[-1])
-        )
     return out

@@ -42,6 +42,8 @@ class Values(Exponents):
         self.state_width = 0  # features of all running sums that are blocks
         self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
+        self.late = False  # whether in this loop a tile's last products may wait for the next tile
+        self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
     def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
@@ -333,6 +335,8 @@ class Values(Exponents):
         folded = self.spec.folds(e)
         self.blocks[e] = None
         lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        if folded and e in self.spec.box_of:
+            return self.bind((e, "block"), self.boxed(e, "start"), True, f"{name}_block")
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
@@ -341,6 +345,19 @@ class Values(Exponents):
         wanted = self.operand_type()
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
         return self.bind((e, "block"), text, folded, f"{name}_block")
+
+    def boxed(self, e: Expr, start: str) -> str:
+        """The vectors of a leaf from an index of the folded axis on, by its tensor descriptor."""
+        dims = self.spec.box_of[e]
+        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        text = f"{e.attrs[0]}_box.load([{at}{start}, 0])"
+        return f"tl.reshape({text}, [FOLDED, {padded(self.spec.width(e.feature))}])" if dims else text
+
+    def products(self, e: Expr) -> None:
+        """Bind the matrix products of an expression, before what is made of them."""
+        for n in topological([e]):
+            if n.op == "dot":
+                self.number(n)
 
     def operand_type(self) -> str:
         return self.spec.narrow or self.spec.compute
