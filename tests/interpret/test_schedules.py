@@ -1,5 +1,6 @@
 """What the Triton engine does with the same program in different circumstances: split walks, guessed maxima, tensor
-descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with small tiles."""
+descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with
+small tiles."""
 
 import math
 from dataclasses import replace
@@ -112,6 +113,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     the interpreter gets bfloat16 wrong and float16 ends there."""
     monkeypatch.setattr(describe, "_GUESSED", (torch.float16,))
     monkeypatch.setattr(kinds, "_MOST", 2.0**14)
+    monkeypatch.setattr(kinds, "_ABOVE", 0)
     monkeypatch.setattr(engine, "_READY", {})
     emit.kernel.cache_clear()
     gen = torch.Generator().manual_seed(5)

@@ -20,7 +20,7 @@ from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
 _GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
-MANY = 2**22  # pairs from which on tensor descriptors save more than they cost on the host
+MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
 
 
 def describe(
@@ -59,6 +59,7 @@ def describe(
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
         narrow in _GUESSED,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
+        join=sizes.rows * sizes.cols >= MANY,
     )
     return spec, tuple(casts)
 

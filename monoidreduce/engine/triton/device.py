@@ -252,3 +252,14 @@ def ordered64(x):
 
 def unordered64(k):
     return (k ^ ((k >> 63) & 9223372036854775807)).to(tl.float64, bitcast=True)
+
+
+def longest_first(program, tiles, turns, flip):
+    # which tile of which batch element: those with long walks of all batch elements, then the short quarter, so that
+    # at the end no processor is left alone with a long one; flip: the last tiles have the longest
+    short = tiles // 4
+    late = program >= (tiles - short) * turns
+    many = tl.where(late, short, tiles - short)
+    rest = program - tl.where(late, (tiles - short) * turns, 0)
+    place = rest % many + tl.where(late, tiles - short, 0)
+    return place + flip * (tiles - 1 - 2 * place), rest // many

@@ -46,6 +46,7 @@ class Kernel:
     leaves: tuple[Expr, ...]  # in the order of the arguments
     guesses: bool = False  # whether whole tiles do with a guess, which may prove wrong
     folded: tuple[Expr, ...] = ()  # leaves whose blocks are met in each tile
+    shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, made from two leaves before the launch
     kept_width: int = 0  # features of the blocks held from the kept side
     folded_width: int = 0  # features of the blocks met in each tile
     state_width: int = 0  # features of the running sums
@@ -81,7 +82,7 @@ def kernel(spec: Spec) -> Kernel:
         *stores,
     ]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    names, unspecialized = _arguments(spec, used)
+    names, unspecialized = _arguments(spec, used, len(v.shifts))
     lines = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
         f"def {name}(",
@@ -101,6 +102,7 @@ def kernel(spec: Spec) -> Kernel:
         tuple(used),
         bool(_guessing(reductions)),
         tuple(folded),
+        tuple(v.shifts),
         width(kept),
         width(folded),
         v.state_width,
@@ -197,7 +199,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
     return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
 
 
-def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
+def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
     """The kernel's run-time parameters, in the order in which ``launch.py`` gives them; those not to specialize on."""
     count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
@@ -215,14 +217,16 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
-    names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
+    names += ["bounds", "bounds_b", "turns", "flip"] if spec.bounds else []
+    names += [f"shift{k}_ptr" for k in range(shifts)]
     names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
-    return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
+    return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 
 
 def _opening(spec: Spec) -> list[str]:
     lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
-    lines += ["tile += flip * (tiles - 1 - 2 * tile)  # the longest walks begin first"] if spec.bounds else []
+    if spec.bounds:
+        lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
         lines += ["part = batch // batches", "batch = batch % batches"]
     rest = "batch"

@@ -22,7 +22,8 @@ from .topk import TopK
 from .totals import Total, factored
 from .values import Values, is_one
 
-_MOST = 2.0**60  # weights below this leave room for what they are multiplied by
+_ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one tile
+_MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 
 
 class Sum(Kind):
@@ -67,8 +68,9 @@ class Sum(Kind):
 class Soft(Kind):
     """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
 
-    With bfloat16 products whole tiles go without: ``top`` is then the maximum of the first of them. A weight may exceed
-    1 by far; only where one is out of range, which the total shows, the program instance begins again.
+    With bfloat16 products whole tiles go without: ``top`` is then a little above the maximum of the first of them, and
+    weights have the range of float32 on both sides. Where one is out of it (later logits lie 2¹⁰⁰ above), which the
+    total shows, the program instance begins again.
 
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.
@@ -86,7 +88,7 @@ class Soft(Kind):
         """A maximum for whole tiles, from one of them."""
         n, (s, factor) = self.name, self._logit(fields[0])
         self.v.inside += [
-            f"{n}_top = tl.max({s}, 1){factor}",
+            f"{n}_top = tl.max({s}, 1){factor} + {_ABOVE}",
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 

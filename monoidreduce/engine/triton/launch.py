@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Sizes, form
 from . import boxes, describe, emit, recent, skip, source, topk
+from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -134,7 +136,9 @@ class Launch:
             for at, e in self.fill:
                 arguments[at] = values[e]
             if self.spec.bounds:
-                arguments += self._bounds(values)
+                edges, stride, flip = self._bounds(values)
+                arguments += [edges, stride, self.grid // self.tiles, flip]
+            arguments += [self._shift(values[n], values[t]) for n, t in self.kernel.shifts]
             arguments += [boxes.filled(box, values[e]) for e, box in self.boxes]
             if self.again is not None:
                 self.again(*arguments)
@@ -178,6 +182,12 @@ class Launch:
             if r.attrs[0] == "topk" and k == 0:
                 outputs[at : at + 2] = topk.tidy(r, *outputs[at : at + 2])
         return outputs
+
+    def _shift(self, number: Tensor, total: Tensor) -> Tensor:
+        """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
+        batch = self.batch if self.merged else self.sizes.batch
+        seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
+        return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
 
     def _bounds(self, values: Values) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""

@@ -76,13 +76,24 @@ def _default(kernel: Kernel, item: int, boxes: bool) -> KernelPlan:
         return KernelPlan(32, 32, 4, 2)  # no matrix units: one stage, or larger tiles, spill
     if item == 4:
         return KernelPlan(64, 64, 4, 2) if widest <= 64 else KernelPlan(64, 32, 4, 2)
-    if boxes and widest == 128 and kernel.state_width >= 2 * widest:
-        return KernelPlan(64, 64, 4, 2, boxes=True)
-    if boxes and widest == 128 and kernel.state_width and kernel.kept_blocks <= 1:
-        return KernelPlan(64, 64, 4, 3, boxes=True)
+    if boxes and (found := _boxed(kernel, widest)):
+        return found
     if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest):
         return KernelPlan(64, 64, 4, 3)
     return KernelPlan(128, 64, 8, 3)
+
+
+def _boxed(kernel: Kernel, widest: int) -> KernelPlan | None:
+    """Where tensor descriptors won: by the widest features, and whether two sums are held, one, or none."""
+    sums = min(kernel.state_width // widest, 2)
+    if kernel.kept_blocks > 1 and sums < 2:
+        return KernelPlan(128, 64, 8, 3, boxes=True) if widest > 128 else None
+    found = {
+        64: [(64, 64, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)],
+        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)],
+        256: [(128, 64, 8, 3)] * 3,
+    }.get(widest)
+    return KernelPlan(*found[sums], boxes=True) if found else None
 
 
 def _fitting(plan: KernelPlan, kernel: Kernel, item: int, shared: float) -> KernelPlan:

@@ -42,6 +42,7 @@ class Values(Exponents):
         self.state_width = 0  # features of all running sums that are blocks
         self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
+        self.shifts: list[tuple[Expr, Expr]] = []
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
