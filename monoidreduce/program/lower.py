@@ -44,6 +44,11 @@ class Fold:
         )
 
     @functools.cached_property
+    def letters(self) -> tuple[str, ...]:
+        """The letters (or fixed sizes) of the features of its leaves, each once."""
+        return tuple(dict.fromkeys(str(e.feature) for e in self.leaves if e.feature is not None))
+
+    @functools.cached_property
     def outputs(self) -> tuple[tuple[Expr, int], ...]:
         """(reduction, k) for every result, in order."""
         counts = [len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in self.reductions]

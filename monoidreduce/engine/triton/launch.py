@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
-        return source.again(compiled, call.grid, tuple(constants.values()))
+        return source.again(compiled, call.grid, tuple(constants.values()), call.device)
 
 
 class Launch:
@@ -69,6 +69,8 @@ class Launch:
 
     def __init__(self, fold: Fold, over: str, values: Values, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
+        self.asked = tuple((e, fold.leaves.index(e)) for e in describe.asked(fold))  # what conditions look at
+        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if r.attrs[0] == "topk" and k == 0]
         self.spec, self.casts = describe.describe(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.prepare(values)
@@ -86,11 +88,12 @@ class Launch:
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
-        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e in describe.asked(self.fold))
+        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         # whether calls need leaves with merged batch
         self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
+        self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
 
     @property
@@ -98,13 +101,13 @@ class Launch:
         return self.plan.block_kept, self.plan.block_folded
 
     def _arguments(self, values: Values, count: int) -> None:
-        """The arguments of every call, with room for tensors; ``fill``: which leaf goes where."""
-        self.template: list[Any] = [None] * len(self.outputs)
-        self.fill: list[tuple[int, Expr]] = []
+        """The arguments of every call after the outputs, with room for leaves; ``fill``: which of them goes where."""
+        self.template: list[Any] = []
+        self.fill: list[tuple[int, int]] = []
         wide, most = False, max(*self.blocks, WIDEST)
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.template), e))
+            self.fill.append((len(self.outputs) + len(self.template), self.fold.leaves.index(e)))
             self.template.append(None)
             if isinstance(v, Tensor):
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
@@ -118,33 +121,37 @@ class Launch:
             bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
             or self.lengths[1] % self.plan.block_folded != 0
         )
+        place = self.fold.leaves.index
+        self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         self.boxes = [
-            (e, boxes.template(values[e], dims, self.plan.block_folded))
+            (place(e), boxes.template(values[e], dims, self.plan.block_folded))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
-    def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
-        outputs = [torch.empty(shape, dtype=dtype, device=self.sizes.device) for shape, dtype in self.outputs]
+        device = self.sizes.device
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
         if self.grid:
-            given = merged() if self.merged else leaves
-            values = describe.converted(given, self.casts, self.batch, self.sizes)
-            arguments = list(self.template)
-            arguments[: len(outputs)] = outputs
-            for at, e in self.fill:
-                arguments[at] = values[e]
+            given = self._converted(merged()) if self.merged else leaves
+            arguments = [*outputs, *self.template]
+            for at, leaf in self.fill:
+                arguments[at] = given[leaf]
             if self.spec.bounds:
-                edges, stride, flip = self._bounds(values)
-                arguments += [edges, stride, self.grid // self.tiles, flip]
-            arguments += [self._shift(values[n], values[t]) for n, t in self.kernel.shifts]
-            arguments += [boxes.filled(box, values[e]) for e, box in self.boxes]
+                arguments += self.edges or self._bounds(given)
+            arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
+            arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
                 return self(leaves, merged)
-        return self._whole(outputs)
+        return self._whole(outputs) if self.spec.split or self.lists else outputs
+
+    def _converted(self, values: Values) -> list[Any]:
+        found = describe.converted(values, self.casts, self.batch, self.sizes)
+        return [found[e] for e in self.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was made."""
@@ -168,19 +175,14 @@ class Launch:
         return shape, dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs; those of a split walk combined."""
-        if not self.spec.split:
-            return self._tidied(outputs)
-        block = self.plan.block_folded
-        step = -(-self.lengths[1] // (block * self.parts)) * block
-        ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-        return self._tidied(combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)]))
-
-    def _tidied(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The lists of the best, sorted; all else as it is."""
-        for at, (r, k) in enumerate(self.fold.outputs):
-            if r.attrs[0] == "topk" and k == 0:
-                outputs[at : at + 2] = topk.tidy(r, *outputs[at : at + 2])
+        """The outputs: those of a split walk combined, the lists of the best sorted."""
+        if self.spec.split:
+            block = self.plan.block_folded
+            step = -(-self.lengths[1] // (block * self.parts)) * block
+            ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
+            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)])
+        for at in self.lists:
+            outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
     def _shift(self, number: Tensor, total: Tensor) -> Tensor:
@@ -189,11 +191,14 @@ class Launch:
         seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
         return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
 
-    def _bounds(self, values: Values) -> list[Any]:
+    def _bounds(self, given: Sequence[Any]) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
-        asked = {e: values[e] for e in describe.asked(self.fold)}
+        asked = {e: given[leaf] for e, leaf in self.asked}
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked.values())
-        return recent.remembered(parts, lambda: self._edges(asked))
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(asked))
+        found = [edges, stride, self.grid // self.tiles, flip]
+        self.edges = None if asked else found
+        return found
 
     def _edges(self, asked: Values) -> list[Any]:
         device, batches = self.sizes.device, len(self.batch) - 1

@@ -66,7 +66,7 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[..., Any] | None:
+def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., Any] | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
 
     It is right only for arguments of the same types, the same integers and pointers of the same alignment.
@@ -74,7 +74,15 @@ def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[...,
     if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
         return None
     launch = compiled[(grid, 1, 1)]
-    return lambda *arguments: launch(*arguments, *constants)
+
+    def run(*arguments: Any) -> None:
+        if torch.cuda.current_device() == device.index:
+            launch(*arguments, *constants)
+        else:  # the launcher asks for the current device's stream
+            with on(device):
+                launch(*arguments, *constants)
+
+    return run
 
 
 @functools.cache
