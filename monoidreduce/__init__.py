@@ -17,6 +17,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
+from .plan import cache
 from .plan.budget import budget
 from .program.declare import Batch, Col, Pair, Row
 from .program.reductions import (
@@ -53,6 +54,7 @@ from .program.reductions import (
 from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
 from .sources import chunks
 from .stream import Stream
+from .tuning import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -66,11 +68,13 @@ __all__ = [
     "Scalar",
     "Stream",
     "Tally",
+    "Tuning",
     "Vector",
     "__version__",
     "argmax",
     "argmin",
     "budget",
+    "cache",
     "chunks",
     "col_index",
     "count",
@@ -97,6 +101,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "tune",
     "uniform",
     "use",
     "var",

@@ -53,6 +53,8 @@ class Kernel:
     kept_blocks: int = 0
     exact: bool = True  # whether its float32 products are
     few_width: int = 0  # features of the running sums that are held one by one
+    powers: bool = False  # whether it raises powers
+    bounds: bool = False  # whether it is told which tiles to visit
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,6 +111,8 @@ def kernel(spec: Spec) -> Kernel:
         len(kept),
         spec.exact,
         v.few_width,
+        "tl.exp2(" in text,
+        spec.bounds,
     )
 
 

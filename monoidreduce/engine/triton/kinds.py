@@ -11,9 +11,9 @@ from typing import Any
 
 from ...program import build
 from ...program.build import ONE, apply
-from ...program.expr import Expr, const, node
+from ...program.contract import contractions
+from ...program.expr import Expr, const, node, topological
 from ...program.symbol import Symbol, expr_of
-from ..tilecode import contractions
 from .exponents import LOG2E, literal
 from .kind import Kind
 from .matched import Matched, matches
@@ -82,7 +82,14 @@ class Soft(Kind):
         self.means = [
             Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
         ]
-        self.guesses = self.v.spec.guess
+        self.guesses = self.v.spec.guess and self._level()
+
+    def _level(self) -> bool:
+        """Whether one tile is like another: no number of the folded axis, such as a distance in it, raises logits."""
+        logit = self.reduction.args[0]
+        logit = logit.args[1] if logit.op == "where" and logit.args[2].const == -math.inf else logit
+        numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair]
+        return not any(self.v.spec.folds(e) for e in numbers)
 
     def guess(self, fields: tuple[Expr, ...]) -> None:
         """A maximum for whole tiles, from one of them."""

@@ -58,6 +58,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
+        source.note(compiled)
         return source.again(compiled, call.grid, tuple(constants.values()), call.device)
 
 
@@ -78,12 +79,12 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
+        count = torch.Size(self.batch).numel()
         plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
         ready = describe.converted(values, self.casts, self.batch, sizes)
         found = boxes.of(self.spec, plainly.folded, ready, len(self.batch)) if boxes.on(sizes.device) else ()
-        many = sizes.rows * sizes.cols >= describe.MANY and any(b is not None for b in found)
-        self.plan = plan or choose(plainly, self.over, item, describe.shared(sizes.device), many)
-        count = torch.Size(self.batch).numel()
+        many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
+        self.plan = plan or choose(plainly, self.over, item, describe.family(sizes.device), many)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
