@@ -70,6 +70,10 @@ def quick_tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
+def quick_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
 def quick_gelu_tanh(x):
     return x - x / (1.0 + tl.exp2(x * (2.302208198 + 0.102943213 * x * x)))
 
