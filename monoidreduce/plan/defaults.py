@@ -26,12 +26,13 @@ KERNELS: dict[str, Tile] = {
 }
 
 # where tensor descriptors copy the blocks of a kernel with exponentials: by its widest features, how many sums of them
-# it holds, and whether conditions let it pass over tiles
-COPIED: dict[tuple[int, int, bool], Tile] = {
-    (128, 1, True): (64, 64, 4, 3),
+# it holds, and whether conditions let it pass over tiles, or else a softmax guesses its maximum, or neither
+COPIED: dict[tuple[int, int, str], Tile] = {
+    (128, 1, "passes"): (64, 64, 4, 3),
+    (128, 1, ""): (64, 64, 4, 2),
     **{
-        (width, sums, passed): tile
-        for passed in (False, True)
+        (width, sums, how): tile
+        for how in ("passes", "softmax", "")
         for width, sums, tile in (
             (64, 0, (64, 64, 4, 2)),
             (64, 1, (64, 64, 4, 2)),

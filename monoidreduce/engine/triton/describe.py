@@ -24,7 +24,7 @@ from .totals import factored
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
 _GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
 MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
-VERY_MANY = 2**29  # and from which on it is worth more of it
+VERY_MANY = 2**28  # and from which on it is worth more of it
 
 
 def describe(

@@ -75,7 +75,8 @@ def quick_sigmoid(x):
 
 
 def quick_gelu_tanh(x):
-    return x - x / (1.0 + tl.exp2(x * (2.302208198 + 0.102943213 * x * x)))
+    # as the gradient has it, so that a kernel with both computes it once
+    return x * quick_sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 def sinh(x):

@@ -69,12 +69,12 @@ def _default(kernel: Kernel, item: int, boxes: bool) -> KernelPlan:
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*KERNELS[_kind(kernel, item)])
 
 
-def _sums(kernel: Kernel) -> tuple[int, int, bool]:
-    """The widest features, how many sums of them are held, and whether tiles are passed over."""
+def _sums(kernel: Kernel) -> tuple[int, int, str]:
+    """The widest features, how many sums of them are held, and whether tiles are passed over or a maximum guessed."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    light = kernel.folded_width <= 2 * widest
-    return widest if alone and light else 0, min(kernel.state_width // widest, 2), kernel.bounds
+    how = "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
+    return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 
 def _widest(kernel: Kernel) -> int:

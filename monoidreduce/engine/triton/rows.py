@@ -5,6 +5,9 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,8 @@ def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
     tl.store(out + at, tl.sum(a * b, 1), mask=at < rows)
 '''
 _WIDEST = 1024
+_MOST = 256
+_again: dict[tuple, Callable[..., Any]] = {}  # launchers by all that they depend on
 
 
 def _lanes(width: int) -> dict[str, int]:
@@ -39,7 +44,18 @@ def dot(x: Tensor, y: Tensor) -> Tensor | None:
     if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
         return None
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    constants = _lanes(x.shape[-1])
-    with source.on(x.device):
-        source.load(_TEXT).row_dot[(-(-out.numel() // constants["ROWS"]),)](out, x, y, out.numel(), **constants)
+    key = (x.shape, x.dtype, y.dtype, x.device, x.data_ptr() % 16, y.data_ptr() % 16)
+    launch = _again.get(key)
+    if launch is None:
+        constants = _lanes(x.shape[-1])
+        grid = -(-out.numel() // constants["ROWS"])
+        with source.on(x.device):
+            compiled = source.load(_TEXT).row_dot[(grid,)](out, x, y, out.numel(), **constants)
+            launch = source.again(compiled, grid, tuple(constants.values()), x.device)
+        if launch is not None:
+            _again[key] = launch
+            while len(_again) > _MOST:
+                del _again[next(iter(_again))]
+        return out
+    launch(out, x, y, out.numel())
     return out
