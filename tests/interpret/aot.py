@@ -22,6 +22,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
 from monoidreduce.plan import defaults
+from tests.interpret import handmade_tiles
 
 FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -92,6 +93,10 @@ class Case:
     lean: bool = True
 
 
+def _handmade_loss(dtype: torch.dtype) -> tuple:
+    return handmade_tiles.inputs("loss", 256, 256, dtype, d=64)
+
+
 def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
@@ -131,6 +136,10 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    # tile functions of a user's own
+    Case("handmade attention 64", handmade_tiles.LAYERS["attention"].kernels.apply, _qkv(64)),
+    Case("handmade mlp 64", handmade_tiles.LAYERS["mlp"].kernels.apply, _qkv(64)),
+    Case("handmade loss 64", handmade_tiles.LAYERS["loss"].kernels.apply, _handmade_loss),
 ]
 
 
@@ -184,7 +193,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = source.load(call.kernel.text)
+    module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}

@@ -14,6 +14,7 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
@@ -55,6 +56,7 @@ class Kernel:
     few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
+    functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
 @functools.lru_cache(maxsize=1024)

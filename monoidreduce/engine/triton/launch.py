@@ -53,7 +53,7 @@ class Call:
 
 def execute(call: Call) -> Callable[..., Any] | None:
     """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
-    module = source.load(call.kernel.text)
+    module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):

@@ -36,11 +36,14 @@ def write(text: str) -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def load(text: str) -> Any:
-    """The module of a text. Triton is imported by the text itself: nothing else here needs it."""
+def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """The module of a text. Triton is imported by the text itself: nothing else here needs it.
+
+    ``functions``: by name, what the text calls and does not hold."""
     path = str(write(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
+    module.__dict__.update(functions)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
