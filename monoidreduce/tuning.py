@@ -18,7 +18,10 @@ from .sources import progress
 
 @dataclass(frozen=True)
 class Tuning:
-    """What came of tuning a call: one entry per fold, the forward's first. ``print`` shows it."""
+    """What came of tuning a call; ``print`` shows it.
+
+    ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run whole.
+    """
 
     folds: tuple[Tuned, ...]
 
@@ -57,13 +60,14 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         raise ArgumentError(
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
-    trials = _Trials(folds(function, args, kwargs, backward))
+    met = recorded(function, args, kwargs, backward)
+    trials = _Trials(met)
     for _ in progress(trials, quiet, "tuning"):
         pass
-    return Tuning(tuple(s.done for s, _ in trials.sessions if s.done is not None))
+    return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.crossed))
 
 
-def folds(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> list[tuner.Call]:
+def recorded(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
     """The folds that a call and its gradient run, with their leaves; by the safe plans, nothing dense."""
     given, named = _asking(args, kwargs) if backward else (args, kwargs)
     with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
@@ -76,15 +80,21 @@ def folds(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], ba
 class _Trials:
     """All trials of all folds, as something to count and to walk."""
 
-    def __init__(self, met: list[tuner.Call]):
-        self.sessions = list(tuner.sessions(met))
+    def __init__(self, met: tuner.Recording):
+        self.sessions = list(tuner.sessions(met.folds))
+        self.roads = {id(met[0]): met for met in met.roads}.values()
+        self.crossed: list[Tuned] = []
 
     def __len__(self) -> int:
-        return sum(len(s) for s, _ in self.sessions)
+        return sum(len(s) for s, _ in self.sessions) + len(self.roads)
 
     def __iter__(self) -> Iterator[Any]:
         for session, call in self.sessions:
             yield from tuner.finish(session, *call)
+        for road in self.roads:
+            if (found := tuner.cross(*road)) is not None:
+                self.crossed.append(found)
+            yield found
 
 
 def _is_float(v: Any) -> bool:

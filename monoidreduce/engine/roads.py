@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..plan import budget, choice
+from ..plan import budget, choice, store
 from ..program.lower import Lowered
-from . import autograd, costs, recover, whole
+from . import autograd, costs, recover, tuner, whole, winners
 from .evaluate import Sizes
 
 
@@ -33,6 +33,7 @@ class Roads:
 
     def __call__(self, *given: Any) -> list[Any]:
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in given)
+        tuner.note(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
         try:
@@ -43,9 +44,12 @@ class Roads:
         recover.release(self.sizes.device)
         return self.passes(*given)
 
+    def may_be_dense(self) -> bool:
+        return may_be_dense(self.program, self.sizes)
+
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
         told = choice.followed.get()
-        key = (asks, budget.asked(), budget.parts())
+        key = (asks, budget.asked(), budget.parts(), store.generation())
         found = self.decided.get(key)
         if found is None or told is not None:
             found = is_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
@@ -54,14 +58,22 @@ class Roads:
         return found and _untouched(given)
 
 
+def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
+    """Whether the matrix of pairs is small enough to be built, and the program has a dense form."""
+    size = costs.matrix(sizes)
+    return 0 < size <= (budget.asked() or costs.DENSE) and budget.parts() == 1 and whole.has_form(program)
+
+
 def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
-    """Whether a call runs whole: as followed, else where it is allowed to and the model finds it faster."""
+    """Whether a call runs whole: as followed, else where it is allowed to and was measured, or is thought, faster."""
     if choice.followed.get() is not None:
         told = choice.told("call")
         return told is not None and told.schedule == "dense" and whole.has_form(program)
-    size = costs.matrix(sizes)
-    if not 0 < size <= (budget.asked() or costs.DENSE) or budget.parts() > 1 or not whole.has_form(program):
+    if not may_be_dense(program, sizes):
         return False
+    tuned = winners.found(winners.key_of_call(program, inputs.values(), sizes, backward))
+    if tuned is not None:
+        return tuned.schedule == "dense"
     found = costs.of_program(program, inputs, sizes, backward)
     return found.chosen.schedule == "dense"
 

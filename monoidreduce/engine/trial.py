@@ -68,10 +68,10 @@ def wrong(
     perform: Perform, choice: Choice, safe: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]
 ) -> str:
     """What is wrong with a candidate's results, "" where nothing is. ``truth``: the safe plan's for these leaves."""
-    apart = _apart(leaves)
+    limit = apart(leaves)
     with Poison():
         found = perform(choice, fold, leaves, sizes)
-    if problem := differs(found, truth, apart):
+    if problem := differs(found, truth, limit):
         return problem
     short = shortened(fold, leaves, sizes, choice)
     if short is None:
@@ -79,11 +79,11 @@ def wrong(
     expected = perform(safe, fold, *short)
     with Poison():
         found = perform(choice, fold, *short)
-    problem = differs(found, expected, apart)
+    problem = differs(found, expected, limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
 
 
-def differs(found: Sequence[Tensor], truth: Sequence[Tensor], apart: float) -> str:
+def differs(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:
     """How two lists of results differ beyond rounding; whole numbers, infinities and NaN must be the same."""
     for at, (a, b) in enumerate(zip(found, truth, strict=True)):
         if a.shape != b.shape:
@@ -92,7 +92,7 @@ def differs(found: Sequence[Tensor], truth: Sequence[Tensor], apart: float) -> s
             off = a != b
         else:
             a, b = (t if t.dtype is torch.float64 else t.float() for t in (a, b))
-            off = ~((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= apart * _size(b)))
+            off = ~((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= limit * _size(b)))
         if count := int(off.sum()):
             return f"result {at} is wrong in {count} of {off.numel()} numbers"
     return ""
@@ -107,7 +107,8 @@ def _size(b: Tensor) -> Tensor:
     return b + b.square().mean(-1, keepdim=True).sqrt() + b.square().mean().sqrt() / 8
 
 
-def _apart(leaves: Sequence[Any]) -> float:
+def apart(leaves: Sequence[Any]) -> float:
+    """How far results of these leaves may differ, as a share of their size."""
     coarse = hardware.float32_precision() == "tf32"
     tensors = [v for v in leaves if isinstance(v, Tensor) and v.dtype in _APART]
     found = [_APART_TF32 if coarse and v.is_cuda and v.itemsize == 4 else _APART[v.dtype] for v in tensors]

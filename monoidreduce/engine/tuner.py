@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import EngineError
 from ..plan import budget, candidates, cost, store
-from ..plan.choice import Choice
+from ..plan.choice import Choice, follow
 from ..plan.work import Case, directions
-from ..program.lower import Fold
+from ..program.lower import Fold, Lowered
 from . import hardware, planner, recover, trial, winners
 from .evaluate import Sizes
 from .trial import Trial
@@ -34,13 +34,13 @@ GAIN = 0.98  # a winner takes at most this share of the safe plan's time: less i
 Call = tuple[Fold, Sequence[Any], Sizes]  # one fold, its leaves and its sizes
 _sessions: dict[store.Key, Session] = {}
 _lock = threading.Lock()
-_recorded: list[Call] | None = None
+_recorded: Recording | None = None
 
 
 def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The engine ``auto``: by the plan's choice; where tuning was asked for, one more candidate is tried on the way."""
     if _recorded is not None:
-        _recorded.append((fold, [v.detach() if isinstance(v, Tensor) else v for v in leaves], sizes))
+        _recorded.folds.append((fold, [v.detach() if isinstance(v, Tensor) else v for v in leaves], sizes))
         return planner.perform(candidates.default(planner.case_of(fold, leaves, sizes)), fold, leaves, sizes)
     if not asked() or budget.parts() > 1 or not sizes.rows or not sizes.cols:
         return planner.run(fold, leaves, sizes)
@@ -173,7 +173,7 @@ class Session:
             best, safe = (min(column) for column in zip(*turns, strict=True))
             winner, mine = (self.best, best) if best < GAIN * safe else (self.safe, safe)
         measured = {"seconds": mine, "safe": safe, "tried": len(self.trials)}
-        lasting = winners.keep(self.case, self.device, winner, measured)
+        lasting = winners.keep(self.key, winner, measured)
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in fold.reductions)
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, winner, mine, safe, tuple(self.trials), lasting)
@@ -206,15 +206,36 @@ def _in_passing(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]
 # Ahead of time ------------------------------------------------------------------------------------------------
 
 
+class Road(Protocol):
+    """A call that may run by passes or whole: see ``roads.py``."""
+
+    program: Lowered
+    sizes: Sizes
+
+    @property
+    def passes(self) -> Callable[..., list[Any]]: ...
+
+    def __call__(self, *given: Any) -> list[Any]: ...
+
+    def may_be_dense(self) -> bool: ...
+
+
+@dataclass
+class Recording:
+    """The folds and the calls that ran, with what they were given."""
+
+    folds: list[Call] = field(default_factory=list)
+    roads: list[tuple[Road, tuple[Any, ...], bool]] = field(default_factory=list)
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """The folds that run inside the block, with their leaves: in every thread, since backwards have their own."""
+def recorded() -> Iterator[Recording]:
+    """What runs inside the block: in every thread, since backwards have their own."""
     global _recorded
     with _recording:
-        found: list[Call] = []
-        _recorded = found
+        _recorded = Recording()
         try:
-            yield found
+            yield _recorded
         finally:
             _recorded = None
 
@@ -222,9 +243,13 @@ def recorded() -> Iterator[list[Call]]:
 _recording = threading.Lock()
 
 
-def sessions(
-    met: Sequence[Call],
-) -> Iterator[tuple[Session, Call]]:
+def note(road: Road, given: tuple[Any, ...], asks: bool) -> None:
+    """Tell whoever records of a call."""
+    if _recorded is not None:
+        _recorded.roads.append((road, given, asks))
+
+
+def sessions(met: Sequence[Call]) -> Iterator[tuple[Session, Call]]:
     """A session for each different fold that was met, unless there are no pairs."""
     seen = set()
     for fold, leaves, sizes in met:
@@ -242,3 +267,43 @@ def finish(session: Session, fold: Fold, leaves: Sequence[Any], sizes: Sizes) ->
         truth = planner.perform(session.safe, fold, leaves, sizes)
         while session.step(fold, leaves, sizes, truth):
             yield session.trials[-1]
+
+
+def cross(road: Road, given: tuple[Any, ...], asks: bool) -> Tuned | None:
+    """Which road is the faster one for a small call, by passes as tuned or whole; None where it may not be whole."""
+    if not road.may_be_dense():
+        return None
+    own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in given]
+    passes, dense = Choice("flash"), Choice("dense")
+
+    def whole(*given: Any) -> list[Any]:
+        with follow({"call": dense}):
+            return road(*given)
+
+    truth = _gradients(road.passes, own)
+    try:
+        refused = trial.differs(_gradients(whole, own), truth, trial.apart(own))
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    tried = (road.passes,) if refused else (road.passes, whole)
+    clock = lambda run: trial.seconds(lambda: _gradients(run, own), road.sizes.device)
+    turns = [[clock(run) for run in tried] for _ in range(3)]
+    safe, *others = (min(column) for column in zip(*turns, strict=True))
+    winner = dense if others and others[0] < GAIN * safe else passes
+    best = others[0] if winner is dense else safe
+    key = winners.key_of_call(road.program, own, road.sizes, asks)
+    lasting = winners.keep(key, winner, {"seconds": best, "safe": safe, "tried": 1})
+    trials = (Trial(dense, others[0] if others else None, refused),)
+    shape = f"{road.sizes.rows} × {road.sizes.cols}"
+    return Tuned(key, f"the call, {shape}", passes, winner, best, safe, trials, lasting)
+
+
+def _gradients(run: Callable[..., list[Any]], given: Sequence[Any]) -> list[Tensor]:
+    """The results of a call, and their gradients where they are asked for."""
+    values = [v for v in run(*given) if isinstance(v, Tensor)]
+    moving = [v for v in values if v.requires_grad]
+    inputs = [v for v in given if isinstance(v, Tensor) and v.requires_grad]
+    if not moving:
+        return values
+    found = torch.autograd.grad(moving, inputs, [torch.ones_like(v) for v in moving], allow_unused=True)
+    return [*(v.detach() for v in values), *(g for g in found if g is not None)]

@@ -1,48 +1,71 @@
-"""Plans that won on this device, by fold, bucket of lengths and types: how they are named, kept and found again."""
+"""Plans that won on this device, by program, bucket of lengths and types: how they are named, kept and found again."""
 
 from __future__ import annotations
 
 import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError
 from ..plan import budget, cost, store
 from ..plan.choice import Choice
 from ..plan.work import Case
-from ..program.digest import lasts
+from ..program.digest import digest, lasts
+from ..program.lower import Fold, Lowered
 from . import hardware
+from .evaluate import Sizes
 
 
 def key_of(case: Case, device: torch.device) -> store.Key:
-    """What a measured plan depends on. Lengths go by powers of two, so that a new one is seldom tuned again."""
-    lengths = " × ".join(str(store.bucket(n)) for n in (case.batch, case.rows, case.cols))
-    letters = ", ".join(f"{name}={size}" for name, size in case.letters)
-    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {hardware.float32_precision()}"
-    return store.Key(case.name, f"{lengths}; {letters}", types, device_name(device), str(budget.asked() or ""))
+    """What a measured plan of a fold depends on."""
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes"
+    return _key(case.name, "", (case.batch, case.rows, case.cols), case.letters, types, device)
+
+
+def key_of_call(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> store.Key:
+    """What the road of a whole call depends on: by passes over the pairs, or dense."""
+    lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
+    kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
+    types = f"{', '.join(kinds)}, {'with' if backward else 'without'} gradients"
+    name = digest(Fold((), program.outputs))
+    return _key(name, "call ", lengths, sorted(sizes.letters.items()), types, sizes.device)
+
+
+def _key(
+    name: str, what: str, lengths: Iterable[int], letters: Iterable[tuple[str, int]], types: str, device: torch.device
+) -> store.Key:
+    """Lengths go by powers of two, so that a new one is seldom tuned again."""
+    shape = " × ".join(str(store.bucket(n)) for n in lengths)
+    features = ", ".join(f"{letter}={size}" for letter, size in letters)
+    precision = hardware.float32_precision()
+    asked = str(budget.asked() or "")
+    return store.Key(name, f"{what}{shape}; {features}", f"{types}, {precision}", device_name(device), asked)
+
+
+def found(key: store.Key) -> Choice | None:
+    """What was measured to win, if anything that can be read was."""
+    record = store.recall(key)
+    try:
+        return None if record is None else Choice.from_dict(record.plan)
+    except ArgumentError:
+        return None
 
 
 def recalled(case: Case, device: torch.device) -> Choice | None:
     """The plan that won for such a case; None where there is none, or it is none that could be followed here."""
-    found = store.recall(key_of(case, device))
-    if found is None:
-        return None
-    try:
-        choice = Choice.from_dict(found.plan)
-    except ArgumentError:
-        return None
-    return choice if fits(case, choice) else None
+    choice = found(key_of(case, device))
+    return choice if choice is not None and fits(case, choice) else None
 
 
-def keep(case: Case, device: torch.device, choice: Choice, measured: Mapping[str, Any]) -> bool:
-    """Remember a winner; whether the next process will find it, which folds over a user's own classes do not allow."""
-    record = store.Record(key_of(case, device), choice.as_dict(), measured)
-    return store.remember(record, lasting=lasts(case.name))
+def keep(key: store.Key, choice: Choice, measured: Mapping[str, Any]) -> bool:
+    """Remember a winner; whether the next process will find it: not where a user's own class is part of the program."""
+    return store.remember(store.Record(key, choice.as_dict(), measured), lasting=lasts(key.program))
 
 
 def fits(case: Case, choice: Choice) -> bool:

@@ -92,7 +92,7 @@ class Cost:
         return any(s.schedule == schedule for s in self.schedules)
 
     def get(self, schedule: str, otherwise: Scheduled | None = None) -> Scheduled | None:
-        return self[schedule] if schedule in self else otherwise
+        return next((s for s in self.schedules if s.schedule == schedule), otherwise)
 
     def __str__(self) -> str:
         parts = [f"{s.schedule} {s.seconds * 1e3:.3g} ms, {s.peak / 1e6:.3g} MB" for s in self.schedules]
@@ -180,7 +180,7 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
 
 
 def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
-    """How much slower than the engine's own tile, which was measured, another is thought to be: small ones read more."""
+    """How much slower than the engine's own tile, which was measured, another is thought to be."""
     ratio = (1 + 8 / tile[0] + 8 / tile[1]) / (1 + 8 / own[0] + 8 / own[1])
     return 1.0 if tile[:4] == own[:4] else max(1.02, ratio)
 

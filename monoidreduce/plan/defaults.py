@@ -2,8 +2,8 @@
 
 ``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
 won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
-was measured: there the same tiles are made smaller until they fit, by a count of shared memory that kernels compiled
-for 8.0 and 8.9 confirm to a tenth, and none of them spills more than the winners on an H200 do
+was measured: there the same tiles are made smaller until they fit, by a count of shared memory that bounds what
+kernels compiled for 8.0 and 8.9 take, and none of them spills more than the winners on an H200 do
 (``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
 """
 
@@ -54,14 +54,13 @@ class Family:
     shared: int  # bytes of one program instance
     spare: float
     ahead: int  # of a pipeline's stages, how many hold no block of their own
-    weights: bool  # whether a product's weights pass through shared memory
     source: str
 
 
 FAMILIES = {
-    "hopper": Family("H100, H200", 232_448, 0.86, 0, True, "measured on an H200"),
-    "ampere": Family("A100", 166_912, 0.985, 1, False, "derived from kernels compiled for 8.0"),
-    "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, False, "derived from kernels compiled for 8.9"),
+    "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
+    "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0"),
+    "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, "derived from kernels compiled for 8.9"),
 }
 
 

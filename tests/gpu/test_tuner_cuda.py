@@ -46,7 +46,7 @@ def test_winners_are_right_and_found_again():
     assert errors(attention(*args), truth).max() < 0.05
     with registry.automatic(), tuner.recorded() as met:
         attention(*(a[:, :-7] for a in args))
-    fold, leaves, sizes = met[0]
+    fold, leaves, sizes = met.folds[0]
     assert winners.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == found.folds[0].winner
 
 

@@ -96,7 +96,8 @@ def _kind(kernel: Kernel, item: int) -> str:
 
 def _fitting(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> KernelPlan:
     """The plan, made smaller until its blocks fit in shared memory."""
-    while (smaller := shrink(plan)) is not None and shared(plan, kernel, item, family) > family.shared * family.spare:
+    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
+    while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
     return plan
 
@@ -105,13 +106,12 @@ def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
     """Bytes of the blocks that a plan's kernel holds in shared memory."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
-    weights = plan.block_kept * plan.block_folded if family.weights else 0
-    return (kept + folded + weights) * item
+    return (kept + folded + plan.block_kept * plan.block_folded) * item
 
 
-def shrink(plan: KernelPlan) -> KernelPlan | None:
-    """The next smaller plan, None at the smallest."""
-    if plan.num_stages > 1:
+def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
+    """The next smaller plan, None at the smallest; ``stages``: how many are left."""
+    if plan.num_stages > stages:
         return replace(plan, num_stages=plan.num_stages - 1)
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)
