@@ -311,12 +311,16 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     return moments[1] / torch.clamp(_size(over) - correction, min=0)
 
 
-def uniform(seed: Any) -> Any:
-    """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j)."""
+def _drawn(name: str, seed: Any) -> Any:
     key = expr_of(seed)
     if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
         raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
-    return Symbol(build.apply("uniform", key, index("batch"), index("row"), index("col")))
+    return Symbol(build.apply(name, key, index("batch"), index("row"), index("col")))
+
+
+def uniform(seed: Any) -> Any:
+    """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j)."""
+    return _drawn("uniform", seed)
 
 
 def gumbel(seed: Any) -> Any:
@@ -329,7 +333,7 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
     if not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
-    return torch.where(uniform(seed) >= p, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+    return torch.where(_drawn("coin", seed) >= round(p * 2**31), x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
 def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:

@@ -303,7 +303,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {"uniform", "cast", "decay"}
+    hidden = {"coin", "uniform", "cast", "decay"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 
@@ -388,4 +388,4 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
     ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
      "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
-) | {"where": 3, "uniform": 4}  # fmt: skip
+) | {"where": 3, "coin": 4, "uniform": 4}  # fmt: skip

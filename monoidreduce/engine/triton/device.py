@@ -212,6 +212,25 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
+def turned(word, shift, factor):
+    return (word ^ (word >> shift)) * factor
+
+
+def mixed(word):
+    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
+    return word ^ (word >> 15)
+
+
+def coin(seed, batch, i, j):
+    # 31 bits for every (seed, batch, i, j): a place in a sequence for each row, columns count from there
+    wide = tl.full((), 0, tl.int64) + seed
+    key = mixed(mixed(mixed(wide.to(tl.uint32)) ^ (wide >> 32).to(tl.uint32)) ^ batch.to(tl.uint32))
+    row = mixed(key + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
+    word = row + j.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
+    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
+    return (word >> 1).to(tl.int32)
+
+
 def uniform(seed, batch, i, j):
     # Philox4x32-10 with counter (j, i, batch, 0); (first word + 1/2) / 2**32, in float32 whatever the arithmetic
     zero = i * 0 + j * 0

@@ -163,7 +163,7 @@ class Values(Exponents):
             return ["bool", e.dtype, e.dtype]
         if e.op in _COMPARE:
             return [widest(e.args)] * len(e.args)
-        if e.op in ("cast", "detach", "uniform"):
+        if e.op in ("cast", "detach", "coin", "uniform"):
             return [a.dtype for a in e.args]
         if p.result == "bool":
             return ["float" if e.op in ("isnan", "isinf") else "bool"] * len(e.args)
