@@ -94,7 +94,7 @@ class Case:
 
 
 def _handmade_loss(dtype: torch.dtype) -> tuple:
-    return handmade_tiles.inputs("loss", 256, 256, dtype, d=64)
+    return handmade.inputs("loss", 256, 256, dtype, d=64)
 
 
 def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
@@ -137,9 +137,9 @@ CASES = [
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
     # tile functions of a user's own
-    Case("handmade attention 64", handmade_tiles.LAYERS["attention"].kernels.apply, _qkv(64)),
-    Case("handmade mlp 64", handmade_tiles.LAYERS["mlp"].kernels.apply, _qkv(64)),
-    Case("handmade loss 64", handmade_tiles.LAYERS["loss"].kernels.apply, _handmade_loss),
+    Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
+    Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
+    Case("handmade loss 64", handmade.LAYERS["loss"].kernels.apply, _handmade_loss),
 ]
 
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import monoidreduce as mr
 from monoidreduce.engine.triton import launch
 from monoidreduce.errors import ArgumentError, EngineError, NoGradientError, ShapeError
-from tests.interpret import handmade_tiles as tiles
-from tests.interpret.handmade_tiles import LAYERS, inputs
+from tests import handmade as tiles
+from tests.handmade import LAYERS, inputs
 from tests.unit.test_readme import BLOCK
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, EngineError, NoGradientError, ShapeError
+from ...errors import ArgumentError, DTypeError, EngineError, NoGradientError, ShapeError
 from .. import hardware
 from . import launch, runs_on
 from .emit import CONSTANTS, Kernel
@@ -54,21 +54,25 @@ class Layer:
                     detail=f"{self.name}: {name} is {size!r}",
                     fix=f"With @triton.jit functions give how many make a tile: a power of two, at least {_SMALLEST}",
                 )
-        functions = {n: getattr(self, n) for n in ("proj_fold", "binary_reduce", "proj_fold_bwd")}
-        for name, function in functions.items():
-            if function is not None and not is_kernel(function):
-                raise ArgumentError(
-                    detail=f"{self.name}: {name} is no @triton.jit function, another tile function is",
-                    fix="Write all of them in Triton, or all in torch",
-                )
-        inputs, products = sum(self.sides), _arity(self.binary_reduce) / 2
-        wanted = {"proj_fold": inputs + 1, "proj_fold_bwd": inputs + 2 * products + 1}
-        for name, count in wanted.items():
-            if functions[name] is not None and _arity(functions[name]) != count:
-                raise ArgumentError(
-                    detail=f"{self.name}: {name} takes {_arity(functions[name])} arguments, not {count:g}",
-                    fix="proj_fold(*a, *b, inside), binary_reduce(*p, *p), proj_fold_bwd(*a, *b, *p, *gp, inside)",
-                )
+        for name in ("binary_reduce", "proj_fold", "proj_fold_bwd"):  # the first says how many products there are
+            self._check(name, getattr(self, name))
+
+    def _check(self, name: str, function: Any) -> None:
+        """Whether a tile function is Triton's, and takes what it will be given."""
+        if function is None:
+            return
+        if not is_kernel(function):
+            raise ArgumentError(
+                detail=f"{self.name}: {name} is no @triton.jit function, another tile function is",
+                fix="Write all of them in Triton, or all in torch",
+            )
+        inputs, products = sum(self.sides), _arity(self.binary_reduce) // 2
+        counts = {"proj_fold": inputs + 1, "binary_reduce": 2 * products, "proj_fold_bwd": inputs + 2 * products + 1}
+        if _arity(function) != counts[name]:
+            raise ArgumentError(
+                detail=f"{self.name}: {name} takes {_arity(function)} arguments, not {counts[name]}",
+                fix="proj_fold(*a, *b, inside), binary_reduce(*p, *p), proj_fold_bwd(*a, *b, *p, *gp, inside)",
+            )
 
     def forward(self, inputs: Tensors) -> Tensors:
         """The product of every row."""
@@ -80,13 +84,16 @@ class Layer:
         self._run("fold", given, out, (rows, cols), over="cols")
         return out
 
-    def backward(self, inputs: Tensors, product: Tensors, given: Sequence[Any], needs: Sequence[bool]) -> tuple:
+    def backward(
+        self, inputs: Tensors, product: Tensors, given: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one: each side by a kernel of its own."""
         if self.proj_fold_bwd is None:
             fix = "Give proj_fold_bwd=, or use the result under torch.no_grad()"
             raise NoGradientError(detail=f"{self.name} was made without a backward", fix=fix)
         gp = [p.new_zeros(()).expand(p.shape) if g is None else g for g, p in zip(given, product, strict=True)]
-        lengths, grads = self._lengths(inputs), [None] * len(inputs)
+        lengths = self._lengths(inputs)
+        grads: list[Tensor | None] = [None] * len(inputs)
         for over, first, count in (("cols", 0, self.sides[0]), ("rows", self.sides[0], self.sides[1])):
             wanted = [k for k in range(first, first + count) if needs[k]]
             if not wanted:
@@ -97,7 +104,7 @@ class Layer:
             out = tuple(torch.empty(inputs[k].shape, dtype=inputs[k].dtype, device=inputs[k].device) for k in wanted)
             self._run("gradient", fields, out, lengths, over, tuple(wanted))
             for k, grad in zip(wanted, out, strict=True):
-                grads[k] = grad  # type: ignore[call-overload]
+                grads[k] = grad
         return tuple(grads)
 
     def _lengths(self, inputs: Tensors) -> tuple[int, int]:
@@ -112,7 +119,9 @@ class Layer:
                 fix="Give tensors on one GPU (TRITON_INTERPRET=1, set before Triton is imported, runs them on a CPU)",
             )
         for x in inputs:
-            if x.dim() not in (1, 2) or (x.dim() == 2 and not 0 < x.shape[1] <= WIDEST):
+            if x.is_complex():
+                raise DTypeError(detail=f"{self.name} was given {str(x.dtype)[6:]}", fix="Give real numbers")
+            if not _fits(x):
                 fix = f"Give a number or a vector of 1 to {WIDEST} features per row and per column"
                 raise ShapeError(detail=f"{self.name} was given shape {list(x.shape)}", fix=fix)
         a, b = ({len(x) for x in side} for side in (inputs[: self.sides[0]], inputs[self.sides[0] :]))
@@ -124,11 +133,10 @@ class Layer:
     def _started(self, product: Any, rows: int) -> Tensors:
         count = _arity(self.binary_reduce) // 2
         good = isinstance(product, tuple | list) and len(product) == count
-        if not good or not all(isinstance(p, Tensor) and p.dim() in (1, 2) and len(p) == rows for p in product):
+        if not good or not all(isinstance(p, Tensor) and _fits(p) and len(p) == rows for p in product):
             detail = f"{self.name}: init returned no tuple of {count} tensors of {rows} rows"
-            raise ShapeError(
-                detail=detail, fix="Return the identity: [rows] or [rows, features] for each of the product"
-            )
+            fix = f"Return the identity: [rows] or [rows, features], at most {WIDEST}, for each part of the product"
+            raise ShapeError(detail=detail, fix=fix)
         return tuple(product)
 
     def _run(
@@ -153,15 +161,19 @@ class Layer:
         for f in fields:
             arguments += [f.tensor, *f.tensor.stride()]
         plan = KernelPlan(*tile, 4 if tile[0] * tile[1] < 2**14 else 8, 2)
-        how = (True, hardware.float32_precision(), True, fields[0].tensor.device)
+        how = (True, "ieee", True, fields[0].tensor.device)  # tile functions say themselves how they multiply
         kernel = Kernel(f"{what}_over_{over}", text, (), functions=functions)
         call = launch.Call(kernel, plan, -(-kept // tile[0]), (*arguments, kept, folded), *how)
         try:
             launch.execute(call)
         except Exception as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception) -> Exception | None:
+        """What a user is told of Triton's own errors; None of others."""
         kind = type(error).__name__
         if kind == "OutOfResources":
             tiles = " × ".join(map(str, self.tiles))
@@ -169,12 +181,17 @@ class Layer:
                 detail=f"{self.name}: tiles of {tiles} do not fit: {error}", fix="Give a smaller islice or jslice"
             )
         if kind not in _BROKEN:
-            return error
+            return None
         said = str(error).strip().splitlines() or [kind]
         return ArgumentError(
             detail=f"{self.name}: Triton does not take its tile functions: {said[-1]}",
             fix="They return a block per product, or per floating input, in the shape of its tile",
         )
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether a tensor is a number or a vector per row."""
+    return x.dim() == 1 or (x.dim() == 2 and 0 < x.shape[1] <= WIDEST)
 
 
 def _arity(function: Any) -> int:
