@@ -117,12 +117,6 @@ class Op(compiled.Compiled):
                 return traced.pack(found)
         return _summed(self(*args, **kwargs))
 
-    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
-        """Whether an argument may have features enough; asked first, for it costs nothing."""
-        values = self._lined_up(args, kwargs)
-        given = () if values is None else [values[at] for at in self._vectors]
-        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
-
     def within(self, limit: int | str) -> Callable[..., Any]:
         """The same layer with a memory budget of its own, which its gradients keep.
 
@@ -146,6 +140,12 @@ class Op(compiled.Compiled):
         True
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
+
+    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
+        """Whether an argument may have features enough; asked first, for it costs nothing."""
+        values = self._lined_up(args, kwargs)
+        given = () if values is None else [values[at] for at in self._vectors]
+        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""

@@ -48,7 +48,7 @@ class Alive(TorchDispatchMode):
 
     def size(self, t: Tensor) -> int:
         """Bytes of a tensor's storage."""
-        return t.untyped_storage().nbytes()
+        return 0 if t.is_meta else t.untyped_storage().nbytes()
 
     def _see(self, t: Tensor) -> None:
         storage = t.untyped_storage()

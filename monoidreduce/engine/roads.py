@@ -48,6 +48,8 @@ class Roads:
         return may_be_dense(self.program, self.sizes)
 
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
+        if not _untouched(given):
+            return False
         told = choice.followed.get()
         key = (asks, budget.asked(), budget.parts(), store.generation())
         found = self.decided.get(key)
@@ -55,7 +57,7 @@ class Roads:
             found = is_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
             if told is None:
                 self.decided[key] = found
-        return found and _untouched(given)
+        return found
 
 
 def may_be_dense(program: Lowered, sizes: Sizes) -> bool:

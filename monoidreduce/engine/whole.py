@@ -202,7 +202,10 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Soft:
-    """As the eager engine folds it: a peak that gradients do not see, guarded once per row; an empty row means 0."""
+    """Means by torch's softmax, whose gradient cancels exactly where it should; a row that sees nothing means 0.
+
+    The logarithm is that of the sum of exp(logit - peak), the peak a constant to gradients, guarded once per row.
+    """
 
     over: str
     values: tuple[tuple[_Part, ...], ...]
@@ -212,22 +215,25 @@ class _Soft:
         dim = -1 if self.over == "cols" else -2
         peak = logit.detach()
         peak = peak.amax(dim, keepdim=True) if logit.shape[dim] else peak.sum(dim, keepdim=True)
+        means = self._means(sizes, logit, peak == -math.inf, dim, list(given)) if self.values else []
         safe = torch.where(peak.isinf(), 0.0, peak)
-        weight = (logit - safe).exp_()
-        total = weight.sum(dim)
+        if not self.logarithm:
+            return [safe.squeeze(dim), *means, safe.squeeze(dim), safe.squeeze(dim)]
+        total = (logit - safe).exp_().sum(dim)
         blind = total == 0
-        seen = torch.where(blind, 1.0, total)
-        means, at = [], 0
+        log_total = torch.where(blind, -math.inf, torch.where(blind, 1.0, total).log())
+        safe = safe.squeeze(dim)
+        return [log_total + safe, *means, log_total, safe]
+
+    def _means(self, sizes: Sizes, logit: Tensor, blind: Tensor, dim: int, given: list[Tensor]) -> list[Tensor]:
+        weight = torch.softmax(torch.where(blind, 0.0, logit), dim)
+        blind, found, at = blind.squeeze(dim), [], 0
         for parts in self.values:
             count = sum(p.count for p in parts)
-            mean = _folded(parts, list(given[at : at + count]), self.over, weight, sizes)
-            means.append(mean / (seen if mean.dim() == seen.dim() else seen.unsqueeze(-1)))
+            mean = _folded(parts, given[at : at + count], self.over, weight, sizes)
+            found.append(torch.where(blind if mean.dim() == blind.dim() else blind.unsqueeze(-1), 0.0, mean))
             at += count
-        safe = safe.squeeze(dim)
-        if not self.logarithm:
-            return [safe, *means, safe, safe]
-        log_total = torch.where(blind, -math.inf, seen.log())
-        return [log_total + safe, *means, log_total, safe]
+        return found
 
 
 @dataclass(frozen=True)

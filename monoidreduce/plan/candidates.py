@@ -61,8 +61,13 @@ def default(case: Case) -> Choice:
     """The engine's own tiles, for the schedule that always runs."""
     if case.gpu and case.panels and not case.kernels:
         return Choice("panel")
-    split = any(cost.parts_of(case, over, tile) > 1 for over, tile in case.defaults)
-    return Choice("split" if split else "flash", case.defaults)
+    return _named(case, Choice("flash", case.defaults))
+
+
+def _named(case: Case, choice: Choice) -> Choice:
+    """A kernel whose folded axis is cut into parts is a split."""
+    cut = any(cost.parts_of(case, over, tile) > 1 for over, tile in choice.tiles)
+    return replace(choice, schedule="split" if cut else "flash")
 
 
 def smallest(case: Case) -> Choice:
@@ -75,15 +80,14 @@ def smallest(case: Case) -> Choice:
 
 def _kernels(case: Case, over: str | None) -> list[Choice]:
     base = default(case)
-    found = [base]
+    found = [base, smallest(case)] if over is None else [base]
+    sizes = NARROW_TILES if max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
     for way in directions(case.fold) if over is None else (over,):
         own = base.tile(way)
-        if own is None:
-            continue
-        sizes = NARROW_TILES if max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
-        found += [base.having(way, (*t, 1)) for t in sizes]
-        found += [replace(base.having(way, (*own[:4], parts)), schedule="split") for parts in PARTS]
-    return found
+        if own is not None:
+            found += [base.having(way, (*t, parts)) for t in sizes for parts in {1, own[4]}]
+            found += [base.having(way, (*own[:4], parts)) for parts in PARTS]
+    return [_named(case, c) for c in found]
 
 
 def _torch(case: Case) -> list[Choice]:

@@ -22,7 +22,7 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
 from monoidreduce.plan import defaults
-from tests.interpret import handmade_tiles
+from tests import handmade
 
 FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
 

@@ -16,6 +16,7 @@ import monoidreduce as mr
 from monoidreduce.engine.triton import source
 from monoidreduce.plan import disk, store
 
+POSIX = pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
 WRITER = Path(__file__).parents[1] / "faults" / "writer.py"
 
 
@@ -93,14 +94,17 @@ def test_lengths_of_one_bucket_share_a_plan():
 # Faults
 
 
+@POSIX
 def test_200_writers_killed_at_random_moments(tmp_path):
     assert child("killed", tmp_path, 200, 1) == {"kills": 200, "plans": 4, "failures": 0, "warnings": []}
 
 
+@POSIX
 def test_8_writers_at_once(tmp_path):
     assert child("crowd", tmp_path, 8, 2) == {"writers": 8, "failures": 0, "plans": 4, "warnings": []}
 
 
+@POSIX
 def test_a_full_disk(tmp_path):
     found = child("full", tmp_path, 512, 3)
     assert len(found.pop("warnings")) == 1
@@ -108,6 +112,7 @@ def test_a_full_disk(tmp_path):
     assert found == {"written": False, "here": 399, "kept": True, "files": 1}
 
 
+@POSIX
 def test_a_read_only_disk(tmp_path):
     tmp_path.chmod(0o555)
     try:

@@ -1,7 +1,9 @@
 """The tuner: winners are right, remembered and found again; what is wrong in any way never wins."""
 
+import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import costs, planner, registry, roads, trial, tuner, winners
 from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import source
 from monoidreduce.plan import candidates, disk, store
 from monoidreduce.plan.choice import Choice
 from tests.layers import BY_NAME
@@ -97,7 +100,9 @@ def test_tuning_a_layer_refuses_no_honest_plan():
         found = mr.tune(layer.op, *args, quiet=True)
         assert len(found.folds) >= 2 and all(t.trials for t in found.folds)
         assert [r.refused for t in found.folds for r in t.trials if r.refused] == []
-        assert str(found.folds[0].winner) in str(found) and len(found.as_dict()["folds"]) == len(found.folds)
+        assert str(found.folds[0].winner) in str(found) and len(
+            json.loads(json.dumps(found.as_dict()))["folds"]
+        ) == len(found.folds)
 
 
 def test_only_the_gradients_asked_for_are_tuned():
@@ -298,6 +303,22 @@ def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
 
     problem = trial.wrong(perform, choice, Choice("flash"), fold, leaves, sizes, truth)
     assert "at 8 × 35" in problem and "wrong in" in problem
+
+
+@pytest.mark.parametrize(("spilled", "refused"), [(0, False), (64, False), (4096, True)])
+def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
+    few(monkeypatch, FAST)
+
+    def perform(how, *call):
+        if how == FAST:  # as launching a kernel says it
+            report = {"n_regs": 255, "n_spills": spilled // 4, "metadata": SimpleNamespace(shared=4096)}
+            source.note(SimpleNamespace(**report))
+        return right(how, *call)
+
+    monkeypatch.setattr(planner, "perform", perform)
+    (found,) = attention.tune(*drawn(), backward=False, quiet=True).folds
+    assert (found.trials[0].seconds is None) == refused
+    assert found.trials[0].refused == (f"its kernel spills {spilled} bytes" if refused else "")
 
 
 def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):

@@ -75,18 +75,6 @@ def run(
         return fallback(fold, leaves, sizes)
 
 
-def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
-    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
-    if instead is None or hardware.asked.get()[1]:
-        raise EngineError(
-            detail=f"the Triton engine cannot run this fold: {reason}",
-            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
-        ) from None
-    if (fold, str(reason)) not in _told:
-        _told.add((fold, str(reason)))
-        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
-
-
 def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where it has no kernels."""
     try:
@@ -101,6 +89,18 @@ def sources(fold: Fold) -> list[Path]:
     """The files of the kernels that were made for a fold so far."""
     made = [one for ready in _READY.values() if ready.fold is fold for one in ready.launches]
     return list(dict.fromkeys(source.write(one.kernel.text) for one in made))
+
+
+def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
+    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
+    if instead is None or hardware.asked.get()[1]:
+        raise EngineError(
+            detail=f"the Triton engine cannot run this fold: {reason}",
+            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
+        ) from None
+    if (fold, str(reason)) not in _told:
+        _told.add((fold, str(reason)))
+        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, FAMILIES, KERNELS, Family
+from ...plan.defaults import COPIED, FAMILIES, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -49,7 +49,7 @@ def overrides() -> tuple:
 def choose(kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
     asked = (_override.get() or {}).get(over)
-    return asked or _fitting(_default(kernel, item, boxes), kernel, item, family or FAMILY)
+    return asked or _fitting(kernel, item, family or FAMILY, boxes)
 
 
 def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
@@ -64,9 +64,9 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
-def _default(kernel: Kernel, item: int, boxes: bool) -> KernelPlan:
+def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
-    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*KERNELS[_kind(kernel, item)])
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
@@ -94,8 +94,9 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> KernelPlan:
-    """The plan, made smaller until its blocks fit in shared memory."""
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    """The table's plan, made smaller until its blocks fit in shared memory."""
+    plan = _default(kernel, item, family, boxes)
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
     while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
