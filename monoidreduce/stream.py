@@ -7,7 +7,8 @@ tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,28 +121,35 @@ class Stream:
         """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
-        if iter(source) is source:
+        _alone()
+        reader = iter(source)
+        if reader is source:
             if torch.is_grad_enabled() and (self._asks or gradients is not None):
                 raise StreamError(
                     detail=f"a gradient needs to read the source twice, but {type(source).__name__} is read only once",
                     fix="Give a list, a DataLoader or mr.chunks(...), or call it under torch.no_grad()",
                 )
-            for values in progress(source, quiet):
+            for values in progress(source, quiet, None):
                 self.update(**self._named(values))
             return self.result()
-        first = next(iter(source), None)
+        first = next(reader, None)
         if first is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
-        first = self._named(first)
-        prepared = self._prepare(first)
-        columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in first.values())
+        named = self._named(first)
+        prepared = self._prepare(named)
+        columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
+        begun = [itertools.chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
+        count = len(source) if isinstance(source, Sized) else None
+        del first, named, reader
 
         def read() -> Iterator[Chunk]:
             at = self.start
-            for values in progress(source, quiet):
+            for values in progress(begun.pop() if begun else source, quiet, count):
                 chunk = self._chunk(prepared, self._named(values), at)
                 at += chunk[1]
+                del values  # while the next one comes, nobody holds this one
                 yield chunk
+                del chunk
 
         return prepared.form(*streaming.over(prepared.walk, read, gradients, columns_ask))
 
@@ -183,10 +191,7 @@ class Stream:
         return dict(values)
 
     def _ready(self, named: Mapping[str, Any]) -> Prepared:
-        if agree.current() is not None:
-            raise StreamError(
-                detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
-            )
+        _alone()
         if self._prepared is None:
             prepared = self._prepare(named)
             p = _only(prepared.walk)
@@ -204,6 +209,13 @@ class Stream:
         again = self._prepare(named)
         _same(prepared.name, again.name)
         return at, again.walk.sizes.cols, {n: again.inputs[n] for n in named if n in again.inputs}
+
+
+def _alone() -> None:
+    if agree.current() is not None:
+        raise StreamError(
+            detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
+        )
 
 
 def _only(walk: Walk) -> Any:

@@ -159,6 +159,7 @@ class _Pass(torch.autograd.Function):
         for chunk in job.read():
             states = merged(p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total))
             seen += chunk[1]
+            del chunk  # while the next one comes, nobody holds this one
         if states is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
         job.total = seen
