@@ -49,7 +49,7 @@ class Stream:
     True
     """
 
-    def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: list[str], asks: bool):
+    def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: Mapping[str, bool], asks: bool):
         self._prepare, self._columns, self._asks = prepare, columns, asks
         self._prepared: Prepared | None = None
         self._states: list[State] | None = None
@@ -177,16 +177,19 @@ class Stream:
     def _named(self, values: Any) -> dict[str, Any]:
         if isinstance(values, Tensor):
             values = (values,)
+        needed = [n for n, optional in self._columns.items() if not optional]
         if isinstance(values, Mapping):
-            wrong = set(values) ^ set(self._columns)
-        elif isinstance(values, tuple | list) and len(values) == len(self._columns):
-            return dict(zip(self._columns, values, strict=True))
+            wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
+        elif isinstance(values, tuple | list) and len(values) in (len(needed), len(self._columns)):
+            names = needed if len(values) == len(needed) else list(self._columns)
+            return dict(zip(names, values, strict=True))
         else:
             wrong = {"what was given"}
         if wrong:
             raise ArgumentError(
                 detail=f"a chunk holds {', '.join(self._columns)}, but {', '.join(sorted(wrong))} does not fit",
-                fix="Give a tensor for each column parameter, in order or by name",
+                fix="Give a tensor for each column parameter, in order or by name; what is given per pair, too, comes "
+                "with the chunk's columns",
             )
         return dict(values)
 

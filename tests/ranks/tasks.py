@@ -30,7 +30,7 @@ def sharded(group: Any, case: Case) -> dict[str, Tensor]:
     mine = [part(a, p, case, group.rank(), group.size()) for a, p in zip(args, layer.parameters, strict=False)]
     given = [a.detach().clone().requires_grad_() if is_float(a) else a for a in mine]
     axes = {name: group for name in ("rows", "cols") if name in case.divided}
-    with mr.shard(**axes, order=case.order):
+    with mr.shard(**axes, order=case.order, slices=case.slices):
         values = flatten(layer.op(*given))
     cotangents = [
         part(g, s, case, group.rank(), group.size()) for g, s in zip(case.cotangents, case.sides, strict=True)
@@ -313,15 +313,6 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
     if group.rank() == 1:
         registry.FOLDERS["eager"] = engine
     _worked(group, divided)
-
-
-def refused_layer(group: Any, name: str) -> str:
-    try:
-        with mr.shard(rows=group):
-            BY_NAME[name].op(*BY_NAME[name].args(5, 7, 0))
-    except mr.MonoidReduceError as error:
-        return type(error).__name__
-    return "nothing"
 
 
 # Bytes

@@ -27,7 +27,7 @@ def small_tiles(request, monkeypatch):
 def sides(layer, args):
     """The arguments that stay and those that are streamed, by name."""
     given = dict(zip(layer.op.parameters, args, strict=False))
-    columns = [n for n, p in layer.op.parameters.items() if p.axis == "cols" and given.get(n) is not None]
+    columns = [n for n, p in layer.op.parameters.items() if p.axis in ("cols", "pairs") and given.get(n) is not None]
     return {n: v for n, v in given.items() if n not in columns}, {n: given[n] for n in columns}
 
 
@@ -91,7 +91,7 @@ def test_any_chunking_is_the_whole_with_gradients_for_rows_and_columns(layer, se
         if k >= len(args) or not is_float(args[k]):
             continue
         axis = args[k].dim() - 1 - (p.feature is not None)
-        if p.axis == "cols":
+        if p.axis in ("cols", "pairs"):
             g = (
                 torch.cat([g for _, g in sorted(found[name].items(), key=lambda item: item[0])], axis)
                 if found[name]
