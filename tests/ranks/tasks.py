@@ -58,9 +58,10 @@ def causal_pairs(group: Any, length: int, order: str) -> int:
 
 
 @mr.op
-def _mixed(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], slope: mr.Batch, seed: int):
-    """A bit of everything: indices, random numbers, both directions, a number per batch element, one-sided folds."""
-    s = q @ k - slope * (mr.row_index - mr.col_index).abs()
+def _mixed(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], slope: mr.Batch, seed: int, bias: mr.Pair):
+    """A bit of everything: indices, random numbers, both directions, numbers per batch element and per pair, one-sided
+    folds."""
+    s = q @ k - slope * (mr.row_index - mr.col_index).abs() + bias
     kept = mr.dropout(s, 0.2, seed)
     total = mr.logsumexp(s)
     return (
@@ -75,7 +76,7 @@ def _mixed(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], slope: mr.Batch, seed
 def _inputs(batch: int = 4, rows: int = 13, cols: int = 17) -> list[Any]:
     gen = torch.Generator().manual_seed(5)
     make = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
-    return [make(batch, rows, 5), make(batch, cols, 5), make(cols, 3), make(batch).abs(), 99]
+    return [make(batch, rows, 5), make(batch, cols, 5), make(cols, 3), make(batch).abs(), 99, make(rows, cols)]
 
 
 def _whole(function: Any, args: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -93,7 +94,7 @@ def _compare(got: list[Tensor], expected: list[Tensor]) -> str:
     return "same"
 
 
-def dtensors(group: Any, placement: tuple[str, ...]) -> str:
+def dtensors(group: Any, placement: tuple[str, ...], slices: int | str | None = None) -> str:
     """The op on DTensors: values and gradients, gathered, are those of one process."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -102,18 +103,19 @@ def dtensors(group: Any, placement: tuple[str, ...]) -> str:
     mesh = DeviceMesh("cpu", torch.arange(group.size()).view(shape))
     args = _inputs()
 
-    def placed(axis: str, rank: int, batched: bool) -> list[Any]:
+    def placed(dims: dict[str, int], batched: bool) -> list[Any]:
         found = []
         for what in placement:
-            if axis in what.split("+"):
-                found.append(Shard(rank))
-            else:
-                found.append(Shard(0) if what == "batch" and batched else Replicate())
+            mine = [dims[axis] for axis in what.split("+") if axis in dims]
+            found.append(Shard(mine[-1]) if mine else Shard(0) if what == "batch" and batched else Replicate())
         return found
 
-    where = [placed("rows", 1, True), placed("cols", 1, True), placed("cols", 0, False), placed("none", 0, True)]
-    given = [distribute_tensor(a, mesh, p).requires_grad_() for a, p in zip(args[:4], where, strict=True)]
-    values = flatten(_mixed(*given, args[4]))
+    where = [placed({"rows": 1}, True), placed({"cols": 1}, True), placed({"cols": 0}, False), placed({}, True)]
+    where.append(placed({"rows": 0, "cols": 1}, False))  # in a ring by columns, which is not how it is needed
+    tensors = [*args[:4], args[5]]
+    given = [distribute_tensor(a, mesh, p).requires_grad_() for a, p in zip(tensors, where, strict=True)]
+    with mr.shard(slices=slices):
+        values = flatten(_mixed(*given[:4], args[4], given[4]))
     if not all(isinstance(v, DTensor) for v in values):
         return "not DTensors"
     full = [v.full_tensor() for v in values]
@@ -129,9 +131,14 @@ def _split(t: Tensor, dim: int, rank: int, world: int) -> Tensor:
     return t.tensor_split(world, dim)[rank]
 
 
-def _local(function: Any, args: list[Any], cuts: list[tuple[int, int, int] | None], outs: list[Any]) -> str:
-    """Run on cut arguments and compare with the cut of the whole: cuts are (dimension, rank, world)."""
-    cut = lambda t, c: t if c is None or not isinstance(t, Tensor) else _split(t, *c)
+def _local(function: Any, args: list[Any], cuts: list[Any], outs: list[Any]) -> str:
+    """Run on cut arguments and compare with the cut of the whole: cuts are (dimension, rank, world), or lists of it."""
+
+    def cut(t: Any, c: Any) -> Any:
+        for one in [] if c is None or not isinstance(t, Tensor) else c if isinstance(c, list) else [c]:
+            t = _split(t, *one)
+        return t
+
     given = [cut(a, c) for a, c in zip(args, cuts, strict=True)]
     given = [a.clone().requires_grad_() if is_float(a) else a for a in given]
     values = flatten(function(*given))
@@ -161,16 +168,17 @@ def two_groups(group: Any) -> str:
 
     _plain_of[op] = _mixed
     r, c = (1, mesh.get_local_rank("r"), 2), (1, mesh.get_local_rank("c"), 4)
-    return _local(op, _inputs(), [r, c, (0, *c[1:]), None, None], [r, c, None, r, r])
+    return _local(op, _inputs(), [r, c, (0, *c[1:]), None, None, [(0, *r[1:]), (1, *c[1:])]], [r, c, None, r, r])
 
 
 def second_derivatives(group: Any) -> str:
     """Gradients of gradients, by rows, by columns and round the ring."""
-    args = [a.clone() for a in _inputs()[:3]]
+    args = [a.clone() for k, a in enumerate(_inputs()) if k in (0, 1, 2, 5)]
 
     @mr.op
-    def layer(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
-        return mr.softmax_mean(q @ k, v) * mr.mean(mr.logsumexp(q @ k), over="rows")
+    def layer(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], bias: mr.Pair):
+        s = q @ k + bias
+        return mr.softmax_mean(s, v) * mr.mean(mr.logsumexp(s), over="rows")
 
     def twice(*given: Any) -> list[Tensor]:
         given = [g if g.requires_grad else g.clone().requires_grad_() for g in given]
@@ -180,7 +188,8 @@ def second_derivatives(group: Any) -> str:
     for axes in ({"rows": group}, {"cols": group}, {"rows": group, "cols": group}):
         row = (1, group.rank(), group.size()) if "rows" in axes else None
         col = (1, group.rank(), group.size()) if "cols" in axes else None
-        cuts = [row, col, None if col is None else (0, *col[1:])]
+        pairs = (0, *row[1:]) if row else (1, *col[1:]) if col else None  # in a ring its rows, and all columns
+        cuts = [row, col, None if col is None else (0, *col[1:]), pairs]
 
         def op(*given: Any, axes: Any = axes) -> list[Tensor]:
             with mr.shard(**axes):
@@ -191,6 +200,65 @@ def second_derivatives(group: Any) -> str:
         if answer != "same":
             return f"{list(axes)}: {answer}"
     return "same"
+
+
+@mr.op
+def _biased(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"], bias: mr.Pair, seen: mr.Pair):
+    s = torch.where(seen, q @ k + bias, -torch.inf)
+    return mr.softmax_mean(s, v), mr.sum(torch.tanh(s), over="rows")
+
+
+def shared_pairs(group: Any) -> str:
+    """What is given per pair with axes of size 1, which all ranks share, and with few or many batch dimensions."""
+    rows, cols = 11, 14
+    q, k, v = (a.clone() for a in _inputs(2, rows, cols)[:3])
+    seen = torch.rand(rows, cols, generator=torch.Generator().manual_seed(2)) > 0.3
+    me = (group.rank(), group.size())
+    for axes in ({"rows": group}, {"cols": group}, {"rows": group, "cols": group}):
+        row, col = ((1, *me) if axis in axes else None for axis in ("rows", "cols"))
+
+        def op(*given: Any, axes: Any = axes) -> Any:
+            with mr.shard(**axes):
+                return _biased(*given)
+
+        _plain_of[op] = _biased
+        for shape in ((rows, cols), (1, cols), (rows, 1), (1, 1), (2, rows, cols), (2, 1, 1), (1, rows, 1)):
+            bias = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+            def pairs(shape: tuple[int, ...], row: Any = row, col: Any = col) -> Any:
+                found = [(len(shape) - 2, *me)] if row and shape[-2] > 1 else []
+                return found + ([(len(shape) - 1, *me)] if col and not row and shape[-1] > 1 else [])
+
+            cuts = [row, col, col and (0, *me), pairs(shape), pairs((rows, cols))]
+            answer = _local(op, [q, k, v, bias, seen], cuts, [row, col])
+            if answer != "same":
+                return f"{list(axes)} {shape}: {answer}"
+    return "same"
+
+
+def odd_pairs(group: Any, fault: str) -> tuple[str, str, bool]:
+    """One rank brings what is given per pair in another form; then the group is used again."""
+    guilty = group.rank() == group.size() - 1
+    q, k = torch.randn(3, 4), torch.randn(5, 4)
+    wide = 5 * group.size()
+    axes, bias = {"rows": group}, torch.zeros(3, 5)
+    if fault == "shared by one":
+        bias = bias[:1] if guilty else bias
+    elif fault == "rows":
+        bias = torch.zeros(4, 5) if guilty else bias
+    elif fault == "columns of one":
+        axes, bias = {"rows": group, "cols": group}, torch.zeros(3, 5 if guilty else wide)
+    elif fault == "own columns":
+        axes = {"rows": group, "cols": group}
+    kind, text = "nothing", ""
+    try:
+        with mr.shard(**axes):
+            _biased(q, k, k, bias, bias == 0)
+    except mr.MonoidReduceError as error:
+        kind, text = type(error).__name__, str(error)
+    with mr.shard(rows=group, cols=group):
+        y, _ = _biased(q, k, k, torch.zeros(3, wide), torch.ones(1, 1, dtype=torch.bool))
+    return kind, text, y.shape == (3, 4)
 
 
 def losses(group: Any, divided: tuple[str, ...]) -> str:
@@ -318,7 +386,9 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
 # Bytes
 
 
-def traffic(group: Any, which: str, rows: int, cols: int, features: int) -> dict[str, float]:
+def traffic(
+    group: Any, which: str, rows: int, cols: int, features: int, slices: int | str | None = None
+) -> dict[str, float]:
     """Bytes that this rank sent for one forward and one backward, as the kernel counts them, and what they held."""
     gen = torch.Generator().manual_seed(1)
     make = lambda n: torch.randn(n, features, generator=gen)
@@ -332,7 +402,7 @@ def traffic(group: Any, which: str, rows: int, cols: int, features: int) -> dict
         "vocabulary": lambda: mr.ops.cross_entropy(whole_q, k, torch.zeros(rows, dtype=torch.int64)),
     }
     axes = {"rows": group, "cols": group} if which == "ring" else {"cols": group}
-    with mr.shard(**axes):
+    with mr.shard(**axes, slices=slices):
         calls[which]()  # connections are made
         dist.barrier(group)
         start = bytes_sent()

@@ -23,7 +23,7 @@ def gradient_of(fold):
     return only
 
 
-def expected(which, world, rows, cols, features):
+def expected(which, world, rows, cols, features, slices=None):
     """Bytes of one rank, forward and backward, by the model."""
     q, k = torch.ones(3, features), torch.ones(4, features)
     fold = one_fold(_scores, q, k, k)
@@ -36,8 +36,8 @@ def expected(which, world, rows, cols, features):
         for side in ("rows", "cols")
     }
     if which == "ring":
-        forward = model.sent_in_a_ring(fold, of, widths, 4, (rows, cols), world)
-        return forward, model.sent_in_a_ring(back.fold, of, wide, 4, (rows, cols), world)
+        forward = model.sent_in_a_grid(fold, of, widths, 4, (rows, cols), world, slices)
+        return forward, model.sent_in_a_grid(back.fold, of, wide, 4, (rows, cols), world, slices)
     forward = model.sent(fold, of, 4, (rows, cols), (1, world))
     return forward, model.sent(back.fold, of, 4, (rows, cols), (1, world))
 
@@ -45,7 +45,7 @@ def expected(which, world, rows, cols, features):
 @pytest.mark.parametrize("which", ["ring", "cols"])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bytes_sent_are_those_of_the_model(pool, which, world):
-    rows, cols, features = 1024, 1536, 64
+    rows, cols, features = 128, 192, 512  # few pairs, many bytes
     answers = pool.run("traffic", world, which, rows, cols, features)
     forward, backward = expected(which, world, rows, cols, features)
     for name, bytes_ in (("forward", forward), ("backward", backward)):
@@ -53,8 +53,32 @@ def test_bytes_sent_are_those_of_the_model(pool, which, world):
         assert mean == pytest.approx(bytes_, rel=SLACK, abs=20_000), (name, mean, bytes_)
 
 
+@pytest.mark.parametrize(("world", "slices"), [(4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (8, "best")])
+def test_bytes_of_a_grid_are_those_of_the_papers(pool, world, slices):
+    """Counted on the sockets, for every number of slices that a worker takes: equation 5, less what each rank has."""
+    rows, cols, features = 128, 192, 512  # few pairs, many bytes
+    answers = pool.run("traffic", world, "ring", rows, cols, features, slices)
+    forward, backward = expected("ring", world, rows, cols, features, slices)
+    for name, bytes_ in (("forward", forward), ("backward", backward)):
+        mean = sum(a[name] for a in answers) / world
+        assert mean == pytest.approx(bytes_, rel=SLACK, abs=20_000), (name, mean, bytes_)
+    if isinstance(slices, int):
+        width, state = 4 * features, 4 * (features + 2)  # of a query, a key, a value; of a softmax mean
+        sizes = dict(L=rows, R=cols, A=width, B=2 * width, P=state)
+        extra = model.forward_cost(slices, world, **sizes, W=slices) - rows * width - cols * 2 * width
+        assert forward == pytest.approx(extra / world)
+
+
+def test_the_best_grid_sends_least():
+    fold = one_fold(_scores, torch.ones(3, 8), torch.ones(4, 8), torch.ones(4, 8))
+    of, widths = {"f": 8}.__getitem__, {"rows": 32, "cols": 64}
+    sent = {w: model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64, w) for w in (1, 2, 4, 8, 16, 32, 64)}
+    assert model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64, "best") == min(sent.values()) == sent[8]
+    assert sent[8] < 0.3 * model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64)
+
+
 def test_megatron_style_loss_is_the_same_and_sends_as_much(pool):
-    for answer in pool.run("megatron", 4, 512, 1000, 64):
+    for answer in pool.run("megatron", 4, 128, 250, 256):
         ours, theirs = answer["ours"], answer["theirs"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         torch.testing.assert_close(ours["x"], theirs["x"], atol=1e-6, rtol=1e-4)

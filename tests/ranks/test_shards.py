@@ -1,5 +1,7 @@
 """Every layer of the zoo over many ranks: by rows, by columns, by both; uneven and empty parts; the error rule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,7 +39,10 @@ def test_every_layer_by_rows_by_columns_and_by_both(pool, layer, seed):
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_in_every_world(pool, layer, world, seed):
     orders = ["contiguous", "zigzag"]
-    check(pool, [Case(layer.name, d, world, seed=seed % 1000, order=o) for d in DIVISIONS for o in orders])
+    cases = [Case(layer.name, d, world, seed=seed % 1000, order=o) for d in DIVISIONS for o in orders]
+    ring = Case(layer.name, ("rows", "cols"), world, seed=seed % 1000)
+    grids = [replace(ring, slices=w, order=orders[w % 3 == 0]) for w in range(1, world) if world % w == 0]
+    check(pool, [*cases, *grids, replace(ring, slices="best")])
 
 
 PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features"]
