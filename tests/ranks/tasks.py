@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import monoidreduce as mr
-from benchmarks.ranks import bytes_sent, megatron_vocabulary
+from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engine import agree, registry
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
@@ -472,3 +472,25 @@ def torch_loss_parallel(group: Any, rows: int, cols: int) -> str:
     assert isinstance(ours, DTensor)
     pairs = [(ours.full_tensor(), theirs.full_tensor()), (mine.grad.full_tensor(), dx)]
     return "same" if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else f"{pairs}"
+
+
+def rings(group: Any, tokens: int, features: int) -> dict[str, Any]:
+    """Attention round our ring, in our grid, and by torch's context_parallel: output, gradients and bytes sent."""
+    gen = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(1, 2, tokens, features, generator=gen) for _ in range(3))
+    mine = [t.chunk(group.size(), 2)[group.rank()].contiguous() for t in (q, k, v)]
+    ways = {
+        "ring": our_ring,
+        "grid": our_grid,
+        "alltoall": lambda *a: context_parallel(*a, rotate="alltoall"),
+        "allgather": lambda *a: context_parallel(*a, rotate="allgather"),
+    }
+    found = {}
+    for name, way in ways.items():
+        way(*mine, group)  # connections are made
+        dist.barrier(group)
+        before = bytes_sent()
+        outcome = way(*mine, group)
+        dist.barrier(group)
+        found[name] = {"outcome": outcome, "bytes": bytes_sent() - before}
+    return found

@@ -90,6 +90,16 @@ def test_torchs_loss_parallel_is_the_same(pool):
     assert pool.run("torch_loss_parallel", 8, 32, 64) == ["same"] * 8
 
 
+def test_torchs_ring_attention_is_the_same_and_sends_as_much(pool):
+    """Its own loop, on the CPU's attention, which ``context_parallel`` itself leaves undivided."""
+    for answer in pool.run("rings", 4, 128, 256):
+        for name, theirs in answer.items():
+            for a, b in zip(answer["ring"]["outcome"], theirs["outcome"], strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3, msg=name)
+        assert answer["ring"]["bytes"] <= 1.02 * min(answer[n]["bytes"] for n in ("alltoall", "allgather"))
+        assert answer["grid"]["bytes"] < 0.9 * answer["ring"]["bytes"]
+
+
 def test_the_papers_equations():
     sizes = dict(L=100, R=200, A=4, B=8, P=12)
     assert model.forward_cost(1, 1, **sizes) == 100 * 4 + 200 * 8
