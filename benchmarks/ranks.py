@@ -124,8 +124,8 @@ def context_parallel(q: Tensor, k: Tensor, v: Tensor, group: Any, rotate: str) -
     """torch's ring attention, forward and backward, on the CPU's attention.
 
     ``context_parallel`` itself puts this ring in the place of three CUDA operators (flash, efficient, cuDNN) and of no
-    CPU one: inside it, attention on CPU tensors is not divided at all. So its ring is called here with the operators
-    that it does not know.
+    CPU one; attention on CPU tensors is refused inside it. So its ring is called here with the operators that it does
+    not know.
     """
     aten = torch.ops.aten
     forward: Any = aten._scaled_dot_product_flash_attention_for_cpu.default

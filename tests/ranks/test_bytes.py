@@ -91,7 +91,7 @@ def test_torchs_loss_parallel_is_the_same(pool):
 
 
 def test_torchs_ring_attention_is_the_same_and_sends_as_much(pool):
-    """Its own loop, on the CPU's attention, which ``context_parallel`` itself leaves undivided."""
+    """Its own loop, on the CPU's attention, which ``context_parallel`` itself refuses."""
     for answer in pool.run("rings", 4, 128, 256):
         for name, theirs in answer.items():
             for a, b in zip(answer["ring"]["outcome"], theirs["outcome"], strict=True):
