@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class Stream:
         if first is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
         named = self._named(first)
-        prepared = self._prepare(named)
+        prepared = replace(self._prepare(named), inputs={})  # which would hold the first chunk for good
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
         begun = [itertools.chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
@@ -196,7 +196,7 @@ class Stream:
     def _ready(self, named: Mapping[str, Any]) -> Prepared:
         _alone()
         if self._prepared is None:
-            prepared = self._prepare(named)
+            prepared = replace(self._prepare(named), inputs={})
             p = _only(prepared.walk)
             if prepared.walk.needs_count(p):
                 raise StreamError(
