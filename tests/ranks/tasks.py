@@ -11,6 +11,7 @@ from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, 
 from monoidreduce.engine import agree, registry
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
+from tests.layers_memory import Watch
 from tests.ranks.cases import Case, part
 
 
@@ -291,6 +292,63 @@ def losses(group: Any, divided: tuple[str, ...]) -> str:
 
 
 @mr.op
+def _clip(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y
+    own = torch.where(mr.row_index == mr.col_index, s, 0.0)
+    image = mr.mean(mr.logsumexp(s) - mr.sum(own), over="rows")
+    return image + mr.mean(mr.logsumexp(s, over="rows") - mr.sum(own, over="rows"))
+
+
+def usual_names(group: Any) -> dict[str, str]:
+    """What docs/ranks.md lists by its usual name, on this rank's part: values and gradients of one process."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("dp", "tp"))
+    dp, tp, all_ = (0, mesh.get_local_rank("dp"), 2), (0, mesh.get_local_rank("tp"), 4), (0, group.rank(), 8)
+    gen = torch.Generator().manual_seed(8)
+    make = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)
+    x, y, w, q = make(18, 5), make(18, 5), make(23, 5), make(23, 3)
+    target = torch.randint(0, 23, (18,), generator=gen)
+    loss = lambda x, w, t: mr.ops.cross_entropy(x, w, t)
+    search = lambda x, w: (*mr.ops.knn(x, w, 3), mr.ops.linear_argmax(x, w))
+    ring, none = {"rows": group, "cols": group}, None
+    attention = lambda q, k, v: mr.ops.attention(q, k, v, causal=True)
+    contrastive = lambda x, y: mr.ops.contrastive_loss(x, y, temperature=0.5)
+    names: dict[str, tuple] = {
+        "context-parallel attention": (ring, attention, [x, y, y * 2], [all_] * 3, [all_]),
+        "vocabulary-parallel cross-entropy": ({"cols": mesh["tp"]}, loss, [x, w, target], [none, tp, none], [none]),
+        "... and tokens": ({"rows": mesh["dp"], "cols": mesh["tp"]}, loss, [x, w, target], [dp, tp, dp], [none]),
+        "tensor-parallel MLP": ({"cols": mesh["tp"]}, mr.ops.mlp, [x, w, q], [none, tp, tp], [none]),
+        "contrastive, ring": (ring, contrastive, [x, y], [all_, all_], [none]),
+        "contrastive, gathered": ({"rows": group}, _clip, [x, y], [all_, none], [none]),
+        "sampling": ({"cols": group}, lambda x, w: mr.ops.sample(x, w, seed=3), [x, w], [none, all_], [none] * 2),
+        "nearest neighbours, argmax": ({"cols": group}, search, [x, w], [none, all_], [none] * 3),
+    }
+    found = {}
+    for name, (axes, function, args, cuts, outs) in names.items():
+
+        def op(*given: Any, axes: Any = axes, function: Any = function) -> Any:
+            with mr.shard(**axes):
+                return function(*given)
+
+        _plain_of[op] = function
+        found[name] = _local(op, args, cuts, outs)
+    return found
+
+
+def pair_memory(group: Any, rows: int, cols: int) -> dict[str, int]:
+    """What the gradient of a bias takes on this rank, in a ring: the largest storage, and all that live at once."""
+    each = rows // group.size()
+    q, k = torch.randn(each, 4, requires_grad=True), torch.randn(cols // group.size(), 4, requires_grad=True)
+    bias = torch.randn(each, cols, requires_grad=True)
+    with Watch([q, k, bias]) as watch:
+        with mr.shard(rows=group, cols=group):
+            y, _ = _biased(q, k, k, bias, torch.ones(1, 1, dtype=torch.bool))
+        y.sum().backward()
+    return {"largest": watch.largest, "peak": watch.peak, "bias": bias.nbytes}
+
+
+@mr.op
 def _relu(x: mr.Row["d"], w: mr.Col["d"]):
     return mr.sum(torch.relu(x @ w))
 
@@ -329,9 +387,10 @@ def refused(group: Any, fault: str) -> tuple[str, str, bool]:
             call()
     except mr.MonoidReduceError as error:
         kind, text = type(error).__name__, str(error)
+    alone = agree.current() is None
     with mr.shard(cols=group):
         total = mr.ops.cross_entropy(torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([0]))
-    return kind, text, bool(torch.isclose(total.exp(), torch.tensor(3.0 * group.size())))
+    return kind, text, alone and bool(torch.isclose(total.exp(), torch.tensor(3.0 * group.size())))
 
 
 def label_of_nobody(group: Any) -> tuple[str, str]:
@@ -393,20 +452,24 @@ def traffic(
     gen = torch.Generator().manual_seed(1)
     make = lambda n: torch.randn(n, features, generator=gen)
     me, world = group.rank(), group.size()
-    q, k = _split(make(rows), 0, me, world), _split(make(cols), 0, me, world)
-    whole_q = make(rows)
-    q, whole_q, k = (t.clone().requires_grad_() for t in (q, whole_q, k))
-    calls = {
-        "ring": lambda: _scores(q, k, k),
-        "cols": lambda: _scores(whole_q, k, k),
-        "vocabulary": lambda: mr.ops.cross_entropy(whole_q, k, torch.zeros(rows, dtype=torch.int64)),
-    }
-    axes = {"rows": group, "cols": group} if which == "ring" else {"cols": group}
+    q, k = (_split(make(n), 0, me, world).clone().requires_grad_() for n in (rows, cols))
+    axes: dict[str, Any] = {"rows": group, "cols": group} if which == "ring" else {which: group}
+    if which == "rows":
+        k = make(cols).requires_grad_()
+    elif which == "cols":
+        q = make(rows).requires_grad_()
+    elif which == "mesh":  # of two rows and as many columns as it takes
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh("cpu", torch.arange(world).view(2, -1), mesh_dim_names=("r", "c"))
+        axes = {"rows": mesh["r"], "cols": mesh["c"]}
+        q = _split(make(rows), 0, mesh.get_local_rank("r"), 2).clone().requires_grad_()
+        k = _split(make(cols), 0, mesh.get_local_rank("c"), world // 2).clone().requires_grad_()
     with mr.shard(**axes, slices=slices):
-        calls[which]()  # connections are made
+        _scores(q, k, k).sum().backward()  # connections are made
         dist.barrier(group)
         start = bytes_sent()
-        y = calls[which]()
+        y = _scores(q, k, k)
         dist.barrier(group)
         middle = bytes_sent()
     y.sum().backward()

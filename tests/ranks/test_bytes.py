@@ -7,7 +7,8 @@ import monoidreduce as mr
 from monoidreduce.plan import communication as model
 from tests.ranks.tasks import _scores
 
-SLACK = 0.06  # headers, acknowledged markers and barriers beside the payload
+SLACK = 0.04  # markers beside the payload
+HEADERS = 8000  # bytes: what ranks agree on before a call, and the barriers of the test
 
 
 def one_fold(op, *args):
@@ -38,19 +39,21 @@ def expected(which, world, rows, cols, features, slices=None):
     if which == "ring":
         forward = model.sent_in_a_grid(fold, of, widths, 4, (rows, cols), world, slices)
         return forward, model.sent_in_a_grid(back.fold, of, wide, 4, (rows, cols), world, slices)
-    forward = model.sent(fold, of, 4, (rows, cols), (1, world))
-    return forward, model.sent(back.fold, of, 4, (rows, cols), (1, world))
+    ranks = {"rows": (world, 1), "cols": (1, world), "mesh": (2, world // 2)}[which]
+    return model.sent(fold, of, 4, (rows, cols), ranks), model.sent(back.fold, of, 4, (rows, cols), ranks)
 
 
-@pytest.mark.parametrize("which", ["ring", "cols"])
-@pytest.mark.parametrize("world", [2, 4, 8])
+LAYOUTS = [(which, world) for which in ("rows", "cols", "ring") for world in (2, 3, 7, 8)] + [("mesh", 8)]
+
+
+@pytest.mark.parametrize(("which", "world"), LAYOUTS)
 def test_bytes_sent_are_those_of_the_model(pool, which, world):
     rows, cols, features = 128, 192, 512  # few pairs, many bytes
     answers = pool.run("traffic", world, which, rows, cols, features)
     forward, backward = expected(which, world, rows, cols, features)
     for name, bytes_ in (("forward", forward), ("backward", backward)):
         mean = sum(a[name] for a in answers) / world
-        assert mean == pytest.approx(bytes_, rel=SLACK, abs=20_000), (name, mean, bytes_)
+        assert mean == pytest.approx(bytes_, rel=SLACK, abs=HEADERS), (name, mean, bytes_)
 
 
 @pytest.mark.parametrize(("world", "slices"), [(4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (8, "best")])
@@ -61,7 +64,7 @@ def test_bytes_of_a_grid_are_those_of_the_papers(pool, world, slices):
     forward, backward = expected("ring", world, rows, cols, features, slices)
     for name, bytes_ in (("forward", forward), ("backward", backward)):
         mean = sum(a[name] for a in answers) / world
-        assert mean == pytest.approx(bytes_, rel=SLACK, abs=20_000), (name, mean, bytes_)
+        assert mean == pytest.approx(bytes_, rel=SLACK, abs=HEADERS), (name, mean, bytes_)
     if isinstance(slices, int):
         width, state = 4 * features, 4 * (features + 2)  # of a query, a key, a value; of a softmax mean
         sizes = dict(L=rows, R=cols, A=width, B=2 * width, P=state)

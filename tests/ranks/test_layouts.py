@@ -83,6 +83,18 @@ def test_pairs_that_ranks_share(pool):
         assert answer == "same", answer
 
 
+def test_the_gradient_of_a_pair_takes_no_more_than_itself(pool):
+    """Round a ring: written where it belongs, a rank's share of it at a time."""
+    for answer in pool.run("pair_memory", 4, 256, 512):
+        assert answer["largest"] <= answer["bias"]
+        assert answer["peak"] <= 1.6 * answer["bias"]  # itself, the quarter at hand, and tiles
+
+
+def test_what_goes_by_its_usual_name(pool):
+    for answers in pool.run("usual_names", 8):
+        assert set(answers.values()) == {"same"}, answers
+
+
 @pytest.mark.parametrize("fault", ["shared by one", "rows", "columns of one", "own columns"])
 def test_pairs_that_do_not_fit_are_an_error_on_every_rank(pool, fault):
     for rank, (kind, text, after) in enumerate(pool.run("odd_pairs", 3, fault)):
