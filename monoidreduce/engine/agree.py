@@ -86,7 +86,7 @@ def shard(
     """
     if order not in ORDERS:
         raise ArgumentError(detail=f"mr.shard was given order={order!r}", fix=f"Use one of {', '.join(ORDERS)}")
-    layout = Layout(_group("rows", rows), _group("cols", cols), order, slices=slices)
+    layout = Layout(*_apart(_group("rows", rows), _group("cols", cols)), order, slices=slices)
     if rows is not None or cols is not None:  # else it is said of DTensors, whose placements are not known yet
         check_slices(layout)
     with dividing(layout):
@@ -131,6 +131,21 @@ def _group(name: str, given: Any) -> Group:
             fix="Give a torch.distributed process group (dist.group.WORLD) or a DeviceMesh of one dimension",
         )
     return given if given.size() > 1 else None
+
+
+def _apart(rows: Group, cols: Group) -> tuple[Group, Group]:
+    """Two groups as they are, or one for both where they have the same ranks; what lies between makes no sense."""
+    if rows is None or cols is None or rows is cols:
+        return rows, cols
+    common = set(dist.get_process_group_ranks(rows)) & set(dist.get_process_group_ranks(cols))
+    if len(common) == 1:
+        return rows, cols
+    if len(common) == rows.size() == cols.size():
+        return rows, rows
+    raise ArgumentError(
+        detail=f"mr.shard was given groups for rows and columns that share the ranks {sorted(common)}",
+        fix="Give one group for both, or two dimensions of a mesh, which share one rank",
+    )
 
 
 # Agreeing ---------------------------------------------------------------------------------------------------

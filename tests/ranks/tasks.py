@@ -172,6 +172,25 @@ def two_groups(group: Any) -> str:
     return _local(op, _inputs(), [r, c, (0, *c[1:]), None, None, [(0, *r[1:]), (1, *c[1:])]], [r, c, None, r, r])
 
 
+def groups_that_overlap(group: Any) -> list[str]:
+    """The same ranks in two groups are a ring; groups that share some ranks are refused."""
+    x = torch.arange(12.0).view(6, 2) / 7
+    mine = _split(x, 0, *(group.rank(), group.size()))
+    twin = dist.new_group(list(range(8)))
+    some = dist.new_group(list(range(4)))
+    with mr.shard(rows=group, cols=twin):
+        y = _tanh(mine, mine)
+    same = torch.allclose(y, _split(_tanh(x, x), 0, group.rank(), group.size()))
+    found = ["same" if same else "different"]
+    if group.rank() < 4:
+        try:
+            with mr.shard(rows=group, cols=some):
+                found.append("taken")
+        except mr.ArgumentError as error:
+            found.append("refused" if "share the ranks [0, 1, 2, 3]" in str(error) else str(error))
+    return found
+
+
 def second_derivatives(group: Any) -> str:
     """Gradients of gradients, by rows, by columns and round the ring."""
     args = [a.clone() for k, a in enumerate(_inputs()) if k in (0, 1, 2, 5)]
@@ -420,17 +439,17 @@ def warm(group: Any) -> None:
     _worked(group, ("rows", "cols"))
 
 
-def _worked(group: Any, divided: tuple[str, ...]) -> None:
+def _worked(group: Any, divided: tuple[str, ...], slices: int | None = None) -> None:
     q = torch.ones(40, 8, requires_grad=True)
-    with mr.shard(**{name: group for name in divided}):
+    with mr.shard(**{name: group for name in divided}, slices=slices):
         y = BY_NAME["causal_attention"].op(q, q, q)
     y.sum().backward()
 
 
-def work(group: Any, divided: tuple[str, ...]) -> None:
+def work(group: Any, divided: tuple[str, ...], slices: int | None = None) -> None:
     """Forward and backward without end; only an error gets out."""
     while True:
-        _worked(group, divided)
+        _worked(group, divided, slices)
 
 
 def fail_inside(group: Any, divided: tuple[str, ...]) -> None:

@@ -46,6 +46,11 @@ def _alone():
     return dist.group.WORLD
 
 
+def test_groups_for_rows_and_columns_share_one_rank_or_all(pool):
+    answers = pool.run("groups_that_overlap", 8)
+    assert answers[:4] == [["same", "refused"]] * 4 and answers[4:] == [["same"]] * 4, answers
+
+
 def test_zigzag_balances_causal_work(pool):
     pairs = pool.run("causal_pairs", 4, 256, "zigzag")
     plain = pool.run("causal_pairs", 4, 256, "contiguous")

@@ -45,7 +45,7 @@ def test_every_layer_in_every_world(pool, layer, world, seed):
     check(pool, [*cases, *grids, replace(ring, slices="best")])
 
 
-PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features"]
+PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features", "biased_attention"]
 
 
 @pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
