@@ -61,10 +61,8 @@ def call(parameters: Mapping[str, Any], values: Mapping[str, Any], run: _Run) ->
     batch = _batch(mesh, roles, parameters, values)
     per_pair = [n for n, v in values.items() if isinstance(v, Tensor) and parameters[n].axis == "pairs"]
     shared = frozenset((n, a) for n in per_pair for a in groups if a not in _axes(parameters[n], values[n]))
-    around = agree.current()
-    layout = agree.Layout(
-        groups.get("rows"), groups.get("cols"), batch=batch, slices=around and around.slices, shared=shared
-    )
+    around = agree.current() or agree.Layout()
+    layout = agree.Layout(groups.get("rows"), groups.get("cols"), "contiguous", batch, around.slices, shared)
     agree.check_slices(layout)
     with agree.dividing(layout):
         outputs, results, sizes, pack = run(local)

@@ -53,9 +53,8 @@ class Grid:
         self.fold, self.leaves, self.sizes, self.shard, self.engine = fold, leaves, sizes, shard, engine
         group = shard.rows.group
         self.me, ranks = group.rank(), group.size()
-        slices, self.stays = communication.arrange(
-            fold, sizes.of, widths(fold, leaves), sizes.compute.itemsize, shard.totals, ranks, shard.slices
-        )
+        held, item, batch = widths(fold, leaves), sizes.compute.itemsize, torch.Size(sizes.batch).numel()
+        slices, self.stays = communication.arrange(fold, sizes.of, held, item, shard.totals, ranks, shard.slices, batch)
         self.travels = "cols" if self.stays == "rows" else "rows"
         line = ranks // slices
         u, v = divmod(self.me, line)

@@ -115,12 +115,12 @@ def state(reduction: Expr, of: Of, item: int) -> State:
     return State(gathered=sum(map(width, reduction.args)) * item)
 
 
-def states(fold: Fold, of: Of, item: int) -> dict[str, State]:
-    """The states of all reductions over ``"cols"`` (of one row) and over ``"rows"`` (of one column)."""
+def states(fold: Fold, of: Of, item: int, batch: int = 1) -> dict[str, State]:
+    """The states of all reductions over ``"cols"`` (of one row) and ``"rows"`` (of one column), of the whole batch."""
     found = {}
     for over in ("cols", "rows"):
         mine = [state(r, of, item) for r in fold.reductions if r.attrs[1] == over]
-        found[over] = State(sum(s.reduced for s in mine), sum(s.gathered for s in mine))
+        found[over] = State(batch * sum(s.reduced for s in mine), batch * sum(s.gathered for s in mine))
     return found
 
 
@@ -132,6 +132,7 @@ def arrange(
     totals: tuple[int, int],
     ranks: int,
     asked: int | str | None,
+    batch: int = 1,
 ) -> tuple[int, str]:
     """How ranks that have both rows and columns stand: W, and the side that stays while the other travels.
 
@@ -139,26 +140,30 @@ def arrange(
     that is less to hold stays. What is given per pair is never sent, so its rows stay."""
     if any(e.is_pair for e in fold.leaves):
         return ranks, "rows"
-    choices = {None: (ranks, 1), "best": tuple(w for w in range(ranks, 0, -1) if ranks % w == 0)}.get(asked, (asked,))
-    rows, cols = _sides(fold, of, widths, item, totals)
-    slices = min((int(w) for w in choices if w is not None), key=lambda w: grid_bytes(rows, cols, ranks, w))
+    choices = [w for w in range(ranks, 0, -1) if ranks % w == 0]
+    if asked != "best":
+        choices = [ranks, 1] if asked is None else [int(asked)]
+    rows, cols = _sides(fold, of, widths, item, totals, batch)
+    slices = min(choices, key=lambda w: grid_bytes(rows, cols, ranks, w))
     fewest = rows / slices <= cols * slices / ranks
     return slices, "rows" if slices == ranks or (fewest and slices > 1) else "cols"
 
 
-def _sides(fold: Fold, of: Of, widths: Mapping[str, int], item: int, totals: tuple[int, int]) -> tuple[float, float]:
+def _sides(
+    fold: Fold, of: Of, widths: Mapping[str, int], item: int, totals: tuple[int, int], batch: int
+) -> tuple[float, float]:
     """Bytes of all rows and of all columns, with the results that belong to them."""
-    found = states(fold, of, item)
+    found = states(fold, of, item, batch)
     rows, cols = (widths[side] + found[over].bytes for side, over in (("rows", "cols"), ("cols", "rows")))
     return totals[0] * rows, totals[1] * cols
 
 
-def sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[int, int]) -> float:
+def sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[int, int], batch: int = 1) -> float:
     """Bytes that one rank sends for a fold with rows over ``ranks[0]`` and columns over ``ranks[1]`` (two groups)."""
     total = 0.0
     here = {"cols": totals[0] / ranks[0], "rows": totals[1] / ranks[1]}
     for over, count in (("cols", ranks[1]), ("rows", ranks[0])):
-        s = states(fold, of, item)[over]
+        s = states(fold, of, item, batch)[over]
         total += reduce_bytes(here[over] * s.reduced, count) + gather_bytes(here[over] * s.gathered, count)
     return total
 
@@ -171,7 +176,10 @@ def sent_in_a_grid(
     totals: tuple[int, int],
     ranks: int,
     slices: int | str | None = None,
+    batch: int = 1,
 ) -> float:
-    """Bytes that one rank sends for a fold with rows and columns over one group, as ``mr.shard(slices=...)`` has it."""
-    slices, _ = arrange(fold, of, widths, item, totals, ranks, slices)
-    return grid_bytes(*_sides(fold, of, widths, item, totals), ranks, slices)
+    """Bytes that one rank sends for a fold with rows and columns over one group, as ``mr.shard(slices=...)`` has it.
+
+    ``widths`` are bytes of all of the batch for one row and one column."""
+    slices, _ = arrange(fold, of, widths, item, totals, ranks, slices, batch)
+    return grid_bytes(*_sides(fold, of, widths, item, totals, batch), ranks, slices)

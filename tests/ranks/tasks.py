@@ -469,13 +469,13 @@ def fail_inside(group: Any, divided: tuple[str, ...]) -> None:
 
 
 def traffic(
-    group: Any, which: str, rows: int, cols: int, features: int, slices: int | str | None = None
+    group: Any, which: str, rows: int, cols: int, features: int, slices: int | str | None = None, heads: int = 1
 ) -> dict[str, float]:
     """Bytes that this rank sent for one forward and one backward, as the kernel counts them, and what they held."""
     gen = torch.Generator().manual_seed(1)
-    make = lambda n: torch.randn(n, features, generator=gen)
+    make = lambda n: torch.randn(heads, n, features, generator=gen)
     me, world = group.rank(), group.size()
-    q, k = (_split(make(n), 0, me, world).clone().requires_grad_() for n in (rows, cols))
+    q, k = (_split(make(n), 1, me, world).clone().requires_grad_() for n in (rows, cols))
     axes: dict[str, Any] = {"rows": group, "cols": group} if which == "ring" else {which: group}
     if which == "rows":
         k = make(cols).requires_grad_()
@@ -486,8 +486,8 @@ def traffic(
 
         mesh = DeviceMesh("cpu", torch.arange(world).view(2, -1), mesh_dim_names=("r", "c"))
         axes = {"rows": mesh["r"], "cols": mesh["c"]}
-        q = _split(make(rows), 0, mesh.get_local_rank("r"), 2).clone().requires_grad_()
-        k = _split(make(cols), 0, mesh.get_local_rank("c"), world // 2).clone().requires_grad_()
+        q = _split(make(rows), 1, mesh.get_local_rank("r"), 2).clone().requires_grad_()
+        k = _split(make(cols), 1, mesh.get_local_rank("c"), world // 2).clone().requires_grad_()
     with mr.shard(**axes, slices=slices):
         _scores(q, k, k).sum().backward()  # connections are made
         dist.barrier(group)

@@ -24,23 +24,22 @@ def gradient_of(fold):
     return only
 
 
-def expected(which, world, rows, cols, features, slices=None):
+def expected(which, world, rows, cols, features, slices=None, heads=1):
     """Bytes of one rank, forward and backward, by the model."""
     q, k = torch.ones(3, features), torch.ones(4, features)
     fold = one_fold(_scores, q, k, k)
     of = {"f": features}.__getitem__
-    widths = {"rows": 4 * features, "cols": 4 * features}  # k and v are one tensor, and so one leaf... of two
-    widths["cols"] = 4 * features * sum(e.cols for e in fold.leaves)
+    widths = {"rows": 4 * heads * features, "cols": 4 * heads * features * sum(e.cols for e in fold.leaves)}
     back = gradient_of(fold)
     wide = {
-        side: 4 * sum(1 if f.feature is None else features for f in back.feeds if getattr(f, side))
+        side: 4 * heads * sum(1 if f.feature is None else features for f in back.feeds if getattr(f, side))
         for side in ("rows", "cols")
     }
     if which == "ring":
-        forward = model.sent_in_a_grid(fold, of, widths, 4, (rows, cols), world, slices)
-        return forward, model.sent_in_a_grid(back.fold, of, wide, 4, (rows, cols), world, slices)
+        forward = model.sent_in_a_grid(fold, of, widths, 4, (rows, cols), world, slices, heads)
+        return forward, model.sent_in_a_grid(back.fold, of, wide, 4, (rows, cols), world, slices, heads)
     ranks = {"rows": (world, 1), "cols": (1, world), "mesh": (2, world // 2)}[which]
-    return model.sent(fold, of, 4, (rows, cols), ranks), model.sent(back.fold, of, 4, (rows, cols), ranks)
+    return tuple(model.sent(f, of, 4, (rows, cols), ranks, heads) for f in (fold, back.fold))
 
 
 LAYOUTS = [(which, world) for which in ("rows", "cols", "ring") for world in (2, 3, 7, 8)] + [("mesh", 8)]
@@ -53,6 +52,16 @@ def test_bytes_sent_are_those_of_the_model(pool, which, world):
     forward, backward = expected(which, world, rows, cols, features)
     for name, bytes_ in (("forward", forward), ("backward", backward)):
         mean = sum(a[name] for a in answers) / world
+        assert mean == pytest.approx(bytes_, rel=SLACK, abs=HEADERS), (name, mean, bytes_)
+
+
+@pytest.mark.parametrize(("which", "slices"), [("ring", None), ("ring", "best"), ("cols", None)])
+def test_bytes_of_many_heads(pool, which, slices):
+    """Results of all of the batch are sent, and weighed where it is decided what travels."""
+    size = (96, 160, 64)
+    answers = pool.run("traffic", 4, which, *size, slices, 8)
+    for name, bytes_ in zip(("forward", "backward"), expected(which, 4, *size, slices, 8), strict=True):
+        mean = sum(a[name] for a in answers) / 4
         assert mean == pytest.approx(bytes_, rel=SLACK, abs=HEADERS), (name, mean, bytes_)
 
 
