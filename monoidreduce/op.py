@@ -175,9 +175,10 @@ class Op:
             return traced.pack(formed(results, traced, sizes, out))
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
+        columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agree.fingerprint(traced.outputs)} {shape}"
-        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
+        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)

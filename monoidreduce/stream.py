@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from .sources import progress
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an op tells of a call: the walk over its passes, its program's name, its inputs, and its results' form."""
+    """What an op tells of a call: the walk over its passes, its program's name, how columns become inputs, and its
+    results' form. It holds no column: a chunk is not to outlive its turn."""
 
     walk: Walk
     name: str
-    inputs: Mapping[str, Any]
+    inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     form: Callable[[list[Any], Sizes], Any]
 
 
@@ -52,6 +53,7 @@ class Stream:
     def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: Mapping[str, bool], asks: bool):
         self._prepare, self._columns, self._asks = prepare, columns, asks
         self._prepared: Prepared | None = None
+        self._last: tuple[dict[str, Any], Prepared] | None = None  # of what kind the last chunk was
         self._states: list[State] | None = None
         self._resumed = ""
         self.start = self.stop = 0
@@ -136,7 +138,7 @@ class Stream:
         if first is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
         named = self._named(first)
-        prepared = replace(self._prepare(named), inputs={})  # which would hold the first chunk for good
+        prepared = self._prepare(named)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
         begun = [itertools.chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
@@ -196,7 +198,7 @@ class Stream:
     def _ready(self, named: Mapping[str, Any]) -> Prepared:
         _alone()
         if self._prepared is None:
-            prepared = replace(self._prepare(named), inputs={})
+            prepared = self._prepare(named)
             p = _only(prepared.walk)
             if prepared.walk.needs_count(p):
                 raise StreamError(
@@ -208,10 +210,14 @@ class Stream:
         return self._prepared
 
     def _chunk(self, prepared: Prepared, named: Mapping[str, Any], at: int) -> Chunk:
-        """A chunk checked against the first one, its tensors given all batch dimensions."""
-        again = self._prepare(named)
-        _same(prepared.name, again.name)
-        return at, again.walk.sizes.cols, {n: again.inputs[n] for n in named if n in again.inputs}
+        """A chunk checked against the first one, its tensors given all batch dimensions; one like the last is right."""
+        kind = {n: (v.dtype, v.shape, v.device) if isinstance(v, Tensor) else None for n, v in named.items()}
+        if self._last is None or self._last[0] != kind or None in kind.values():
+            again = self._prepare(named)
+            _same(prepared.name, again.name)
+            self._last = kind, again
+        again = self._last[1]
+        return at, again.walk.sizes.cols, again.inputs(named)
 
 
 def _alone() -> None:
