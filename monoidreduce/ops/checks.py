@@ -205,13 +205,18 @@ def visible(t: Tensor) -> bool:
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == (*x.shape[:-1], len(weight))
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == _distributed(x, weight, target)
+
+
+def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
+    """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
+    return (*x.shape[:-1], target.shape[-1] if agree.pairs_are_wide() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
     """A given distribution over the classes for each row of x, in the same number type and place."""
     tensor(name, probs, "[..., V]", 1)
-    if probs.shape != (*x.shape[:-1], len(weight)):
+    if probs.shape != _distributed(x, weight, probs):
         raise ShapeError(
             detail=f"{name} has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
             f"ask for {(*x.shape[:-1], len(weight))}",

@@ -333,7 +333,15 @@ def usual_names(group: Any) -> dict[str, str]:
     ring, none = {"rows": group, "cols": group}, None
     attention = lambda q, k, v: mr.ops.attention(q, k, v, causal=True)
     contrastive = lambda x, y: mr.ops.contrastive_loss(x, y, temperature=0.5)
+    bias, seen = make(18, 18), torch.rand(18, 18, generator=gen) > 0.3
+    masked = lambda q, k, v, b, m: mr.ops.attention(q, k, v, bias=b, attn_mask=m)
+    probabilities = torch.softmax(make(18, 23), -1)
+    soft = lambda x, w, p: mr.ops.linear_cross_entropy(x, w, p, return_accuracy=True)[::2]
     names: dict[str, tuple] = {
+        "attention with a bias and a mask, ring": (ring, masked, [x, y, y, bias, seen], [all_] * 5, [all_]),
+        "cross-entropy with probabilities": ({"rows": group}, loss, [x, w, probabilities], [all_, none, all_], [none]),
+        "... classes divided": ({"cols": group}, soft, [x, w, probabilities], [none, all_, (1, *all_[1:])], [none] * 2),
+        "... ring": (ring, soft, [x, w, probabilities], [all_] * 3, [none] * 2),
         "context-parallel attention": (ring, attention, [x, y, y * 2], [all_] * 3, [all_]),
         "vocabulary-parallel cross-entropy": ({"cols": mesh["tp"]}, loss, [x, w, target], [none, tp, none], [none]),
         "... and tokens": ({"rows": mesh["dp"], "cols": mesh["tp"]}, loss, [x, w, target], [dp, tp, dp], [none]),
