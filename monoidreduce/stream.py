@@ -7,7 +7,6 @@ tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +139,7 @@ class Stream:
         named = self._named(first)
         prepared = self._prepare(named)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
-        begun = [itertools.chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
+        begun = [_resumed([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
         del first, named, reader
 
@@ -218,6 +217,13 @@ class Stream:
             self._last = kind, again
         again = self._last[1]
         return at, again.walk.sizes.cols, again.inputs(named)
+
+
+def _resumed(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """What was looked at, then the rest; holding none of it."""
+    while first:
+        yield first.pop()
+    yield from rest
 
 
 def _alone() -> None:

@@ -232,12 +232,13 @@ def withdraw(error: MonoidReduceError) -> None:
             _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
 
 
-def whole_cols(rows: int, cols: int) -> int:
-    """How many columns there are on all ranks together, for a check that comes before the op; asked by all ranks."""
+def whole(rows: int, cols: int) -> tuple[int, int]:
+    """How many rows and columns there are on all ranks together, for what comes before the op; asked by all ranks."""
     layout = current()
-    if layout is None or layout.cols is None:
-        return cols
-    return sum(_agreed(layout, "a check of columns", {"rows": rows, "cols": cols}, None)[0]["cols"])
+    if layout is None or not layout.groups:
+        return rows, cols
+    found, _ = _agreed(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
+    return sum(found.get("rows", [rows])), sum(found.get("cols", [cols]))
 
 
 def divides_cols() -> bool:
@@ -246,10 +247,24 @@ def divides_cols() -> bool:
     return layout is not None and layout.cols is not None
 
 
-def over_rows(total: Tensor) -> Tensor:
-    """A sum over this rank's rows as that over all rows; differentiable."""
+def over(axis: str, total: Tensor) -> Tensor:
+    """A sum over this rank's rows (or columns) as that over all of them; differentiable."""
+    group = getattr(current() or Layout(), axis)
+    return total if group is None else exchange.Totalled.apply(total, group)
+
+
+def greatest(axis: str, value: Tensor) -> Tensor:
+    """The largest number of this rank's rows (or columns) as that of all."""
+    group = getattr(current() or Layout(), axis)
+    return value if group is None else exchange.reduce(value.detach().clone(), "MAX", group)
+
+
+def swapped() -> contextlib.AbstractContextManager[None]:
+    """Inside the block rows are what columns were: for a layer that folds both ways with two calls."""
     layout = current()
-    return total if layout is None or layout.rows is None else exchange.Totalled.apply(total, layout.rows)
+    if layout is None:
+        return contextlib.nullcontext()
+    return dividing(replace(layout, rows=layout.cols, cols=layout.rows))
 
 
 def _agreed(

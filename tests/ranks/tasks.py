@@ -351,6 +351,23 @@ def usual_names(group: Any) -> dict[str, str]:
         "sampling": ({"cols": group}, lambda x, w: mr.ops.sample(x, w, seed=3), [x, w], [none, all_], [none] * 2),
         "nearest neighbours, argmax": ({"cols": group}, search, [x, w], [none, all_], [none] * 3),
     }
+    labels = torch.arange(18) % 4
+    supervised = lambda x, y, a, b: mr.ops.contrastive_loss(x, y, labels=(a, b), temperature=0.5)
+    transport = lambda x, y: tuple(mr.ops.sinkhorn(x, y, eps=0.5, iterations=9, tolerance=1e-3))
+    for axes in ({"rows": group}, {"cols": group}, ring):
+        row, col = (all_ if axis in axes else none for axis in ("rows", "cols"))
+        names |= {
+            f"supervised contrastive {list(axes)}": (
+                axes,
+                supervised,
+                [x, y, labels, torch.arange(18) % 5],
+                [row, col, row, col],
+                [none],
+            ),
+            f"chamfer {list(axes)}": (axes, mr.ops.chamfer, [x, w], [row, col], [none]),
+            f"Sinkhorn {list(axes)}": (axes, transport, [x, w], [row, col], [none, row, col]),
+            f"distillation {list(axes)}": (axes, mr.ops.linear_kl, [x, w, y, w + 1], [row, col, row, col], [none]),
+        }
     found = {}
     for name, (axes, function, args, cuts, outs) in names.items():
 

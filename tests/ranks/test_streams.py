@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy
@@ -283,24 +284,29 @@ def test_memory_is_rows_state_and_two_chunks(feed):
     assert peak(20) <= alone.peak + chunk_bytes + 4 * state  # merging holds the old state, the new one and both as one
 
 
-def test_memory_of_a_source_that_is_read_again():
-    """The same for sources that have more than one reading, with gradients: no chunk outlives its turn."""
-    x = torch.randn(64, 32, requires_grad=True)
+@pytest.mark.parametrize("again", [True, False], ids=["read again", "read once"])
+def test_no_chunk_outlives_its_turn(again):
+    """While a chunk is made, forward or backward, none but the last one is there."""
+    x = torch.randn(64, 32, requires_grad=again)
+    living, most = set(), []
 
-    class Fresh:
-        def __init__(self, count):
-            self.count = count
+    def fresh():
+        for n in range(12):
+            chunk = torch.randn(256, 32)
+            living.add(n)
+            most.append(len(living))
+            weakref.finalize(chunk.untyped_storage(), living.discard, n)
+            yield chunk
+            del chunk
 
+    class Source:
         def __iter__(self):
-            return (torch.randn(256, 32) for _ in range(self.count))
+            return fresh()
 
-    def peak(count):
-        with Watch([x]) as watch:
-            find.stream(x).over(Fresh(count))[2].sum().backward()
-        x.grad = None
-        return watch.peak
-
-    assert peak(20) <= peak(3) + 1024
+    found = find.stream(x).over(Source() if again else fresh())
+    if again:
+        found[2].sum().backward()
+    assert len(most) == 12 * (1 + again) and max(most) <= 2 and not living
 
 
 def test_pairs_are_streamed_with_their_columns_and_never_whole():
