@@ -62,8 +62,12 @@ def test_tensors_are_passed_on(group):
 
 
 def test_what_one_rank_refuses(group):
-    with pytest.raises(mr.LabelError), agree.dividing(agree.Layout(cols=group)):
-        mr.ops.cross_entropy(torch.ones(1, 4, device="cuda"), torch.ones(5, 4, device="cuda"), torch.tensor([7]).cuda())
+    """Its own error, which the others are told; the group is still good."""
+    x = torch.ones(3, 4, device="cuda")
+    with agree.dividing(agree.Layout(cols=group)):
+        with pytest.raises(mr.ShapeError):
+            mixed(x, torch.ones(5, 3, device="cuda"), torch.ones(5, 2, device="cuda"))
+        assert mr.ops.attention(x, x, x).shape == (3, 4)
 
 
 @pytest.mark.parametrize("placement", ["rows", "cols", "both", "neither"])

@@ -49,7 +49,7 @@ def test_a_buffer_is_not_filled_before_its_copy_is_over():
 @pytest.mark.parametrize("where", ["pinned", "pageable", "file"])
 def test_memory_is_rows_state_and_two_chunks(where, tmp_path):
     """However long the stream, and however slow the work: a chunk in use, a chunk ahead, and what a fold holds."""
-    count, size = 32 * 2**16, 2**16  # of 64 numbers: 16 MiB a chunk
+    count, size = 12 * 2**16, 2**16  # of 64 numbers: 16 MiB a chunk
     y = torch.randn(count, 64, pin_memory=where == "pinned")
     if where == "file":
         numpy.save(tmp_path / "y.npy", y.numpy())
