@@ -12,7 +12,7 @@ from .cpu import RESULTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "ranks.md", ROOT / "docs" / "streams.md"]
-TABLES = {"cpu": cpu.markdown, "gpu": gpu.markdown, "ranks": ranks.markdown, "stream": stream_gpu.markdown}
+TABLES = {"cpu": cpu.markdown, "gpu": gpu.markdown, "ranks": ranks.markdown, "stream": stream_gpu.summary}
 
 
 def newest(kind: str) -> Path | None:

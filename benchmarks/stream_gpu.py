@@ -27,6 +27,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.sources import BYTES
 
 from .cpu import environment
 
@@ -148,6 +149,11 @@ def measured(op: Any, x: Tensor, chunks: Any, nbytes: int, bandwidth: float) -> 
         rate = nbytes / seconds(lambda: op.stream(x).over(chunks, quiet=True))
     peak = round(torch.cuda.max_memory_allocated() / MIB)
     return {"GB/s": round(rate / 1e9, 1), "of copy": round(rate / bandwidth, 3), "device MiB": peak}
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The table at the size that a chunk has unless told otherwise."""
+    return markdown({**results, "rows": [r for r in results["rows"] if r["chunk MiB"] * MIB == BYTES]})
 
 
 def markdown(results: dict[str, Any]) -> str:
