@@ -42,7 +42,8 @@ def expected(which, world, rows, cols, features, slices=None, heads=1):
     return tuple(model.sent(f, of, 4, (rows, cols), ranks, heads) for f in (fold, back.fold))
 
 
-LAYOUTS = [(which, world) for which in ("rows", "cols", "ring") for world in (2, 3, 7, 8)] + [("mesh", 8)]
+WORLDS = {"rows": (2, 7), "cols": (3, 8), "ring": (2, 3, 7, 8), "mesh": (8,)}
+LAYOUTS = [(which, world) for which, worlds in WORLDS.items() for world in worlds]
 
 
 @pytest.mark.parametrize(("which", "world"), LAYOUTS)
