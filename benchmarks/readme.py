@@ -1,4 +1,4 @@
-"""Put the newest results into the README: every number there comes from a results file, by this script."""
+"""Put the newest results into the README and the docs: every number there comes from a results file, by this script."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import sys
 from pathlib import Path
 
-from . import cpu, gpu
+from . import cpu, gpu, ranks, stream_gpu
 from .cpu import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "ranks.md", ROOT / "docs" / "streams.md"]
+TABLES = {"cpu": cpu.markdown, "gpu": gpu.markdown, "ranks": ranks.markdown, "stream": stream_gpu.summary}
 
 
 def newest(kind: str) -> Path | None:
@@ -19,20 +21,19 @@ def newest(kind: str) -> Path | None:
 
 
 def filled(text: str) -> str:
-    """The README's text with each ``<!-- results: KIND -->`` block replaced by the newest table of that kind."""
+    """A page's text with each ``<!-- results: KIND -->`` block replaced by the newest table of that kind."""
 
     def table(match: re.Match[str]) -> str:
         found = newest(match.group(1))
-        tables = {"cpu": cpu.markdown, "gpu": gpu.markdown}
         body = "Not measured yet.\n"
         if found is not None:
-            body = tables[match.group(1)](json.loads(found.read_text(encoding="utf-8")))
+            body = TABLES[match.group(1)](json.loads(found.read_text(encoding="utf-8")))
         return f"<!-- results: {match.group(1)} -->\n{body}<!-- end results -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end results -->", table, text, flags=re.S)
 
 
 if __name__ == "__main__":
-    text = README.read_text(encoding="utf-8")
-    README.write_text(filled(text), encoding="utf-8")
-    sys.stderr.write("README.md holds the newest results\n")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stderr.write(f"{', '.join(p.name for p in PAGES)} hold the newest results\n")

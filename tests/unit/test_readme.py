@@ -59,6 +59,7 @@ def test_a_wrong_block_fails_at_its_own_line(tmp_path):
     assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (str(page), 6)
 
 
-def test_the_numbers_are_the_newest_results():
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_numbers_are_the_newest_results(page):
+    text = page.read_text(encoding="utf-8")
     assert filled(text) == text, "run: python -m benchmarks.readme"
