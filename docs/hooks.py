@@ -12,7 +12,6 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)(#[\w-]*)?\)")  # a relative link that climbs
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".txt": "text", ".json": "json", "": "text"}
-ROLE = re.compile(r":(?:func|class|meth|mod):<code>~?([\w.]+)</code>")  # Sphinx's way of naming, in docstrings
 
 
 def on_files(files: Files, config) -> Files:
@@ -34,11 +33,6 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         return f"]({'../' * depth}{shown_at(match[2])})"
 
     return OUTSIDE.sub(moved, markdown)
-
-
-def on_page_content(content: str, page, config, files) -> str:
-    """Docstrings name functions as Sphinx does; show the name alone."""
-    return ROLE.sub(r"<code>\1</code>", content)
 
 
 def outside(file: File) -> list[tuple[str, str]]:
