@@ -218,6 +218,11 @@ LAWS = (
         gradient=True,
     ),
 )
+"""Every law, in the order in which ``check`` tries them: a row each, which a table of one's own may be made from.
+
+>>> [law.name for law in LAWS if law.gradient]
+['local_gradient', 'partition_gradient']
+"""
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,12 @@ def linear_cross_entropy(
 
 
 cross_entropy = linear_cross_entropy
+"""The older name of :func:`linear_cross_entropy`.
+
+>>> from monoidreduce import ops
+>>> ops.cross_entropy is ops.linear_cross_entropy
+True
+"""
 
 
 def _check(

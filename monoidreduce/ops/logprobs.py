@@ -159,3 +159,9 @@ def linear_entropy(
 
 
 entropy = linear_entropy
+"""The older name of :func:`linear_entropy`.
+
+>>> from monoidreduce import ops
+>>> ops.entropy is ops.linear_entropy
+True
+"""

@@ -96,6 +96,12 @@ def linear_sample(
 
 
 sample = linear_sample
+"""The older name of :func:`linear_sample`.
+
+>>> from monoidreduce import ops
+>>> ops.sample is ops.linear_sample
+True
+"""
 
 
 @mr.op

@@ -57,8 +57,8 @@ num_cols = Everywhere(size("cols"))
 >>> import torch, monoidreduce as mr
 >>> @mr.op
 ... def last(x: mr.Row, y: mr.Col):
-...     return mr.sum(torch.where(mr.col_index == mr.num_cols - 1, y, 0.0))
->>> last(torch.zeros(2), torch.tensor([1.0, 9.0]))
+...     return mr.sum(torch.where(mr.col_index == mr.num_cols - 1, x * y, 0.0))
+>>> last(torch.ones(2), torch.tensor([1.0, 9.0]))
 tensor([9., 9.])
 """
 

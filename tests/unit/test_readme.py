@@ -5,18 +5,20 @@ A block that cannot run here is marked with ``<!-- not run -->`` on the line bef
 
 import pytest
 
+from benchmarks.readme import PAGES as MEASURED
 from benchmarks.readme import filled
 from tests.pages import DOCS, MARK, ROOT, blocks, run
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
+ELSEWHERE = {"gallery.md", "moving.md", "recipes.md"}  # run by tests of their own
 
 
 def test_the_readme_shows_python():
     assert blocks(README.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ELSEWHERE], ids=lambda p: p.name)
 def test_every_block_runs(page):
     run(page)
 
@@ -38,6 +40,8 @@ def test_a_wrong_block_fails_at_its_own_line(tmp_path):
     assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (str(page), 6)
 
 
-def test_the_numbers_are_the_newest_results():
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", MEASURED, ids=lambda p: p.name)
+def test_the_numbers_are_the_newest_results(page):
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- results: " in text
     assert filled(text) == text, "run: python -m benchmarks.readme"
