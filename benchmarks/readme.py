@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 BLOCK = re.compile(r"<!-- results: ([\w-]+)(, short)? -->\n.*?<!-- end results -->", re.S)
 OURS = "ours"
 
@@ -27,6 +26,12 @@ class Entry(NamedTuple):
     who: str
     times: tuple[float, ...]
     extra: float | None
+
+
+def pages() -> list[Path]:
+    """The pages that show results."""
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in every if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
 def newest(kind: str) -> Path | None:
@@ -103,7 +108,7 @@ def _shown(entry: Entry) -> str:
 
 
 def main() -> None:
-    for page in PAGES:
+    for page in pages():
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     sys.stderr.write("the pages hold the newest results\n")
 
