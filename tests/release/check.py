@@ -21,10 +21,7 @@ CASES = [("wheel", False), ("wheel", True), ("sdist", False)]
 
 def build(folder: Path) -> dict[str, Path]:
     """``python -m build``: the sdist from the repository, the wheel from the sdist."""
-    run(
-        [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)],
-        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
-    )
+    run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], **PINNED)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return {"wheel": wheel, "sdist": sdist}
 
@@ -47,10 +44,7 @@ def try_out(artefact: Path, triton: bool, folder: Path) -> str:
     subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
     python = folder / "env" / "bin" / "python"
     wanted = [str(artefact), *(["triton"] if triton else [])]
-    run(
-        [str(python), "-m", "pip", "install", "-qq", *constraints, *wanted],
-        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
-    )
+    run([str(python), "-m", "pip", "install", "-qq", *wanted], **PINNED)
     if not triton:  # torch for CUDA brings it; here it must work without
         run([str(python), "-m", "pip", "uninstall", "-qq", "-y", "triton"])
     empty = folder / "elsewhere"
