@@ -41,7 +41,17 @@ _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
 class Op(compiled.Compiled):
-    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters."""
+    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+    ...     return mr.argmin(mr.sqdist(x, y))
+    >>> nearest
+    <op nearest(x: Row["d"], y: Col["d"])>
+    >>> nearest(torch.eye(2), torch.eye(2).flip(0))
+    tensor([1, 0])
+    """
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)

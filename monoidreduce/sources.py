@@ -290,9 +290,7 @@ def _seen(a: numpy.ndarray) -> Tensor:
     return torch.from_numpy(numpy.frombuffer(memory, a.dtype).reshape(a.shape))
 
 
-def progress(
-    source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding"
-) -> Iterator[Any]:
+def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding") -> Iterator[Any]:
     """The same, with a bar for whoever sits at a terminal and has rich."""
     if quiet or not sys.stderr.isatty():
         return iter(source)

@@ -18,6 +18,11 @@ class CrossEntropy(NamedTuple):
     """What :func:`linear_cross_entropy` returns with ``return_lse`` or ``return_accuracy``; what was not asked is None.
 
     ``lse``: the logsumexp of each row's logits; ``accuracy``: the share of rows whose largest logit is the target's.
+
+    >>> import torch, monoidreduce as mr
+    >>> x, w = torch.eye(3), torch.eye(3)
+    >>> mr.ops.linear_cross_entropy(x, w, torch.tensor([0, 1, 0]), return_accuracy=True).accuracy
+    tensor(0.6667)
     """
 
     loss: Any
@@ -205,6 +210,12 @@ def linear_cross_entropy(
 
 
 cross_entropy = linear_cross_entropy
+"""The older name of :func:`linear_cross_entropy`.
+
+>>> from monoidreduce import ops
+>>> ops.cross_entropy is ops.linear_cross_entropy
+True
+"""
 
 
 def _check(

@@ -16,7 +16,13 @@ METRICS = ("euclidean", "sqeuclidean", "dot", "cosine")
 
 
 class Neighbours(NamedTuple):
-    """What :func:`knn` and :func:`kmeans_assign` return: distances (or similarities), and whose they are."""
+    """What :func:`knn` and :func:`kmeans_assign` return: distances (or similarities), and whose they are.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.ops.knn(torch.tensor([[0.0]]), torch.tensor([[5.0], [1.0], [3.0]]), 2)
+    >>> found.values, found.indices
+    (tensor([[1., 3.]]), tensor([[1, 2]]))
+    """
 
     values: Any
     indices: Any

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ImpureError, TraceError, UnknownFunctionError
 from . import build
-from .expr import Expr, const, index, size, topological
+from .expr import Expr, const, size, topological
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
@@ -129,10 +129,6 @@ class Everywhere(Symbol):
     __slots__ = ()
 
 
-row_index, col_index = Everywhere(index("row")), Everywhere(index("col"))
-num_rows, num_cols = Everywhere(size("rows")), Everywhere(size("cols"))
-
-
 def expr_of(value: Any) -> Expr:
     """The expression of a symbol or of a plain number; anything else is a mistake."""
     if isinstance(value, Everywhere):
@@ -232,11 +228,6 @@ def _feature_extreme(largest: bool) -> Callable:
         return Symbol(build.feature_extreme(expr_of(x), largest))
 
     return f
-
-
-def sqdist(x: Any, y: Any) -> Symbol:
-    """|x - y|² of a row's and a column's vector, careful for close points."""
-    return Symbol(build.sqdist(expr_of(x), expr_of(y)))
 
 
 def _dot(x: Any, y: Any) -> Symbol:
