@@ -1,7 +1,8 @@
 """What devices can do: the rates that a cost model divides by.
 
-GPUs stand in a table, by class. What was measured says where; what was not is the vendor's peak times the share that
-was measured on Hopper for the same thing. CPUs differ too much for a table: :func:`measured` looks once, for a few
+GPUs stand in a table, by class. Hopper's products, bandwidth and launches are what was reached on an H200; its
+arithmetic, caches and links are the vendor's figures. Of other classes nothing was measured: they are the vendors'
+peaks at the shares that an H200 reached. CPUs differ too much for a table: :func:`measured` looks once, for a few
 milliseconds, and remembers.
 """
 
@@ -118,7 +119,7 @@ def of(device: torch.device) -> Ceilings:
 
 @functools.cache
 def _known_gpu(device: torch.device) -> Ceilings:
-    """The class of a GPU, scaled to the processors and the clock that it has."""
+    """The class of a GPU, scaled to the processors that it has."""
     found = torch.cuda.get_device_properties(device)
     kind = "ada" if (found.major, found.minor) == (8, 9) else _CLASSES.get(found.major, "ampere")
     base = GPUS[kind]
@@ -137,9 +138,10 @@ def _known_gpu(device: torch.device) -> Ceilings:
     )
 
 
+# fitted to attention, perceptrons and losses, dense and in tiles, on one core of a Neoverse N1 (benchmarks/planner.py)
 _FAULT = 4e-7  # seconds to map and clear a page of 4096 bytes
-_HALF = 200  # measured with attention and perceptrons on a Neoverse N1
-_SOCKET = 2.0e9  # bytes a second between processes of one machine (benchmarks/results/ranks-20261115-0920.md)
+_HALF = 200
+_SOCKET = 2.0e9  # bytes a second between processes of one machine: an assumption, to rank layouts by
 
 # CPUs ---------------------------------------------------------------------------------------------------------
 
