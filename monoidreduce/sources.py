@@ -300,5 +300,5 @@ def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what:
     except ImportError:
         return iter(source)
     if total is None and hasattr(source, "__len__"):
-        total = len(source)
+        total = len(source)  # type: ignore[arg-type]
     return iter(track(source, what, total=total, console=Console(stderr=True), transient=True))
