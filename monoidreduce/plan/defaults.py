@@ -26,6 +26,26 @@ KERNELS: dict[str, Tile] = {
     "16 bits, wide": (128, 64, 8, 3),
 }
 
+# where tensor descriptors copy the blocks of a kernel with exponentials: by its widest features, how many sums of them
+# it holds, and whether conditions let it pass over tiles, or else a softmax guesses its maximum, or neither
+COPIED: dict[tuple[int, int, str], Tile] = {
+    (128, 1, "passes"): (64, 64, 4, 3),
+    (128, 1, ""): (64, 64, 4, 2),
+    **{
+        (width, sums, how): tile
+        for how in ("passes", "softmax", "")
+        for width, sums, tile in (
+            (64, 0, (64, 64, 4, 2)),
+            (64, 1, (64, 64, 4, 2)),
+            (64, 2, (64, 128, 4, 2)),
+            (128, 0, (128, 64, 8, 3)),
+            (128, 2, (64, 64, 4, 2)),
+            (256, 0, (128, 64, 8, 3)),
+            (256, 1, (128, 64, 8, 3)),
+        )
+    },
+}
+
 
 @dataclass(frozen=True)
 class Family:
