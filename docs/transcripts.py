@@ -29,12 +29,16 @@ _SECONDS = re.compile(r"(<!-- seconds -->).*?(<!-- end -->)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Shown:
-    """A command of a page and what the page says that it prints; ``files`` are those that stand before it."""
+    """A command of a page and what the page says that it prints.
+
+    ``files`` are those that stand before it, ``before`` the commands of its block that come first.
+    """
 
     command: str
     output: str
     code: int
     files: dict[str, str]
+    before: tuple[str, ...]
 
 
 def files(text: str) -> dict[str, str]:
@@ -45,9 +49,11 @@ def files(text: str) -> dict[str, str]:
 def shown(text: str) -> Iterator[Shown]:
     """Every command of a page, in order."""
     for block in _BLOCK.finditer(text):
-        for command, output in _commands(block.group(1)):
+        commands = _commands(block.group(1))
+        for at, (command, output) in enumerate(commands):
             code = _EXIT.search(output)
-            yield Shown(command, output, int(code.group(1)) if code else 0, files(text[: block.start()]))
+            before = tuple(c for c, _ in commands[:at])
+            yield Shown(command, output, int(code.group(1)) if code else 0, files(text[: block.start()]), before)
 
 
 def _commands(block: str) -> list[tuple[str, str]]:
