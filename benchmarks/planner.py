@@ -312,7 +312,10 @@ def run(work: Work, size: tuple[int, int, int], device: str, least: float) -> di
         step()
     row |= planning(work.op, args)
     times: dict[str, float] = {}
+    allowed = {s["schedule"]: s["allowed"] for s in told["schedules"]}
     for name, choice in choices(work, args, device).items():
+        if not allowed.get(name, True):  # a matrix of pairs above the limit is no candidate
+            continue
         try:
             with following(choice):
                 other = step_of(work.op, args)
