@@ -279,7 +279,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
 
     planner._CHOSEN.clear()
     op._plans.clear()
-    planner.chosen, roads.is_dense = map(timed, kept)
+    planner.chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
     try:
         with following(None):
             step_of(op, args)()

@@ -1,15 +1,16 @@
 """The definition of a layer and of its gradient, pair by pair in two loops: what every faster road must agree with.
 
-Also the pullback of one tile function. Imports torch and ``errors``, nothing else.
+Also the pullback of one tile function.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # private, but what torch.func itself flattens its arguments with
 
+from monoidreduce.engine.pullback import vjp as pullback_of
 from monoidreduce.errors import ShapeError
 
 __all__ = ["check_shape", "differentiable", "elementwise_fold", "elementwise_grad", "vjp"]
@@ -69,7 +70,7 @@ def vjp(f: Callable[[Tensors], Any], x: Tensors, needs: Sequence[bool]) -> tuple
         return tuple(part for part in pytree.tree_leaves(h) if differentiable(part)), h
 
     leaves = (part for part, need in zip(x, needs, strict=True) if need)
-    _, pull, h = cast("tuple[Any, Any, Any]", torch.func.vjp(floating, *leaves, has_aux=True))
+    pull, h = pullback_of(floating, *leaves)
 
     def pullback(gh: Any) -> Gradients:
         pairs = zip(pytree.tree_leaves(gh), pytree.tree_leaves(h), strict=True)

@@ -41,7 +41,17 @@ _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
 class Op(compiled.Compiled):
-    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters."""
+    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+    ...     return mr.argmin(mr.sqdist(x, y))
+    >>> nearest
+    <op nearest(x: Row["d"], y: Col["d"])>
+    >>> nearest(torch.eye(2), torch.eye(2).flip(0))
+    tensor([1, 0])
+    """
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
@@ -221,7 +231,7 @@ class Op(compiled.Compiled):
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
-        columns = [n for n, p in self.parameters.items() if p.axis == "cols"]
+        columns = {n: p.optional for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
         if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
             raise ArgumentError(
@@ -230,8 +240,7 @@ class Op(compiled.Compiled):
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         asks = any(isinstance(v, Tensor) and v.requires_grad for v in given.values())
-        present = [n for n in columns if not self.parameters[n].optional]
-        return Stream(functools.partial(self._streamed, given), present, asks)
+        return Stream(functools.partial(self._streamed, given), columns, asks)
 
     def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
@@ -243,13 +252,15 @@ class Op(compiled.Compiled):
             return traced.pack(formed(results, traced, sizes, out))
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
+        columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agree.fingerprint(traced.outputs)} {shape}"
-        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
+        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
+        inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
         results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
@@ -301,7 +312,7 @@ class Op(compiled.Compiled):
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            sizes, out = sizes_of(self.parameters, values)
+            sizes, out = sizes_of(self.parameters, values, agree.pairs_are_wide())
             traced = self._trace(values)
             sizes = agree.place(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are

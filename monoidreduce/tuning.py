@@ -62,7 +62,7 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         )
     met = recorded(function, args, kwargs, backward)
     trials = _Trials(met)
-    for _ in progress(trials, quiet, "tuning"):
+    for _ in progress(trials, quiet, what="tuning"):
         pass
     return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.crossed))
 

@@ -133,10 +133,11 @@ def _divided(base: Scheduled, passes: Rehearsal, ranks: int, roof: ceilings.Ceil
 
 def _sent(noted: Noted, case: Case, mesh: tuple[int, int] | None, ranks: int) -> float:
     """Bytes that one rank sends for a fold."""
-    totals = (case.batch * case.rows, case.batch * case.cols)
+    totals = (case.rows, case.cols)
     if mesh is not None:
-        return communication.sent(noted.fold, case.of, case.wide, totals, mesh)
-    return communication.sent_in_a_ring(noted.fold, case.of, count(case).reads, case.wide, totals, ranks)
+        return communication.sent(noted.fold, case.of, case.wide, totals, mesh, case.batch)
+    reads = {side: width * case.batch for side, width in count(case).reads.items()}
+    return communication.sent_in_a_grid(noted.fold, case.of, reads, case.wide, totals, ranks, batch=case.batch)
 
 
 # The gradient in the forward

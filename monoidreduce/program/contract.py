@@ -53,7 +53,7 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
 
 def _decidable(c: Expr) -> bool:
     """Whether a tile's index and number ranges can say anything of it."""
-    return not any(e.op in ("dot", "sqdist", "fsum", "uniform") for e in topological([c]))
+    return not any(e.op in ("dot", "sqdist", "fsum", "coin", "uniform") for e in topological([c]))
 
 
 def ranged(fold: Fold) -> tuple[Expr, ...]:

@@ -207,4 +207,5 @@ def _of_indices(e: Expr) -> bool:
     if not e.args or e.feature is not None or not (e.rows or e.cols):
         return False
     inside = topological([e], stop=lambda n: not n.rows and not n.cols)
-    return all(n.op in _BUILTIN or (n.op in PRIMITIVES and n.op != "uniform") for n in inside if n.rows or n.cols)
+    known = lambda n: n.op in _BUILTIN or (n.op in PRIMITIVES and n.op not in ("coin", "uniform"))
+    return all(known(n) for n in inside if n.rows or n.cols)

@@ -21,7 +21,6 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
-from monoidreduce.engine.triton.spec import REACHES
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -161,6 +160,8 @@ class Compiled:
 
 def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
     """The launches of a case, forward and backward, none of them made."""
+    import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
+
     found: list[launch.Call] = []
     args = [
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
@@ -172,8 +173,8 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(describe, "_MANY", 0),  # kernels as they are for many pairs
-        mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
+        mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
@@ -201,6 +202,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:

@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "program": {"errors", "algebra"},
     "plan": {"errors", "algebra", "program"},
     "engine": {"errors", "algebra", "program", "plan"},
-    "elementwise": {"errors"},  # the definition, pair by pair
+    "elementwise": {"errors", "engine"},  # the definition, pair by pair
     "blockwise": {"errors", "algebra", "elementwise", "engine"},
     "sources": {"errors"},
     "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},

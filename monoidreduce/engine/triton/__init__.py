@@ -23,13 +23,14 @@ from ...plan import tiles
 from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
+from ...program.reductions import KINDS
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from . import launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
-from .spec import Unsupported
+from .spec import TINY, WIDEST, Unsupported, padded
 
 __all__ = [
     "KernelPlan",
@@ -81,7 +82,7 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
     except Unsupported:
         return {}
     found = {one.over: one.plan for one in ready.launches}
-    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts) for o, p in found.items()}
+    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
 
 
 def sources(fold: Fold) -> list[Path]:
@@ -133,9 +134,9 @@ class Ready:
         values, self.batch = self._merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]
         self.launches = [
-            launch.Launch(folds, over, values, self.batch, sizes)
+            launch.Launch(part, over, values, self.batch, sizes)
             for over, folds, _ in _directions(fold)
-            if folds.reductions
+            for part in _held(folds, sizes)
         ]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
@@ -169,6 +170,22 @@ class _Once:
         if self._made is None:
             self._made = self._make()
         return self._made
+
+
+def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
+    """A fold as one kernel, or as several where its running sums do not fit in registers together: to compute pairs
+    again costs less than to keep sums in memory."""
+    parts: list[list[tuple[Expr, Expr]]] = []
+    held = WIDEST
+    for r, scale in fold.scaled:
+        shapes = [feature for feature, _ in KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]) if feature is not None]
+        width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
+        if not parts or (width and held + width > WIDEST):
+            parts.append([])
+            held = 0
+        parts[-1].append((r, scale))
+        held += width
+    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True))) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)

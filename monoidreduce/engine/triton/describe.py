@@ -22,8 +22,9 @@ from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
-_BOUNDED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
-_MANY = 2**22  # pairs from which on a look at all norms costs less than a running maximum
+_GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
+MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
+VERY_MANY = 2**28  # and from which on it is worth more of it
 
 
 def describe(
@@ -60,8 +61,9 @@ def describe(
         len(batch),
         bool(skip.preferred(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
-        narrow in _BOUNDED and sizes.rows * sizes.cols >= _MANY,
+        narrow in _GUESSED,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
+        join=sizes.rows * sizes.cols >= MANY,
     )
     return spec, tuple(casts)
 

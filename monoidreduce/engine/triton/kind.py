@@ -14,7 +14,7 @@ from .values import Values
 class Kind:
     """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
 
-    bounded = False  # whether this loop has a softmax's maximum bounded beforehand
+    guessing = False  # whether this loop has a guess of a softmax's maximum
 
     def __init__(self, place: int, reduction: Expr, scale: Expr, v: Values):
         self.place, self.reduction, self.scale, self.v = place, reduction, scale, v
@@ -24,6 +24,11 @@ class Kind:
         self.prepare()
 
     def prepare(self) -> None: ...
+
+    @property
+    def totals(self) -> list[Any]:
+        """Its running sums of vectors, where it has any."""
+        return []
 
     def start(self) -> list[str]:
         raise NotImplementedError

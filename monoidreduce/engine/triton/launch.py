@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,8 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Sizes, form
-from . import describe, emit, recent, rows, skip, source, topk
+from . import boxes, describe, emit, recent, skip, source, topk
+from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -77,19 +79,23 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.family(sizes.device))
         count = torch.Size(self.batch).numel()
+        plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
+        ready = describe.converted(values, self.casts, self.batch, sizes)
+        found = boxes.of(self.spec, plainly.folded, ready, len(self.batch)) if boxes.on(sizes.device) else ()
+        many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
+        self.plan = plan or choose(plainly, self.over, item, describe.family(sizes.device), many)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
-        self.spec = replace(self.spec, split=self.parts > 1)
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         # whether calls need leaves with merged batch
-        self.merged = bool(self.casts or self.data or self.kernel.reaches)
+        self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
-        self._arguments(describe.converted(values, self.casts, self.batch, sizes), count)
+        self._arguments(ready, count)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -113,9 +119,16 @@ class Launch:
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
         ragged = (
-            bool(self.spec.bounds or self.spec.split or self.kernel.reaches)
+            bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
             or self.lengths[1] % self.plan.block_folded != 0
         )
+        place = self.fold.leaves.index
+        self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
+        self.boxes = [
+            (place(e), boxes.template(values[e], dims, self.plan.block_folded))
+            for e, dims in self.spec.box_of.items()
+            if e in self.kernel.leaves
+        ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
@@ -129,8 +142,8 @@ class Launch:
                 arguments[at] = given[leaf]
             if self.spec.bounds:
                 arguments += self.edges or self._bounds(given)
-            for _, e in self.kernel.reaches:
-                arguments.append(rows.reach(given[self.fold.leaves.index(e)]))
+            arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
+            arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
@@ -173,11 +186,18 @@ class Launch:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
+    def _shift(self, number: Tensor, total: Tensor) -> Tensor:
+        """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
+        batch = self.batch if self.merged else self.sizes.batch
+        seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
+        return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
+
     def _bounds(self, given: Sequence[Any]) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
         asked = {e: given[leaf] for e, leaf in self.asked}
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked.values())
-        found: list[Any] = recent.remembered(parts, lambda: self._edges(asked))
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(asked))
+        found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
 

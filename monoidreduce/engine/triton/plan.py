@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import FAMILIES, Family
+from ...plan.defaults import COPIED, FAMILIES, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,6 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
+    boxes: int = False  # whether tensor descriptors copy the blocks that can be copied so
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -45,9 +46,10 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, family: Family | None = None) -> KernelPlan:
+def choose(kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
-    return (_override.get() or {}).get(over) or _fitting(kernel, item, family or FAMILY)
+    asked = (_override.get() or {}).get(over)
+    return asked or _fitting(kernel, item, family or FAMILY, boxes)
 
 
 def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
@@ -62,11 +64,28 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
+def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+
+
+def _sums(kernel: Kernel) -> tuple[int, int, str]:
+    """The widest features, how many sums of them are held, and whether tiles are passed over or a maximum guessed."""
+    widest = _widest(kernel)
+    alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
+    how = "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
+    return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+
+
+def _widest(kernel: Kernel) -> int:
+    return max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
+
+
 def _kind(kernel: Kernel, item: int) -> str:
     """What a kernel holds, in the words of the table."""
     if not kernel.folded_width and not kernel.state_width:
         return "numbers" if kernel.few_width <= 1 else "few features"
-    widest = max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
+    widest = _widest(kernel)
     if item == 8:
         return "float64" if widest <= 128 else "float64, wide"
     if item == 4:
@@ -75,9 +94,9 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(kernel: Kernel, item: int, family: Family) -> KernelPlan:
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     """The table's plan, made smaller until its blocks fit in shared memory."""
-    plan = KernelPlan(*family.tile(_kind(kernel, item)))
+    plan = _default(kernel, item, family, boxes)
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
     while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller

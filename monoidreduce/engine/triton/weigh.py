@@ -35,7 +35,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     v.loop(True)
     texts = [v.full(r.args[0]) for r in spec.fold.reductions]
     used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
-    names, unspecialized = emit._arguments(spec, used, [])
+    names, unspecialized = emit._arguments(spec, used, 0)
     count = len(texts)
     outs = [n for k in range(count) for n in (f"out{k}", f"out{k}_r")]
     stores = []
