@@ -458,7 +458,8 @@ def main() -> None:
     if options.device == "cuda":
         found["machine"] = torch.cuda.get_device_name()
     found["commit"] = options.commit or found["commit"]
-    found["command"] = "python -m benchmarks.planner " + " ".join(sys.argv[1:])
+    asked = " ".join(a for a in sys.argv[1:] if a not in ("--out", str(options.out)))
+    found["command"] = f"python -m benchmarks.planner {asked}"
     found["clock"] = "the process's own time" if clock() is time.process_time else "wall"
     found["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
     results: dict[str, Any] = {"environment": found, "rows": []}
