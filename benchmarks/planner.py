@@ -312,7 +312,10 @@ def run(work: Work, size: tuple[int, int, int], device: str, least: float) -> di
         step()
     row |= planning(work.op, args)
     times: dict[str, float] = {}
+    allowed = {s["schedule"]: s["allowed"] for s in told["schedules"]}
     for name, choice in choices(work, args, device).items():
+        if not allowed.get(name, True):  # a matrix of pairs above the limit is no candidate
+            continue
         try:
             with following(choice):
                 other = step_of(work.op, args)
@@ -455,7 +458,8 @@ def main() -> None:
     if options.device == "cuda":
         found["machine"] = torch.cuda.get_device_name()
     found["commit"] = options.commit or found["commit"]
-    found["command"] = "python -m benchmarks.planner " + " ".join(sys.argv[1:])
+    asked = " ".join(a for a in sys.argv[1:] if a not in ("--out", str(options.out)))
+    found["command"] = f"python -m benchmarks.planner {asked}"
     found["clock"] = "the process's own time" if clock() is time.process_time else "wall"
     found["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
     results: dict[str, Any] = {"environment": found, "rows": []}

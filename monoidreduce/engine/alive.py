@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +31,7 @@ class Alive(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.monoidreduce.fold.default:  # one operator to a mode: look inside
+        if func._schema.name == "monoidreduce::fold":  # one operator to a mode: look inside
             with self:
                 result = library._run(*args, **(kwargs or {}))
         else:

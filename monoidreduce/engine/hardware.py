@@ -177,7 +177,7 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     try:

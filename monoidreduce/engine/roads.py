@@ -80,7 +80,14 @@ def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
     return found.chosen.schedule == "dense"
 
 
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACERS = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+
+
 def _untouched(given: Sequence[Any]) -> bool:
-    """Whether these are plain tensors and nothing transforms them: compilers and transforms see folds."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not transformed and all(type(v) in autograd.PLAIN for v in given if isinstance(v, Tensor))
+    """Whether these are plain tensors and nothing transforms or traces them: compilers and transforms see folds."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
+        return False
+    return all(type(v) in autograd.PLAIN for v in given if isinstance(v, Tensor))

@@ -31,6 +31,8 @@ def on(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available():  # a plan for a GPU that is elsewhere
+        return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
