@@ -17,6 +17,7 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
+from .plan import cache
 from .plan.budget import budget
 from .program.body import (
     all as all,
@@ -56,6 +57,7 @@ from .program.draws import dropout, gumbel, uniform
 from .program.symbol import functions
 from .sources import chunks
 from .stream import Stream
+from .tuning import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -69,11 +71,13 @@ __all__ = [
     "Scalar",
     "Stream",
     "Tally",
+    "Tuning",
     "Vector",
     "__version__",
     "argmax",
     "argmin",
     "budget",
+    "cache",
     "chunks",
     "col_index",
     "count",
@@ -100,6 +104,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "tune",
     "uniform",
     "use",
     "var",

@@ -330,6 +330,21 @@ class StreamError(MonoidReduceError, RuntimeError):
     """
 
 
+class OutOfMemoryError(MonoidReduceError, RuntimeError, MemoryError):
+    """Memory ran out, and again with a smaller plan; everything was released and no input was changed."""
+
+    what = "out of memory in a fold of {rows} rows and {cols} columns, also with less room for pairs: {reason}"
+    fix = "Free memory, or give fewer rows or columns at a time{least}"
+
+
+class CacheError(MonoidReduceError, ValueError):
+    """A file of plans to import is not what it should be, or one to export cannot be written."""
+
+
+class CacheWarning(UserWarning):
+    """Something of the cache on disk cannot be used: everything works without it, but is made or tuned again."""
+
+
 class FallbackWarning(UserWarning):
     """An engine has no kernel for something and another engine runs it: right, but slower.
 

@@ -205,7 +205,7 @@ def _arrived(chunk: tuple[Tensor, ...], side: int, copied: list[Any]) -> tuple[T
     return chunk
 
 
-def progress(source: Iterable[Any], quiet: bool) -> Iterator[Any]:
+def progress(source: Iterable[Any], quiet: bool, what: str = "folding") -> Iterator[Any]:
     """The same, with a bar for whoever sits at a terminal and has rich."""
     if quiet or not sys.stderr.isatty():
         return iter(source)
@@ -215,4 +215,4 @@ def progress(source: Iterable[Any], quiet: bool) -> Iterator[Any]:
     except ImportError:
         return iter(source)
     total = len(source) if hasattr(source, "__len__") else None  # type: ignore[arg-type]
-    return iter(track(source, "folding", total=total, console=Console(stderr=True), transient=True))
+    return iter(track(source, what, total=total, console=Console(stderr=True), transient=True))

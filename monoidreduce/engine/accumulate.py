@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..algebra import fold as fold_monoid
+from ..program.contract import Contraction
 from ..program.expr import Expr
 from . import hardware
-from .tilecode import Contraction, Reducer
+from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun
 
 

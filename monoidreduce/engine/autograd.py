@@ -8,8 +8,9 @@ the registered operator (``library.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,16 +19,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
+from ..plan import budget, choice
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import autocast, library
+from . import autocast, hardware, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not plain(leaves):
+    if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():
@@ -75,7 +78,7 @@ def straight() -> bool:
 
 def plain(values: Sequence[Any]) -> bool:
     """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
-    return straight() and all(type(v) in _PLAIN for v in values if isinstance(v, Tensor))
+    return straight() and all(type(v) in PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -147,6 +150,7 @@ def _primal(value: Any) -> Any:
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     ctx.context = context
+    ctx.asked = _asked()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -169,10 +173,29 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     asked = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-    if autocast.region(results) is None:
-        return None, *_gradients(context, leaves, results, asked, cotangents)
-    with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
-        return None, *_gradients(context, leaves, results, asked, cotangents)
+    region, given = autocast.region(results), (context, leaves, results, asked, cotangents)
+    if region is None and ctx.asked == _asked():
+        return None, *recover.typed(_gradients, given, context.sizes)
+    with _as_forward(ctx, region):
+        return None, *recover.typed(_gradients, given, context.sizes)
+
+
+def _asked() -> tuple[int | None, tuple, Any]:
+    """What a forward was asked for, which its backward keeps."""
+    return budget.asked(), hardware.asked.get(), choice.followed.get()
+
+
+@contextlib.contextmanager
+def _as_forward(ctx: Any, region: str | None) -> Iterator[None]:
+    """As the forward was asked: a backward may run in a thread that does not know, or inside an autocast region."""
+    limit, settings, followed = ctx.asked
+    before, token = hardware.asked.set(settings), choice.followed.set(followed)
+    try:
+        with budget.kept(limit), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
+            yield
+    finally:
+        hardware.asked.reset(before)
+        choice.followed.reset(token)
 
 
 @functools.lru_cache(maxsize=4096)

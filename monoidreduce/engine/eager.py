@@ -8,8 +8,8 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.build import ONE
+from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
@@ -25,7 +26,7 @@ from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes, as_number
 from .pick import run_pick
-from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
+from .tilecode import Code, Reducer, compile_variant
 from .tilerun import Buffers, TileRun
 
 
@@ -70,7 +71,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}
     whole = [_whole(t, r, sizes) for r, t in written.items()]
     shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
-    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
+    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, width(fold, sizes))
+    tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     outputs = [_empty(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
@@ -99,6 +101,12 @@ def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
 
 
+def written(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
+    """Bytes of the results per pair, in the shape of the arguments they are gradients of."""
+    pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if r.attrs[0] == "pair"]
+    return sum(t.numel() * sizes.compute.itemsize for t in pairs)
+
+
 def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
     """Multiply the results that have a scale by it."""
     scale = {r: s for r, s in fold.scaled if s is not ONE}
@@ -111,7 +119,7 @@ def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Exp
             out *= factor
 
 
-def _width(fold: Fold, sizes: Sizes) -> int:
+def width(fold: Fold, sizes: Sizes) -> int:
     """How many numbers a pair holds: more than one only for a user monoid's vectors, which are folded whole."""
     users = [a for r in fold.reductions if r.attrs[0] == "user" for a in r.args]
     return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
@@ -265,11 +273,10 @@ class Chunk:
         return row_ranges, col_ranges, fixed
 
 
+def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
+    """The code of tiles of which nothing is known beforehand."""
+    return code_of(fold, scalars).variant({}) or Code((), ())
+
+
 def slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
-
-
-def walk(fold: Fold, sizes: Sizes) -> Iterator[str]:
-    """How this engine would walk the fold, in words."""
-    tiles = plan.choose(torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols, _width(fold, sizes))
-    yield f"tiles of {tiles.rows} rows × {tiles.cols} columns, {tiles.batch} of the batch at a time"

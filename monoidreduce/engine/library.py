@@ -8,9 +8,7 @@ process, or is not found in its cache at all.
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
-from ..program.expr import Expr, topological
+from ..program.digest import digest
 from ..program.lower import Fold
 from ..program.reductions import KINDS
 from .evaluate import Sizes
@@ -30,7 +28,6 @@ _SCHEMA = (
 )
 _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
-_PROCESS = uuid.uuid4().hex  # part of the names of folds over a user's own classes, whose text is not their meaning
 
 library = torch.library.Library("monoidreduce", "DEF")
 library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
@@ -90,7 +87,7 @@ def _fake(
 ) -> list[Tensor]:
     sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
     given = _joined(leaves, numbers, places)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _shapes(_known(fold), given, sizes)]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes(_known(fold), given, sizes)]
 
 
 def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
@@ -114,7 +111,7 @@ def _letters(names: str, lengths: list[int]) -> dict[str, int]:
     return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
 
 
-def _shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each of a fold's results."""
     found: list[tuple[tuple[int, ...], torch.dtype]] = []
     for r, k in fold.outputs:
@@ -173,23 +170,7 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
-    parts = (fold.leaves, fold.reductions, fold.scales)
-    order = topological([e for part in parts for e in part])
-    number = {e: k for k, e in enumerate(order)}
-    lines = [_line(e, number) for e in order]
-    lines += [str([number[e] for e in part]) for part in parts]
-    found = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+    found = digest(fold)
     with _lock:
         _FOLDS[found] = fold
     return found
-
-
-def _line(e: Expr, number: dict[Expr, int]) -> str:
-    return f"{e.op} {[number[a] for a in e.args]} {_text(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"

@@ -16,7 +16,7 @@ from ..program.lower import Fold
 Of = Callable[[str], int]  # the size of a feature letter
 
 
-def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: int = 1) -> float:
+def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
     """Equation 5: all bytes read and combined when L rows in l slices meet R columns in r slices.
 
     A worker that takes W column slices for each row slice reads the row slice once and combines them by itself.
@@ -28,7 +28,7 @@ def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: int 
     return groups * L * A + l * R * B + (groups - 1) * L * P
 
 
-def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: int = 1) -> float:
+def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
     """Equation 9: the same for the gradients, which read results and cotangents too and add up on both sides.
 
     >>> backward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)

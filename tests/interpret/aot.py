@@ -22,8 +22,9 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, plan, source, use_plan
 from monoidreduce.engine.triton.spec import REACHES
+from monoidreduce.plan import defaults
 
-LIMITS = {90: 232_448, 80: 166_912}  # bytes of shared memory of one program instance
+FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
 
 
 @mr.op
@@ -144,6 +145,7 @@ class Compiled:
     registers: int
     spills: int
     shared: int
+    counted: int  # bytes of shared memory as the plan counts them
     tensor_cores: int  # matrix instructions in the text
     lean: bool
 
@@ -159,7 +161,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(launch, "execute", found.append),
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
         mr.use(engine="triton"),
-        mock.patch.object(plan, "SHARED", LIMITS[capability]),
+        mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
@@ -211,7 +213,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     registers, spills = _assembled(result.asm["ptx"], capability)
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
-    return Compiled(case.name, call.kernel.name, tiles, registers, spills, result.metadata.shared, cores, case.lean)
+    counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
+    shared = result.metadata.shared
+    return Compiled(case.name, call.kernel.name, tiles, registers, spills, shared, counted, cores, case.lean)
 
 
 _TYPES = {

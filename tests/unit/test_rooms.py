@@ -24,6 +24,8 @@ ROOMS: dict[str, set[str]] = {
     "blockwise": {"errors", "algebra", "engine"},
     "sources": {"errors"},
     "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},
+    "tuning": {"errors", "plan", "engine", "sources"},
+    "explain": {"errors", "program", "plan", "engine"},
     "op": {
         "errors",
         "algebra",
@@ -31,6 +33,8 @@ ROOMS: dict[str, set[str]] = {
         "plan",
         "engine",
         "stream",
+        "tuning",
+        "explain",
     },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +20,19 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from ..tilecode import in_tiles
 from . import describe as describe
-from . import launch, rows
+from . import launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "sources", "tiles_of", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -67,6 +68,22 @@ def run(
             _told.add((fold, str(reason)))
             warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
         return fallback(fold, leaves, sizes)
+
+
+def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The tiles that the kernels of a fold would take, by direction; nothing where it has no kernels."""
+    try:
+        ready = Ready(fold, leaves, sizes)
+    except Unsupported:
+        return {}
+    found = {one.over: one.plan for one in ready.launches}
+    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts) for o, p in found.items()}
+
+
+def sources(fold: Fold) -> list[Path]:
+    """The files of the kernels that were made for a fold so far."""
+    made = [one for ready in _READY.values() if ready.fold is fold for one in ready.launches]
+    return list(dict.fromkeys(source.write(one.kernel.text) for one in made))
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...plan import defaults
+from ...plan.defaults import Family
+from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from ..tilecode import contractions
 from . import skip
 from .spec import TINY, WIDEST, Spec
 from .totals import factored
@@ -84,17 +87,25 @@ def converted(
     return found
 
 
+def _is_there(device: torch.device) -> bool:
+    """A GPU that can be asked; plans are also made for one that is elsewhere."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 @functools.cache
-def shared(device: torch.device) -> int:
-    """Bytes of shared memory of a program instance; 0 where the device does not say."""
-    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(known, "shared_memory_per_block_optin", 0))
+def family(device: torch.device) -> Family | None:
+    """The family of a GPU, with the shared memory that it says it has; None where there is none."""
+    if not _is_there(device):
+        return None
+    known = torch.cuda.get_device_properties(device)
+    found = defaults.family(known.major, known.minor)
+    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     """How many program instances run at a time, at least; 1 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
 
 
 @functools.lru_cache(maxsize=1024)

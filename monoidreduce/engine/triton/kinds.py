@@ -11,9 +11,9 @@ from typing import Any
 
 from ...program import build
 from ...program.build import ONE, apply
+from ...program.contract import contractions
 from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
-from ..tilecode import contractions
 from .exponents import LOG2E, literal
 from .matched import Matched, matches
 from .spec import REACHES, TINY, Spec, Unsupported

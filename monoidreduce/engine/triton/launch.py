@@ -57,6 +57,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
+        source.note(compiled)
         return source.again(compiled, call.grid, tuple(constants.values()))
 
 
@@ -75,7 +76,7 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.shared(sizes.device))
+        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.family(sizes.device))
         count = torch.Size(self.batch).numel()
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ...plan import panels
 from ...program.build import apply, substitute
+from ...program.contract import Contraction, contractions
 from ...program.expr import Expr, index, node, reduce_node, size, topological
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN
-from ..tilecode import Contraction, contractions
 from ..walks import Walk
 from . import emit, weigh
 from .spec import Unsupported

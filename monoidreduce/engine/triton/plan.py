@@ -1,8 +1,7 @@
 """The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
 
-The defaults won, or came within a few per cent of what won, on an H200 over attention (full and causal), perceptrons,
-contrastive losses and kernel sums, each kernel alone (``benchmarks/tiles.py``). Equal tiles combine in equal order:
-only a plan's tile sizes can change a result's last digits."""
+The defaults stand in a table (``plan/defaults.py``), by what a kernel holds; here they are made to fit. Equal tiles
+combine in equal order: only a plan's tile sizes can change a result's last digits."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ...plan.defaults import FAMILIES, Family
 from .emit import Kernel
 
-SHARED = 232_448  # bytes of shared memory of a program instance on Hopper; 166,912 on Ampere
-_SPARE = 0.86  # what the estimate below may take of them: layouts and reductions need some too
+FAMILY = FAMILIES["hopper"]  # where there is no device to ask
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, shared: int = 0) -> KernelPlan:
-    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes."""
-    return (_override.get() or {}).get(over) or _fitting(
-        _default(kernel, item), kernel, item, (shared or SHARED) * _SPARE
-    )
+def choose(kernel: Kernel, over: str, item: int, family: Family | None = None) -> KernelPlan:
+    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
+    return (_override.get() or {}).get(over) or _fitting(kernel, item, family or FAMILY)
 
 
 def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
@@ -65,37 +62,38 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
-def _default(kernel: Kernel, item: int) -> KernelPlan:
-    if not kernel.folded_width and not kernel.state_width:  # numbers and few features: all in registers
-        return KernelPlan(32, 32, 4, 2) if kernel.few_width <= 1 else KernelPlan(32, 128, 4, 2)
+def _kind(kernel: Kernel, item: int) -> str:
+    """What a kernel holds, in the words of the table."""
+    if not kernel.folded_width and not kernel.state_width:
+        return "numbers" if kernel.few_width <= 1 else "few features"
     widest = max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
     if item == 8:
-        return KernelPlan(32, 32, 4, 1) if widest <= 128 else KernelPlan(16, 16, 4, 1)
-    if item == 4 and kernel.exact:
-        return KernelPlan(32, 32, 4, 2)  # no matrix units: one stage, or larger tiles, spill
+        return "float64" if widest <= 128 else "float64, wide"
     if item == 4:
-        return KernelPlan(64, 64, 4, 2) if widest <= 64 else KernelPlan(64, 32, 4, 2)
-    if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest):
-        return KernelPlan(64, 64, 4, 3)
-    return KernelPlan(128, 64, 8, 3)
+        return "float32, exact" if kernel.exact else "float32" if widest <= 64 else "float32, wide"
+    light = widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest
+    return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(plan: KernelPlan, kernel: Kernel, item: int, shared: float) -> KernelPlan:
-    """The plan, made smaller until its blocks fit in shared memory."""
-    while (smaller := shrink(plan)) is not None and _bytes(plan, kernel, item) > shared:
+def _fitting(kernel: Kernel, item: int, family: Family) -> KernelPlan:
+    """The table's plan, made smaller until its blocks fit in shared memory."""
+    plan = KernelPlan(*family.tile(_kind(kernel, item)))
+    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
+    while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
     return plan
 
 
-def _bytes(plan: KernelPlan, kernel: Kernel, item: int) -> int:
+def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
+    """Bytes of the blocks that a plan's kernel holds in shared memory."""
     kept = plan.block_kept * kernel.kept_width
-    folded = plan.block_folded * kernel.folded_width * plan.num_stages
+    folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
     return (kept + folded + plan.block_kept * plan.block_folded) * item
 
 
-def shrink(plan: KernelPlan) -> KernelPlan | None:
-    """The next smaller plan, None at the smallest."""
-    if plan.num_stages > 1:
+def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
+    """The next smaller plan, None at the smallest; ``stages``: how many are left."""
+    if plan.num_stages > stages:
         return replace(plan, num_stages=plan.num_stages - 1)
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)

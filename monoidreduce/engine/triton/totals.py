@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...program.build import apply
+from ...program.contract import Contraction
 from ...program.expr import Expr, topological
-from ..tilecode import Contraction
 from .spec import TINY, padded
 from .values import Values
 

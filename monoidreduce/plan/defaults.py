@@ -1,0 +1,63 @@
+"""The tiles that ship with the package, so that a first call is a good call: by what a kernel holds, and by device.
+
+``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
+won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
+was measured: there the same tiles are made smaller until they fit, by a count of shared memory that bounds what
+kernels compiled for 8.0 and 8.9 take, and none of them spills more than the winners on an H200 do
+(``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Tile = tuple[int, int, int, int]  # indices owned, indices met at a time, warps, stages
+
+KERNELS: dict[str, Tile] = {
+    "numbers": (32, 32, 4, 2),  # at most one feature: everything is in registers
+    "few features": (32, 128, 4, 2),
+    "float64": (32, 32, 4, 1),
+    "float64, wide": (16, 16, 4, 1),
+    "float32, exact": (32, 32, 4, 2),  # no matrix units: one stage, or larger tiles, spill
+    "float32": (64, 64, 4, 2),
+    "float32, wide": (64, 32, 4, 2),
+    "16 bits": (64, 64, 4, 3),
+    "16 bits, wide": (128, 64, 8, 3),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """GPUs that are alike in what a kernel may hold. ``spare``: the share of shared memory that the count may take."""
+
+    name: str
+    shared: int  # bytes of one program instance
+    spare: float
+    ahead: int  # of a pipeline's stages, how many hold no block of their own
+    source: str
+    own: Mapping[str, Tile] = field(default_factory=dict)  # where another tile than the table's is better
+
+    def tile(self, kind: str) -> Tile:
+        """The tile to begin with, for a kernel that holds this."""
+        return self.own.get(kind, KERNELS[kind])
+
+
+# With 128 × 64 the column gradients of causal attention spill 3.6 kB a thread on 8.0.
+_AMPERE = {"16 bits, wide": (128, 32, 8, 2)}
+FAMILIES = {
+    "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
+    "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0", _AMPERE),
+    "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, "derived from kernels compiled for 8.9"),
+}
+
+
+def family(major: int, minor: int) -> Family:
+    """The family of a compute capability; what is newer than these is taken for Hopper.
+
+    >>> [family(*version).name for version in ((8, 0), (8, 9), (9, 0))]
+    ['A100', 'L4, RTX 4090, A10', 'H100, H200']
+    """
+    if (major, minor) == (8, 0):
+        return FAMILIES["ampere"]
+    return FAMILIES["ada"] if major in (7, 8, 12) else FAMILIES["hopper"]
