@@ -5,7 +5,7 @@
 Local Gradient Theorem (2.1), walks the same tiles backward from the final product alone. :func:`elementwise_fold` and
 :func:`elementwise_grad` are the definition that both must agree with, pair by pair.
 
-Apart because a tile function is opaque: nothing here is traced or planned. Imports torch and ``errors``, nothing else.
+Apart because a tile function is opaque: nothing here is traced or planned. Imports torch, ``errors`` and a pullback.
 """
 
 import inspect
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree  # private, but what torch.func itself flattens its arguments with
 
+from monoidreduce.engine.pullback import vjp
 from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError, ShapeError
 
 __all__ = ["MonoidReduce", "elementwise_fold", "elementwise_grad", "mk_GeMMMapReduce"]
@@ -300,7 +301,7 @@ def _vjp(f: Callable[[Tensors], Any], x: Tensors, needs: Sequence[bool]) -> tupl
         return tuple(part for part in pytree.tree_leaves(h) if _differentiable(part)), h
 
     leaves = (part for part, need in zip(x, needs, strict=True) if need)
-    _, pull, h = cast("tuple[Any, Any, Any]", torch.func.vjp(floating, *leaves, has_aux=True))
+    pull, h = vjp(floating, *leaves)
 
     def pullback(gh: Any) -> Gradients:
         pairs = zip(pytree.tree_leaves(gh), pytree.tree_leaves(h), strict=True)
