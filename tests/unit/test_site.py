@@ -2,6 +2,7 @@
 left out of the reference. That the site builds, without a warning, is for ``make docs``."""
 
 import doctest
+import inspect
 import json
 import os
 import re
@@ -17,18 +18,18 @@ import monoidreduce as mr
 from docs.docstrings import as_markdown
 from docs.draw import gallery
 from docs.draw.pictures import IMAGES, PICTURES
-from monoidreduce import laws, monoids, nn, ops
+from monoidreduce import laws
 from tests.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 SHADOWING = ("all", "any", "max", "min", "sum")  # public, but not for a star import
-MODULES = {"laws", "monoids", "nn", "ops"}
+ROOMS = {"errors": mr.errors} | {n: getattr(mr, n) for n in mr.__all__ if inspect.ismodule(getattr(mr, n))}
 
 
 def public() -> list[str]:
     """Every name a user may type, below the package, as the reference spells it."""
-    found = [n for n in mr.__all__ if n not in {*MODULES, *mr.errors.__all__, "__version__"}] + list(SHADOWING)
-    for room, module in {"errors": mr.errors, "laws": laws, "monoids": monoids, "nn": nn, "ops": ops}.items():
+    found = [n for n in mr.__all__ if n not in {*ROOMS, *mr.errors.__all__, "__version__"}] + list(SHADOWING)
+    for room, module in ROOMS.items():
         found += [f"{room}.{name}" for name in module.__all__]
     doors = ("register", "fuse_loss", "causal_lm_loss", "token_logprobs")
     return [*found, *(f"integrations.transformers.{name}" for name in doors)]
