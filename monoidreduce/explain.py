@@ -160,6 +160,8 @@ def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
             f"folding costs more than it saves: a matrix of pairs is {shown(runs.held)}, and run whole, with nothing "
             f"computed twice, the call is predicted {gain:.2f} times as fast as {others[0].schedule}"
         )
+    if dense is not None and dense.seconds < runs.seconds and found.allows(dense):
+        return f"dense would be faster, {_ms(dense.seconds)}, but not so clearly that it were worth {shown(dense.peak)}"
     if dense is not None and dense.seconds < runs.seconds:
         room = f"the budget of {shown(found.budget)}" if found.budget else f"{shown(found.dense)} without a budget"
         return (

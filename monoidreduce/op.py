@@ -24,6 +24,7 @@ from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
+from .plan import panels
 from .plan.budget import asked as budget_asked
 from .plan.budget import budget
 from .plan.cost import Cost
@@ -67,6 +68,7 @@ class Op(compiled.Compiled):
         self._kinds = tuple(
             "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
         )
+        self._vectors = tuple(at for at, p in enumerate(self.parameters.values()) if p.feature is not None)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
         self._plans: dict[tuple, tuple[Plan, ...]] = {}
@@ -112,7 +114,7 @@ class Op(compiled.Compiled):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not self._is_wide(args, kwargs):
             return _summed(self(*args, **kwargs))
         given = (*args, *kwargs.values())
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
@@ -148,6 +150,12 @@ class Op(compiled.Compiled):
         True
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
+
+    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
+        """Whether an argument may have features enough; asked first, for it costs nothing."""
+        values = self._lined_up(args, kwargs)
+        given = () if values is None else [values[at] for at in self._vectors]
+        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""

@@ -132,16 +132,19 @@ def _sweep(layer: Subject) -> Sequence[tuple[int, int]]:
 
 
 def _show(console: Any, rows: Sequence[Row], missing: Mapping[str, str], written: Sequence[Path]) -> None:
+    headings = ("size", "contender", "forward ms", "both ms", "extra MB", "error")
     for layer, own in report_bench.by_layer(rows).items():
-        console.print(layer, style="bold")
-        noted = any(r.note for r in own)
-        headings = ("size", "contender", "forward ms", "both ms", "extra MB", "error", "note")[: 7 if noted else 6]
-        terminal.table(console, headings, [report_bench.cells(r)[: len(headings)] for r in own], right=(2, 3, 4, 5))
+        console.print(layer, style="bold", markup=False)
+        table = [report_bench.cells(r)[: len(headings)] for r in own]
+        terminal.table(console, headings, table, right=(2, 3, 4, 5))
+        for row in own:
+            if row.note:
+                console.print(f"{row.who} at {row.rows} × {row.cols}: {row.note}", style="yellow", markup=False)
         console.print()
     for who, why in missing.items():
         console.print(f"{who} not measured: {why}", style="dim", markup=False)
     for path in written:
-        console.print(str(path), soft_wrap=True)
+        console.print(str(path), soft_wrap=True, markup=False)
 
 
 run.__doc__ = str(run.__doc__).replace("{layers}", ", ".join(NAMED))

@@ -33,7 +33,7 @@ def _show(_: Path | None) -> Answer:
     def show(console: Any) -> None:
         if rows:
             terminal.table(console, ("program", "shape", "types", "device", "plan"), rows)
-        console.print(f"{len(rows)} plans in {cache.path()}", soft_wrap=True)
+        console.print(f"{len(rows)} plans in {cache.path()}", soft_wrap=True, markup=False)
 
     return Answer({"path": str(cache.path()), "plans": listed}, show)
 

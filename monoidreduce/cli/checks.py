@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,21 +67,20 @@ class Trials:
         for size in self.sizes:
             args = self.inputs(*size, torch.float64)
             try:
-                ours = [self._run(way, args) for way in WAYS]
+                ours = self.every_way(functools.partial(trial.run, self.subject.call, args, self.differentiable))
             except (errors.TopKError, errors.ShapeError):  # it asks for more columns than there are
                 continue
-            found[size] = [o for o in ours if o is not None], trial.run(self.dense, args, self.differentiable)
+            found[size] = ours, trial.run(self.dense, args, self.differentiable)
         return found
 
-    def _run(self, way: str | None, args: tuple) -> Outcome | None:
-        """One way; None where its tiles are too small for the program."""
-        engine = "triton" if self.device.type == "cuda" else "eager"
-        room = nullcontext() if way is None else budget(way)
-        try:
-            with use(engine=engine), room:
-                return trial.run(self.subject.call, args, self.differentiable)
-        except errors.BudgetError:
-            return None
+    def every_way(self, run: Callable[[], Any]) -> list[Any]:
+        """What ``run`` gives by folds, never by the dense schedule; without those whose tiles are too small for it."""
+        found = []
+        for way in WAYS:
+            room = nullcontext() if way is None else budget(way)
+            with suppress(errors.BudgetError), use(engine="triton" if self.device.type == "cuda" else "eager"), room:
+                found.append(run())
+        return found
 
     def worst(self, part: Callable[[Outcome], tuple]) -> dict[tuple[int, int], float]:
         """For each size, how far the farthest of our ways is from the dense form."""
@@ -139,7 +138,9 @@ def _second(t: Trials) -> Found:
             return _by_differences(torch.autograd.gradgradcheck, t)
         size = min(t.middle[0], 33), min(t.middle[1], 47)
         args = t.inputs(*size, torch.float64)
-        found = {size: trial.apart(trial.second(t.subject.call, args), trial.second(t.dense, args))}
+        truth = trial.second(t.dense, args)
+        ours = t.every_way(lambda: trial.second(t.subject.call, args))
+        found = {size: max(trial.apart(o, truth) for o in ours)}
     except NoGradientError as error:
         return NOT_TRIED, str(error).splitlines()[0]
     return _compared(found, "autograd's through the dense form")
@@ -148,7 +149,7 @@ def _second(t: Trials) -> Found:
 def _by_differences(check: Callable, t: Trials) -> Found:
     args = t.inputs(5, 7, torch.float64)
     try:
-        check(t.subject.call, args, fast_mode=True)
+        t.every_way(lambda: check(t.subject.call, args, fast_mode=True))
     except GradcheckError as error:
         return BAD, "they differ from finite differences: " + " ".join(str(error).split())[:160]
     return GOOD, "equal to finite differences at 5 × 7, float64"
@@ -188,8 +189,10 @@ def _memory(t: Trials) -> Found:
 
 
 def _profiled(t: Trials, size: tuple[int, ...]) -> Profile:
-    args = t.inputs(size[0], size[1], torch.float32)
-    return trial.profiled(t.subject.call, args, t.device, t.differentiable)
+    """The memory of a run that is not the first."""
+    runner = trial.Trial(t.subject.call, t.inputs(size[0], size[1], torch.float32), t.device, t.differentiable)
+    runner.once()
+    return runner.profiled()
 
 
 def _grows(before: Profile, now: Profile, size: tuple[int, ...]) -> bool:

@@ -7,7 +7,7 @@ fails, or cannot do the backward, is told of and does not stop the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from . import trial
 from .subject import Subject
 from .target import described
+from .trial import Outcome, Trial
 
 LEAST, MOST = 2, 20  # timed runs of each
 Call = Callable[..., Any]
@@ -45,27 +46,6 @@ class Row:
         return self.forward_ms if self.total_ms is None else self.total_ms
 
 
-class _Clock:
-    """One contender's best times, in seconds."""
-
-    def __init__(self, call: Call, args: tuple[Any, ...], device: torch.device, backward: bool):
-        self.call, self.args, self.device, self.backward = call, args, device, backward
-        self.forward = self.total = float("inf")
-
-    def once(self) -> None:
-        start = self._now()
-        found = trial.results(self.call, self.args)
-        middle = self._now()
-        if self.backward:
-            trial.gradients(found, self.args)
-        self.forward, self.total = min(self.forward, middle - start), min(self.total, self._now() - start)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
 def measure(
     layer: Subject,
     contenders: Mapping[str, Call],
@@ -84,55 +64,58 @@ def measure(
         tell("the truth in float64")
         truth = trial.run(layer.dense, trial.double(args))
     rows: dict[str, Row] = {}
-    clocks: dict[str, _Clock] = {}
+    trials: dict[str, Trial] = {}
     for who, call in contenders.items():
         tell(f"{who}: first run")
         row = Row(layer.name, *size, who)
         if dense_is and who in ("naive torch", "torch.compile"):
             rows[who] = replace(row, note=dense_is)
             continue
-        rows[who], backward = _first(row, call, args, truth)
-        if backward is not None:
-            clocks[who] = _Clock(call, args, device, backward)
+        rows[who], ready = _first(row, call, args, device, truth)
+        if ready is not None:
+            trials[who] = ready
     tell("time")
-    _take_turns(clocks, seconds)
-    for who, clock in clocks.items():
+    take_turns(list(trials.values()), seconds * len(trials), LEAST, MOST)
+    for who, runner in trials.items():
         tell(f"{who}: memory")
         rows[who] = replace(
             rows[who],
-            forward_ms=clock.forward * 1e3,
-            total_ms=clock.total * 1e3 if clock.backward else None,
-            extra_bytes=trial.extra(clock.call, args, device, clock.backward),
+            forward_ms=runner.forward_seconds * 1e3,
+            total_ms=runner.seconds * 1e3 if runner.backward else None,
+            extra_bytes=runner.extra(),
         )
     return list(rows.values())
 
 
-def _first(row: Row, call: Call, args: tuple[Any, ...], truth: trial.Outcome | None) -> tuple[Row, bool | None]:
-    """A first run, both ways or else forward: the row with its error; whether a backward ran, None if nothing did."""
+def _first(
+    row: Row, call: Call, args: tuple[Any, ...], device: torch.device, truth: Outcome | None
+) -> tuple[Row, Trial | None]:
+    """A first run, both ways or else forward: the row with its error, and the trial, None if nothing ran."""
     problem = ""
     for backward in (True, False):
+        ready = Trial(call, args, device, backward)
         try:
-            outcome = trial.run(call, args, backward)
+            outcome = ready.once()
         except Exception as error:  # a peer's own failure, of whatever kind
             problem = problem or described(error)[:160]
             continue
-        both = bool(outcome.gradients)
-        note = f"forward only: {problem}" if problem else ""
-        return replace(row, error=_error(outcome, truth), note=note), both
+        ready.backward = bool(outcome.gradients)
+        return replace(row, error=_error(outcome, truth), note=f"forward only: {problem}" if problem else ""), ready
     return replace(row, note=f"failed: {problem}"), None
 
 
-def _error(outcome: trial.Outcome, truth: trial.Outcome | None) -> float | None:
+def _error(outcome: Outcome, truth: Outcome | None) -> float | None:
     if truth is None or outcome.choices:  # two samplers draw differently
         return None
     found = trial.apart(outcome.values, truth.values)
     return max(found, trial.apart(outcome.gradients, truth.gradients)) if outcome.gradients else found
 
 
-def _take_turns(clocks: Mapping[str, _Clock], seconds: float) -> None:
+def take_turns(trials: Sequence[Trial], seconds: float, least: int, most: int) -> int:
+    """Time them in turns, a busy moment of the machine meets all, until ``seconds`` have passed; how many rounds."""
     start, rounds = time.perf_counter(), 0
-    allowed = seconds * len(clocks)
-    while rounds < LEAST or (rounds < MOST and time.perf_counter() - start < allowed):
-        for clock in clocks.values():
-            clock.once()
+    while rounds < least or (rounds < most and time.perf_counter() - start < seconds):
+        for runner in trials:
+            runner.timed()
         rounds += 1
+    return rounds

@@ -36,7 +36,7 @@ def run(quick: bool, out: Path) -> Answer:
 
     def show(console: Any) -> None:
         terminal.show(console, results, _footnotes(results, seconds))
-        console.print(f"report: {page}", soft_wrap=True)
+        console.print(f"report: {page}", soft_wrap=True, markup=False)
 
     return Answer(as_data(results, environment, seconds, page), show)
 

@@ -64,9 +64,10 @@ def _measured(
     with terminal.progress(2 * len(calls)) as begin, users_code(layer.file):
         for who, call in calls.items():
             begin(f"{who}: first run")  # which traces, plans, and may allocate for good
-            trial.run(call, args)
+            runner = trial.Trial(call, args, device)
+            runner.once()
             begin(f"{who}: memory")
-            found[who] = trial.profiled(call, args, device)
+            found[who] = runner.profiled()
     return found, skipped
 
 
@@ -97,7 +98,7 @@ def _show(
     if skipped:
         console.print(f"dense form not run: {skipped}", style="yellow")
     for path in written:
-        console.print(str(path), soft_wrap=True)
+        console.print(str(path), soft_wrap=True, markup=False)
 
 
 COMMAND = Command(

@@ -54,7 +54,7 @@ def table(screen: Console, headings: Sequence[str], rows: Sequence[Sequence[str]
     for k, heading in enumerate(headings):
         made.add_column(heading, justify="right" if k in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     screen.print(made)
 
 

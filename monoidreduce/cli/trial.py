@@ -1,9 +1,10 @@
-"""One run of a layer: what came out, its gradients, its second gradients, and how far two runs are apart."""
+"""Runs of a layer: what came out, its gradients, time and memory, and how far two runs are apart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from ..engine import hardware
 from . import memory
 from .layers import SEED
 from .memory import Profile, Tensors
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -35,59 +38,86 @@ def learned(args: tuple[Any, ...]) -> list[Tensor]:
     return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
 
 
-def results(call: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
-    return [t for t in tree_leaves(call(*args)) if isinstance(t, Tensor)]
+class Trial:
+    """A call with its arguments, to be run again and again: for what comes out, for its time, for its memory."""
+
+    def __init__(
+        self, call: Callable[..., Any], args: tuple[Any, ...], device: torch.device = CPU, backward: bool = True
+    ):
+        self.call, self.args, self.device, self.backward = call, args, device, backward
+        self.learned = learned(args)
+        self.forward_seconds = self.seconds = math.inf  # the best so far
+        self._cotangents: list[Tensor] = []  # made once: neither their time nor their memory is the layer's
+
+    def results(self) -> list[Tensor]:
+        return [t for t in tree_leaves(self.call(*self.args)) if isinstance(t, Tensor)]
+
+    def gradients(self, found: Sequence[Tensor], create_graph: bool = False) -> tuple[Tensor | None, ...]:
+        """Of all results together, with fixed random cotangents; none where nothing has a gradient."""
+        roots = [t for t in found if t.requires_grad]
+        if not roots or not self.backward:
+            return ()
+        self._cotangents = self._cotangents or _noise(roots)
+        return torch.autograd.grad(roots, self.learned, self._cotangents, allow_unused=True, create_graph=create_graph)
+
+    def once(self) -> Outcome:
+        """Forward, and backward."""
+        found = self.results()
+        floats = tuple(t.detach() for t in found if t.is_floating_point())
+        return Outcome(floats, tuple(t for t in found if not t.is_floating_point()), self.gradients(found))
+
+    def timed(self) -> None:
+        """A run by the clock; the best time stays."""
+        start = self._now()
+        found = self.results()
+        middle = self._now()
+        self.gradients(found)
+        self.forward_seconds = min(self.forward_seconds, middle - start)
+        self.seconds = min(self.seconds, self._now() - start)
+
+    def profiled(self) -> Profile:
+        """The memory of one run, over time; of a run after the first, which may trace and plan."""
+        tensors = [t for t in (*self.args, *self._cotangents) if isinstance(t, Tensor)]
+        pull = lambda found: tuple(g for g in self.gradients(found) if g is not None)
+        return memory.record(lambda: tuple(self.results()), pull if self.backward else None, tensors, self.device)
+
+    def extra(self) -> int:
+        """The peak of the memory beyond the arguments and their gradients, in bytes."""
+        if self.device.type != "cuda":
+            return self.profiled().extra
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        outcome = self.once()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        return max(0, peak - sum(g.nbytes for g in outcome.gradients if g is not None))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
-def noise(like: list[Tensor]) -> list[Tensor]:
-    """Cotangents, the same for every run, engine and type."""
+def _noise(like: Sequence[Tensor]) -> list[Tensor]:
+    """Cotangents, the same for every layer, engine and type."""
     generator = torch.Generator().manual_seed(SEED)
     return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in like]
 
 
-def gradients(found: list[Tensor], args: tuple[Any, ...], *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
-    """The gradients of all results together, with fixed random cotangents; none where nothing has a gradient."""
-    roots = [t for t in found if t.requires_grad]
-    if not roots:
-        return ()
-    return torch.autograd.grad(roots, learned(args), noise(roots), allow_unused=True, create_graph=create_graph)
-
-
 def run(call: Callable[..., Any], args: tuple[Any, ...], backward: bool = True) -> Outcome:
-    """Forward, and backward."""
-    found = results(call, args)
-    floats = tuple(t.detach() for t in found if t.is_floating_point())
-    others = tuple(t for t in found if not t.is_floating_point())
-    return Outcome(floats, others, gradients(found, args) if backward else ())
+    """One run."""
+    return Trial(call, args, backward=backward).once()
 
 
 def second(call: Callable[..., Any], args: tuple[Any, ...]) -> Tensors:
     """The gradients of a random combination of the gradients."""
-    first = [g for g in gradients(results(call, args), args, create_graph=True) if g is not None and g.requires_grad]
+    trial = Trial(call, args)
+    first = [g for g in trial.gradients(trial.results(), create_graph=True) if g is not None and g.requires_grad]
     if not first:
         return ()
-    found = torch.autograd.grad(first, learned(args), noise(first), allow_unused=True)
-    return tuple(torch.zeros_like(a) if g is None else g for g, a in zip(found, learned(args), strict=True))
-
-
-def profiled(call: Callable[..., Any], args: tuple[Any, ...], device: torch.device, backward: bool = True) -> Profile:
-    """The memory of one forward and backward, over time."""
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    pull = lambda found: tuple(g for g in gradients(list(found), args) if g is not None)
-    return memory.record(lambda: tuple(results(call, args)), pull if backward else None, tensors, device)
-
-
-def extra(call: Callable[..., Any], args: tuple[Any, ...], device: torch.device, backward: bool = True) -> int:
-    """The peak of the memory beyond the arguments and their gradients, in bytes."""
-    if device.type != "cuda":
-        return profiled(call, args, device, backward).extra
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    outcome = run(call, args, backward)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    return max(0, peak - sum(g.nbytes for g in outcome.gradients if g is not None))
+    found = torch.autograd.grad(first, trial.learned, _noise(first), allow_unused=True)
+    return tuple(torch.zeros_like(a) if g is None else g for g, a in zip(found, trial.learned, strict=True))
 
 
 def apart(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None, ...], least: float = 1e-3) -> float:

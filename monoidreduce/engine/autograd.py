@@ -269,4 +269,5 @@ def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtyp
         value = value.unsqueeze(at)
     if value.shape != leaf.shape:
         value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    return value.to(dtype or leaf.dtype)
+    dtype = dtype or leaf.dtype
+    return value if value.dtype is dtype else value.to(dtype)  # even an idle .to takes a microsecond

@@ -22,7 +22,7 @@ from .script import script
 from .walks import split_means, walks
 
 DENSE = 8 * 2**20  # bytes of one matrix of pairs up to which a call may run dense where no budget was given
-HOST = 12  # launches' worth of host time that a fold takes besides its engine: autograd, the script, the plan
+HOST = 8  # launches' worth of host time that a fold takes besides its engine: autograd, the script, the plan
 
 
 def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool, ranks: int = 1) -> Cost:

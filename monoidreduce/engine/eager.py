@@ -21,10 +21,9 @@ from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
-from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
-from .evaluate import Sizes, as_number
+from .evaluate import Sizes, as_number, form, pair_form
 from .pick import run_pick
 from .tilecode import Code, Reducer, compile_variant
 from .tilerun import Buffers, TileRun
@@ -82,12 +81,22 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}
-            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
-            for out, value in zip(outputs, results, strict=True):
-                out[where][chunk] = value
+            homes = [o[where][chunk] for o in outputs]
+            own = _by_reduction(kept, homes)
+            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers, homes=own).run()
+            for home, value in zip(homes, results, strict=True):
+                if value is not home:  # totals are kept where the result lies
+                    home.copy_(value)
     _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
+
+
+def _by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) -> dict[Expr, list[Tensor]]:
+    found: dict[Expr, list[Tensor]] = {}
+    for (r, _), home in zip(outputs, homes, strict=True):
+        found.setdefault(r, []).append(home)
+    return found
 
 
 def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
@@ -96,9 +105,9 @@ def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
 
 
 def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
-    """Where a number per pair is written in the shape of an argument: in its type, unless sums are kept there."""
-    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
-    return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+    """Where a number per pair is written."""
+    shape, dtype = pair_form(like, sizes)
+    return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 def written(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
@@ -125,21 +134,16 @@ def width(fold: Fold, sizes: Sizes) -> int:
     return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
 
 
-def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Tensor:
-    kind, over, params = reduction.attrs
-    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
-    length = sizes.rows if over == "cols" else sizes.cols
-    tail = () if feature is None else (sizes.of(str(feature)),)
-    return torch.empty(
-        *shape, length, *tail, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device
-    )
+def _empty(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
+    shape, dtype = form(reduction, k, sizes, batch)
+    return torch.empty(shape, dtype=dtype, device=sizes.device)
 
 
 class Chunk:
     """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
 
     With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
-    rows that were begun by the parts before.
+    rows that were begun by the parts before. ``homes``: where each reduction's results will lie.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class Chunk:
         buffers: Buffers,
         rows: slice | None = None,
         kept: Mapping[int, Accumulator] | None = None,
+        homes: Mapping[Expr, list[Tensor]] | None = None,
     ):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
         self.buffers = buffers
@@ -170,7 +175,8 @@ class Chunk:
                 self.picked[place] = self._pick(r, length)
             else:
                 widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
-                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device)
+                own = (homes or {}).get(r, ())
+                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device, own)
                 accumulator.into = leaves.get(r)
                 self.accumulators.append(accumulator)
 

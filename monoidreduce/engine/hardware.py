@@ -84,7 +84,8 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
         found = ROW_DOT[0](x, y)
         if found is not None:
             return found
-    return (x.to(compute) * y.to(compute)).sum(-1)
+    x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
+    return (x * y).sum(-1)
 
 
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)

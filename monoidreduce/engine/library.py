@@ -18,8 +18,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..program.digest import digest
 from ..program.lower import Fold
-from ..program.reductions import KINDS
-from .evaluate import Sizes
+from .evaluate import Form, Sizes, form, pair_form
 from .registry import FOLDERS
 
 _SCHEMA = (
@@ -52,28 +51,21 @@ def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[T
     )
 
 
-def _run(
-    fold: str,
-    engine: str,
-    leaves: list[Tensor],
-    numbers: list[Any],
-    places: list[int],
-    rows: int,
-    cols: int,
-    batch: list[int],
-    letters: str,
-    lengths: list[int],
-    compute: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
+def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
+    known, leaves, sizes = _opened(fold, *given)
     with torch.no_grad():  # gradients are autograd.py's business
-        return list(FOLDERS[engine](_known(fold), _joined(leaves, numbers, places), sizes))
+        found = FOLDERS[engine](known, leaves, sizes)
+    # kernels may hand vectors back in 16 bits, others do not: a graph is told one type for all engines
+    return [t.to(dtype) for t, (_, dtype) in zip(found, shapes(known, leaves, sizes), strict=True)]
 
 
-def _fake(
+def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
+    known, leaves, sizes = _opened(fold, *given)
+    return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in shapes(known, leaves, sizes)]
+
+
+def _opened(
     fold: str,
-    engine: str,
     leaves: list[Tensor],
     numbers: list[Any],
     places: list[int],
@@ -84,10 +76,11 @@ def _fake(
     lengths: list[int],
     compute: torch.dtype,
     device: torch.device,
-) -> list[Tensor]:
-    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
-    given = _joined(leaves, numbers, places)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes(_known(fold), given, sizes)]
+) -> tuple[Fold, list[Any], Sizes]:
+    """What an engine is called with, from what the operator is."""
+    named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
+    sizes = Sizes(rows, cols, tuple(batch), named, device, compute)
+    return _known(fold), _joined(leaves, numbers, places), sizes
 
 
 def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
@@ -107,25 +100,12 @@ def _known(name: str) -> Fold:
     return _FOLDS[name]
 
 
-def _letters(names: str, lengths: list[int]) -> dict[str, int]:
-    return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
-
-
-def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     """Shape and type of each of a fold's results."""
-    found: list[tuple[tuple[int, ...], torch.dtype]] = []
-    for r, k in fold.outputs:
-        kind, over, params = r.attrs
-        feature, dtype = KINDS[kind].outputs(r.args, params)[k]
-        if kind == "pair":  # a number per pair, in the shape of an argument
-            like = leaves[fold.leaves.index(r.args[1])]
-            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
-            found.append((tuple(like.shape), like.dtype if once else sizes.compute))
-            continue
-        tail = () if feature is None else (sizes.of(str(feature)),)
-        length = sizes.rows if over == "cols" else sizes.cols
-        found.append(((*sizes.batch, length, *tail), sizes.compute if dtype == "float" else torch.int64))
-    return found
+    return [
+        pair_form(leaves[fold.leaves.index(r.args[1])], sizes) if r.attrs[0] == "pair" else form(r, k, sizes)
+        for r, k in fold.outputs
+    ]
 
 
 library.impl("fold", _run, "CompositeExplicitAutograd")

@@ -17,8 +17,7 @@ import torch
 from ..errors import BudgetError, MonoidReduceError, OutOfMemoryError
 from ..plan import budget
 from ..program.lower import Fold
-from ..program.reductions import KINDS
-from .evaluate import Sizes
+from .evaluate import Sizes, form
 
 # What allocators say that raise a plain RuntimeError: torch's own on the CPU, and the vendor's libraries on a GPU.
 _SAYINGS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
@@ -89,11 +88,5 @@ def release(device: torch.device) -> None:
 
 def _bytes(fold: Fold, sizes: Sizes) -> int:
     """What a fold's results take, without which it cannot be run at all."""
-    total = 0
-    for r, k in fold.outputs:
-        kind, over, params = r.attrs
-        feature, number = KINDS[kind].outputs(r.args, params)[k]
-        width = 1 if feature is None else sizes.of(str(feature))
-        each = sizes.compute.itemsize if number == "float" else 8
-        total += torch.Size(sizes.batch).numel() * (sizes.rows if over == "cols" else sizes.cols) * width * each
-    return total
+    forms = [form(r, k, sizes) for r, k in fold.outputs if r.attrs[0] != "pair"]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

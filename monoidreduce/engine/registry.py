@@ -41,7 +41,8 @@ def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
         return eager.run(fold, leaves, sizes)
     try:
         return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
-    except triton.Unsupported:
+    except triton.Unsupported as reason:
+        triton.tell(fold, reason, "panels in torch run")
         return panel.run(fold, leaves, sizes)
 
 
@@ -58,12 +59,10 @@ REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for."""
+    """What the user asked for; what kernels look at themselves stands in ``hardware.asked``."""
 
     engine: str | None = None
     limit: int | None = REFERENCE_LIMIT
-    precision: str | None = None
-    strict: bool = False
 
 
 _settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("settings", default=None)
@@ -136,7 +135,7 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(hardware.PRECISIONS)}"
         )
-    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit, precision, strict)
+    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit)
     token = _settings.set(chosen)
     before = hardware.asked.set((precision, strict, tune))
     try:

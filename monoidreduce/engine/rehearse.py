@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..plan.ceilings import Ceilings
-from ..plan.work import SPECIAL
+from ..plan.work import PLAIN, SPECIAL
 from ..program.lower import Fold
 from . import library, registry
 from .alive import Alive
@@ -147,12 +147,15 @@ class _Stage(Alive):
         if packet in flop_registry:
             flops = up(flop_registry[packet](*args, **kwargs, out_val=result))
             found.flops += flops
-            time = max(time, flops / roof.rate(str(tensors[-1].dtype)[6:]))
+            sides = [up(n) for t in tensors[-3:] for n in t.shape[-2:]]  # two operands and the result: each side twice
+            share = roof.efficiency(*sorted(sides)[::2])
+            time = max(time, flops / (roof.rate(str(tensors[-1].dtype)[6:]) * share))
         elif (weight := _exponentials(name, args)) > 0:
             time = max(time, made * weight / roof.special)
         else:
-            time = max(time, made / roof.plain)
-        found.seconds += time + roof.launch
+            time = max(time, made * _plain(name, tensors) / roof.plain)
+        new = sum(up(t.numel()) * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor))
+        found.seconds += time + roof.launch + (new * roof.fresh if new > roof.near and not name.endswith("_") else 0.0)
 
     def size(self, t: Tensor) -> int:
         return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
@@ -163,6 +166,14 @@ def _exponentials(name: str, args: tuple) -> float:
     plain = name.split(".")[0].removesuffix("_backward").rstrip("_")
     whole = plain == "pow" and len(args) > 1 and args[1] in (0, 1, 2, 3)
     return 0.0 if whole else SPECIAL.get(plain, 0.0)
+
+
+def _plain(name: str, tensors: Sequence[Tensor]) -> float:
+    """How many plain operations a torch operation takes for each number; loops over few features are short ones."""
+    if name.startswith(("argmax", "argmin", "topk", "sort")):
+        return PLAIN["best"]
+    short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
+    return 5.0 if short else 1.0
 
 
 def _span(t: Tensor) -> int:

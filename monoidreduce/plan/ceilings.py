@@ -1,7 +1,8 @@
 """What devices can do: the rates that a cost model divides by.
 
-GPUs stand in a table, by class. What was measured says where; what was not is the vendor's peak times the share that
-was measured on Hopper for the same thing. CPUs differ too much for a table: :func:`measured` looks once, for a few
+GPUs stand in a table, by class. Hopper's products, bandwidth and launches are what was reached on an H200; its
+arithmetic, caches and links are the vendor's figures. Of other classes nothing was measured: they are the vendors'
+peaks at the shares that an H200 reached. CPUs differ too much for a table: :func:`measured` looks once, for a few
 milliseconds, and remembers.
 """
 
@@ -11,7 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +31,19 @@ class Ceilings:
     cache: int  # the last cache before memory
     near: int  # a cache that one processor has for itself; shared memory on GPUs
     link: float  # bytes that one rank sends to another
+    fresh: float = 0.0  # seconds for every byte of memory that is written for the first time: pages are mapped
+    half: int = 0  # the side of a product that reaches half the full rate; 0: launches say it all
     processors: int = 1
     source: str = "measured"  # where the numbers come from
 
     def rate(self, dtype: str) -> float:
         """Matrix products of a type; what is not there is done in float32."""
         return self.gemm.get(dtype, self.gemm["float32"])
+
+    def efficiency(self, *sides: float) -> float:
+        """The share of the full rate that a product of these sides reaches: small ones are packed more than used."""
+        _, long, longest = sorted((1.0, *sides))[-3:]
+        return long * longest / (long * longest + self.half**2)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gemm": dict(self.gemm)}
@@ -111,30 +119,29 @@ def of(device: torch.device) -> Ceilings:
 
 @functools.cache
 def _known_gpu(device: torch.device) -> Ceilings:
-    """The class of a GPU, scaled to the processors and the clock that it has."""
+    """The class of a GPU, scaled to the processors that it has."""
     found = torch.cuda.get_device_properties(device)
     kind = "ada" if (found.major, found.minor) == (8, 9) else _CLASSES.get(found.major, "ampere")
     base = GPUS[kind]
     share = found.multi_processor_count / base.processors
     if abs(share - 1) < 0.05:
         return base
-    gemm = {k: v * share for k, v in base.gemm.items()}
-    return Ceilings(
-        found.name,
-        gemm,
-        base.bandwidth * min(1.0, share) if share < 1 else base.bandwidth * share,
-        base.plain * share,
-        base.special * share,
-        base.launch,
-        int(getattr(found, "L2_cache_size", base.cache)),
-        int(getattr(found, "shared_memory_per_block_optin", base.near)),
-        base.link,
-        found.multi_processor_count,
-        _DERIVED,
+    return replace(
+        base,
+        name=found.name,
+        gemm={k: v * share for k, v in base.gemm.items()},
+        bandwidth=base.bandwidth * share,
+        plain=base.plain * share,
+        special=base.special * share,
+        processors=found.multi_processor_count,
+        source=_DERIVED,
     )
 
 
-_SOCKET = 2.0e9  # bytes a second between processes of one machine (benchmarks/results/ranks-20261115-0920.md)
+# fitted to attention, perceptrons and losses, dense and in tiles, on one core of a Neoverse N1 (benchmarks/planner.py)
+_FAULT = 4e-7  # seconds to map and clear a page of 4096 bytes
+_HALF = 200
+_SOCKET = 2.0e9  # bytes a second between processes of one machine: an assumption, to rank layouts by
 
 # CPUs ---------------------------------------------------------------------------------------------------------
 
@@ -148,7 +155,7 @@ def measured(threads: int) -> Ceilings:
     True
     """
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-        side, long = 384, 2**18
+        side, long = 512, 2**18
         a, b, c = (torch.ones(side, side) for _ in range(3))
         x, y = torch.full((long,), 0.5), torch.empty(long)
         far = torch.ones(2**21)
@@ -167,17 +174,20 @@ def measured(threads: int) -> Ceilings:
             cache=_cache(3, 32 * 2**20),
             near=_cache(2, 2**20),
             link=_SOCKET,
+            fresh=_FAULT / 4096,
+            half=_HALF,
             processors=threads,
         )
 
 
-def _best(call: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds: the best of a few, after one for warmth."""
+def _best(call: Callable[[], object], rounds: int = 4) -> float:
+    """Seconds: the best of a few, after one for warmth; with one thread of its own time, whatever else runs here."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found = []
     for _ in range(rounds + 1):
-        start = time.perf_counter()
+        start = clock()
         call()
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return max(min(found[1:]), 1e-9)
 
 

@@ -16,7 +16,9 @@ from .communication import forward_cost
 from .work import Case, Work, count, directions
 
 OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
-STEPS = 14  # torch operations that a tile takes besides its arithmetic: slices, views, look-ups
+ASIDE = 1.1  # panels of torch against tiles of torch, at the same count (measured with attention: 1.03 to 1.4)
+CLEARLY = 0.9  # of a fold's time, what the dense form may take at most to be worth its memory
+STEPS = 36  # launches' worth of Python that a tile takes besides its arithmetic: slices, views, look-ups
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,14 @@ class Cost:
 
     @property
     def chosen(self) -> Scheduled:
-        """The fastest of those that are allowed: what a call on this device would run."""
+        """What a call on this device would run: the fastest of those that are allowed; dense must be clearly faster."""
         here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
-        return next((s for s in here if self.allows(s)), here[-1])
+        folds = [s for s in here if s.schedule != "dense"]
+        fold = next((s for s in folds if self.allows(s)), folds[-1])
+        dense = self.get("dense")
+        if dense is not None and self.allows(dense) and dense.seconds <= CLEARLY * fold.seconds:
+            return dense
+        return fold
 
     def allows(self, scheduled: Scheduled) -> bool:
         """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
@@ -129,7 +136,7 @@ def _tiles(case: Case, choice: Choice) -> Estimate:
     tile = b * r * c
     far = tile * case.wide * 2 > roof.cache / 2
     plain = 1 / roof.plain if not far else max(1 / roof.plain, 2 * case.wide / roof.bandwidth)
-    products = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(r, c)))
+    products = work.flops / (roof.rate(_multiplied(case)) * roof.efficiency(r, c, _widest(case)))
     seconds = pairs * (products + work.plain * plain + work.special / roof.special)
     seconds += number * (STEPS + case.steps) * roof.launch
     seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
@@ -139,13 +146,12 @@ def _tiles(case: Case, choice: Choice) -> Estimate:
     return Estimate(work.flops * pairs, traffic, seconds, held, peak)
 
 
+def _widest(case: Case) -> int:
+    return max([1, *(case.features(e) for e in case.fold.leaves)])
+
+
 def _multiplied(case: Case) -> str:
     return case.dtype if case.dtype in case.ceilings.gemm else "float32" if case.wide == 4 else "float64"
-
-
-def _efficiency(side: int) -> float:
-    """The share of the full rate that products of a tile reach: small ones are packed as often as they are used."""
-    return side / (side + 96)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------
@@ -223,10 +229,11 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
     traffic = pairs * 4 * item + again + _inputs(case, work)
-    pair = work.flops / (roof.rate(_multiplied(case)) * _efficiency(min(rows, 1024)))
+    pair = work.flops / (roof.rate(_multiplied(case)) * roof.efficiency(min(rows, 1024), case.cols, _widest(case)))
     pair += work.special / roof.special + work.plain / roof.plain + 4 * item / roof.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
     seconds = pairs * pair + again / roof.bandwidth + case.batch * number * steps * roof.launch
+    seconds *= 1.0 if case.gpu else ASIDE
     return Estimate(work.flops * pairs, traffic, seconds, held, held + _results(case, work) + case.fixed)
 
 

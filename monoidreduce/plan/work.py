@@ -44,6 +44,7 @@ SPECIAL = {
     "tanh": 1.5,
     "uniform": 12.0,  # ten rounds of Philox
 }
+PLAIN = {"best": 40, "topk": 40, "moments": 4, "pick": 0, "user": 12}  # plain operations of a reduction; others: one
 FEW_FEATURES = 16  # up to here squared distances are taken feature by feature
 
 
@@ -176,7 +177,7 @@ class _Counter:
         else:
             for a in r.args[:1] if kind in ("pair", "best", "topk", "moments") else r.args:
                 self._value(a)
-            self.plain += {"best": 2, "topk": 8, "moments": 4, "pick": 0, "user": 12}.get(kind, 1)
+            self.plain += PLAIN.get(kind, 1)
 
     def _contraction(self, c: Contraction, weighed: bool = False) -> None:
         if c.walk:
@@ -188,7 +189,7 @@ class _Counter:
         if c.vector is None:
             self.plain += 1
         elif c.minus is not None and self.width(c.vector) <= FEW_FEATURES:
-            self.plain += 3 * self.width(c.vector)
+            self.plain += 6 * self.width(c.vector)
         else:
             self.contracted += 2 * self.width(c.vector)
 
@@ -211,7 +212,7 @@ class _Counter:
                 self.products += 2 * self.width(n.args[0])
             elif n.op == "sqdist":
                 width = self.width(n.args[0])
-                self.plain += 3 * width if width <= FEW_FEATURES else 2
+                self.plain += 6 * width if width <= FEW_FEATURES else 2
                 self.products += 0 if width <= FEW_FEATURES else 2 * (width + 4)
             elif n.op in ("fsum", "famax", "famin"):
                 self._value(n.args[0])

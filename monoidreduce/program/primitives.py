@@ -59,7 +59,7 @@ def _floor_divide(a: Any, b: Any, out: Any = None) -> Any:
 
 def _decay(x: Any, out: Any = None) -> Any:
     """exp(-x), and 0 where x is minus infinity: one over a total whose logarithm is x, 0 if there was nothing."""
-    return torch.where(x == -math.inf, 0.0, torch.exp(-x), **({} if out is None else {"out": out}))
+    return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
 def _gelu_slope(x: Any, approximate: str) -> Any:

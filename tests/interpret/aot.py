@@ -20,9 +20,10 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
 from monoidreduce.engine.triton.spec import REACHES
 from monoidreduce.plan import defaults
+from tests import handmade
 
 FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -93,6 +94,10 @@ class Case:
     lean: bool = True
 
 
+def _handmade_loss(dtype: torch.dtype) -> tuple:
+    return handmade.inputs("loss", 256, 256, dtype, d=64)
+
+
 def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
@@ -132,6 +137,10 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    # tile functions of a user's own
+    Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
+    Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
+    Case("handmade loss 64", handmade.LAYERS["loss"].kernels.apply, _handmade_loss),
 ]
 
 
@@ -163,7 +172,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(describe, "_MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
         use_plan(plans or {}),
     ):
@@ -183,15 +192,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = source.load(call.kernel.text)
+    module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
-    constants = {
-        "KEPT": call.plan.block_kept,
-        "FOLDED": call.plan.block_folded,
-        "INT": module.tl.int64 if call.wide else module.tl.int32,
-        "PRECISION": call.precision,
-        "RAGGED": call.ragged,
-    }
+    constants = call.constants(module)
     signature, attributes = {}, {}
     free = set(re.findall(r"'(\w+)'", re.search(r"do_not_specialize=\[(.*?)\]", call.kernel.text)[1]))
     for at, (name, value) in enumerate(zip(function.arg_names, call.arguments, strict=False)):

@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
 from monoidreduce.engine.triton import KernelPlan, KernelStep, weigh
 from monoidreduce.engine.walks import walks
+from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
 from tests.layers import BY_NAME, ZOO
@@ -102,3 +104,14 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
         got = layer.op(q, k, v, 0.05)
     torch.testing.assert_close(got, torch.softmax(q @ k.T * 0.05, -1) @ v)
     assert used and not [w for w in recwarn if isinstance(w.message, mr.FallbackWarning)]
+
+
+def test_what_panels_have_no_kernel_for_runs_in_torch_and_says_so(seed):
+    layer = BY_NAME["attention_of_ones_own_monoid"]
+    args = layer.make(9, 12, torch.Generator().manual_seed(seed), torch.float64)
+    triton._told.clear()
+    with mr.use(engine="panel"), pytest.warns(FallbackWarning, match="panels in torch run what has no kernel"):
+        got = layer.op(*args)
+    torch.testing.assert_close(got, layer.dense(*args))
+    with mr.use(engine="panel", strict=True), pytest.raises(EngineError, match="cannot run this fold"):
+        layer.op(*args)

@@ -10,8 +10,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, describe, emit, plan, use_plan
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, describe, emit, launch, plan, use_plan
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
 from tests.layers_compare import assert_equal, run
@@ -51,11 +53,19 @@ def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
 
 
-SPLIT = ["causal_attention", "cross_entropy", "gaussian_kernel_sum", "variance", "nearest_neighbours", "max_pool"]
+SPLIT = [
+    "causal_attention",
+    "cross_entropy",
+    "gaussian_kernel",
+    "entropy_and_its_variance",
+    "pooling",
+    "maxsim",
+    "nearest_neighbours",
+]
 
 
 @pytest.mark.parametrize("parts", [2, 5])
-@pytest.mark.parametrize("name", [n for n in SPLIT if n in BY_NAME])
+@pytest.mark.parametrize("name", SPLIT)
 def test_a_split_walk_gives_the_whole(name, parts):
     layer = BY_NAME[name]
     args = layer.make(19, 85, torch.Generator().manual_seed(3), torch.float64)
@@ -153,6 +163,44 @@ def test_a_launch_is_made_once_and_takes_other_tensors():
             got = attention(*again, 0.7)
     expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operator_gives_what_it_tells_a_compiler():
+    """16-bit vectors of a kernel are raised there: a graph is told one type for every engine."""
+    args = [torch.randn(2, 20, 16).half() for _ in range(3)]
+    fold = causal.program(*args).passes[0].fold
+    sizes = Sizes(20, 20, (2,), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
+    given = []
+    with mock.patch.object(torch.ops.monoidreduce, "fold", lambda *a: given.append(a) or []):
+        library.call(fold, "triton", args, sizes)
+    with planned():
+        straight = registry.FOLDERS["triton"](fold, args, sizes)
+        torch.library.opcheck(torch.ops.monoidreduce.fold.default, given[0], test_utils="test_faketensor")
+    assert torch.float16 in [t.dtype for t in straight]  # else there was nothing to raise
+
+
+def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
+    """A kernel that does not fit is planned anew with other tiles: what was found for the first ones is not theirs."""
+    layer = BY_NAME["document_attention"]
+    args = layer.make(90, 90, torch.Generator().manual_seed(13), torch.float64)
+    real, failed = launch.execute, []
+
+    class OutOfResources(Exception):
+        pass
+
+    def once(call):
+        if call.kernel.text not in failed:
+            failed.append(call.kernel.text)
+            raise OutOfResources
+        return real(call)
+
+    monkeypatch.setattr(launch, "execute", once)
+    large = dict.fromkeys(("cols", "rows"), KernelPlan(16, 64, 4, 1))
+    with use_plan(large), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+        got = run(layer.op, args)
+    assert failed
+    with mr.use(engine="eager"):
+        assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
 
 
 def test_an_unaligned_tensor_is_planned_anew():

@@ -171,6 +171,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 def test_an_interruption_is_told_in_a_word(monkeypatch):
     def interrupted(**_):
+        """Somebody presses Ctrl-C."""
         raise KeyboardInterrupt
 
     monkeypatch.setattr(app, "COMMANDS", (dataclasses.replace(app.COMMANDS[0], run=interrupted),))

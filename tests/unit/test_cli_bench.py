@@ -172,8 +172,9 @@ def test_comparison_is_of_like_with_like():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_tables_fit_the_window(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    bench._show(terminal.console(), rows_of(), {"Liger": "not here"}, [])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+    bench._show(terminal.console(), rows_of(note="[odd] " + "words " * 20), {"Liger": "not here"}, [])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width and "[odd] words" in out and "Liger not measured" in out
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,19 @@ def test_this_cpus_ceilings_are_plausible_and_measured_once():
     assert found is ceilings.of(torch.device("cpu"))
     assert found.rate("float32") > found.plain > found.special
     assert found.rate("bfloat16") == found.rate("float32") and 1e-7 < found.launch < 1e-3
+
+
+def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):
+    class Found:
+        name, major, minor, multi_processor_count = "RTX 4090", 8, 9, 128
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found)
+    ceilings._known_gpu.cache_clear()
+    try:
+        found = ceilings.of(torch.device("cuda", 7))
+    finally:
+        ceilings._known_gpu.cache_clear()
+    base = ceilings.GPUS["ada"]
+    assert found.processors == 128 and found.name == "RTX 4090" and found.near == base.near
+    assert found.rate("bfloat16") / base.rate("bfloat16") == pytest.approx(128 / base.processors)

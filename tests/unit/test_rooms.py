@@ -21,7 +21,8 @@ ROOMS: dict[str, set[str]] = {
     "program": {"errors", "algebra"},
     "plan": {"errors", "algebra", "program"},
     "engine": {"errors", "algebra", "program", "plan"},
-    "blockwise": {"errors", "algebra", "engine"},
+    "elementwise": {"errors", "engine"},  # the definition, pair by pair
+    "blockwise": {"errors", "algebra", "elementwise", "engine"},
     "sources": {"errors"},
     "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},
     "tuning": {"errors", "plan", "engine", "sources"},

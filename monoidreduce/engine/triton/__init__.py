@@ -26,13 +26,23 @@ from ...program.lower import Fold
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from . import describe as describe
 from . import launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "sources", "tiles_of", "use_plan"]
+__all__ = [
+    "KernelPlan",
+    "KernelStep",
+    "Unsupported",
+    "available",
+    "run",
+    "runs_on",
+    "sources",
+    "tell",
+    "tiles_of",
+    "use_plan",
+]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -59,14 +69,8 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        if fallback is None or hardware.asked.get()[1]:
-            raise EngineError(
-                detail=f"the Triton engine cannot run this fold: {reason}",
-                fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
-            ) from None
-        if (fold, str(reason)) not in _told:
-            _told.add((fold, str(reason)))
-            warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
+        tell(fold, reason, None if fallback is None else "the eager engine runs")
+        assert fallback is not None
         return fallback(fold, leaves, sizes)
 
 
@@ -86,23 +90,27 @@ def sources(fold: Fold) -> list[Path]:
     return list(dict.fromkeys(source.write(one.kernel.text) for one in made))
 
 
+def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
+    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
+    if instead is None or hardware.asked.get()[1]:
+        raise EngineError(
+            detail=f"the Triton engine cannot run this fold: {reason}",
+            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
+        ) from None
+    if (fold, str(reason)) not in _told:
+        _told.add((fold, str(reason)))
+        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
+
+
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    key: tuple = (
-        id(fold),
-        sizes.rows,
-        sizes.cols,
-        sizes.batch,
-        sizes.compute,
-        sizes.device,
-        hardware.float32_precision(),
-        overrides(),
-    )
-    key += tuple(
-        (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
-        if isinstance(v, Tensor)
-        else (type(v), v > 0, abs(v) >= launch.SMALL)
-        for v in leaves
-    )
+    found: list[Any] = [id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device]
+    found += (hardware.float32_precision(), overrides())
+    for v in leaves:
+        if isinstance(v, Tensor):
+            found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
+        else:
+            found += (type(v), v > 0, abs(v) >= launch.SMALL)
+    key = tuple(found)
     ready = _READY.get(key)
     if ready is None:
         ready = _READY[key] = Ready(fold, leaves, sizes)
@@ -129,6 +137,8 @@ class Ready:
             for over, folds, _ in _directions(fold)
             if folds.reductions
         ]
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
+        self.order = [found.index(o) for o in fold.outputs]
 
     def _merged(self, leaves: list[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
         """The leaves, tensors with as few batch dimensions as they allow."""
@@ -137,15 +147,28 @@ class Ready:
         return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
-        values = dict(zip(self.fold.leaves, leaves, strict=True))
-        merged = functools.cache(lambda: self._merged(leaves)[0])
-        results: dict[tuple[Expr, int], Tensor] = {}
+        merged = _Once(lambda: self._merged(leaves)[0])
+        found: list[Tensor] = []
         for r in self.picks:
-            found = _pick(r, merged(), self.batch, self.sizes)
-            results[r, 0] = found.view(*self.sizes.batch, *found.shape[len(self.batch) :])
+            picked = _pick(r, merged(), self.batch, self.sizes)
+            found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
-            results |= zip(one.fold.outputs, one(values, merged), strict=True)
-        return [results[o] for o in self.fold.outputs]
+            found += one(leaves, merged)
+        return [found[k] for k in self.order]
+
+
+class _Once:
+    """What is made when it is first asked for; lighter than ``functools.cache``, which is made anew in every call."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._made = make, None
+
+    def __call__(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
 
 @functools.lru_cache(maxsize=1024)

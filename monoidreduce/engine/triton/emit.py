@@ -14,11 +14,13 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
 from . import device, kinds, skip
-from .kinds import Kind, known
+from .kind import Kind
+from .kinds import known
 from .spec import TINY, Spec, padded
 from .values import Values
 
@@ -43,12 +45,14 @@ class Kernel:
     name: str
     text: str
     leaves: tuple[Expr, ...]  # in the order of the arguments
-    kept_width: int  # features of the blocks held from the kept side
-    folded_width: int  # features of the blocks met in each tile
-    state_width: int  # features of the running sums
-    kept_blocks: int
-    exact: bool  # whether its float32 products are
-    few_width: int  # features of the running sums that are held one by one
+    reaches: tuple[tuple[str, Expr], ...] = ()  # softmaxes whose maximum may be bounded, by which leaf's greatest norm
+    kept_width: int = 0  # features of the blocks held from the kept side
+    folded_width: int = 0  # features of the blocks met in each tile
+    state_width: int = 0  # features of the running sums
+    kept_blocks: int = 0
+    exact: bool = True  # whether its float32 products are
+    few_width: int = 0  # features of the running sums that are held one by one
+    functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,7 +82,10 @@ def kernel(spec: Spec) -> Kernel:
         *stores,
     ]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    names, unspecialized = _arguments(spec, used)
+    reaches = tuple(
+        (r.name, next(a for a in r.product.args if spec.folds(a))) for r in _bounded(reductions) if r.product
+    )
+    names, unspecialized = _arguments(spec, used, [name for name, _ in reaches])
     lines = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
         f"def {name}(",
@@ -93,15 +100,19 @@ def kernel(spec: Spec) -> Kernel:
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
     return Kernel(
-        name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept), spec.exact, v.few_width
+        name, text, tuple(used), reaches, width(kept), width(folded), v.state_width, len(kept), spec.exact, v.few_width
     )
+
+
+def _bounded(reductions: list[Kind]) -> list[kinds.Soft]:
+    """The softmaxes whose maximum may be bounded by norms."""
+    return [r for r in reductions if isinstance(r, kinds.Soft) and r.product is not None]
 
 
 def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
     """The loops. Where norms bound a softmax's logits near enough, whole tiles need no running maximum; the second loop
     has one, which then never moves, and takes all tiles where the bound is too far."""
-    soft = [r for r in reductions if isinstance(r, kinds.Soft) and r.product is not None]
-    lines = []
+    soft, lines = _bounded(reductions), []
     if soft:
         lines = [
             "# norms bound the logits: where the bound is near, it stands in for the running maximum",
@@ -144,18 +155,6 @@ def _described(r: Expr) -> str:
     return text if len(text) <= 110 else f"{text[:107]}..."
 
 
-@functools.lru_cache(maxsize=1024)
-def reaches(spec: Spec) -> tuple[tuple[str, Expr], ...]:
-    """The softmaxes whose maximum may be bounded, each with the leaf whose greatest norm it needs."""
-    if not spec.reach:
-        return ()
-    made = [
-        kinds.make(place, r, s, Values(spec)) for place, (r, s) in enumerate(spec.fold.scaled) if r.attrs[0] == "soft"
-    ]
-    soft = [k for k in made if isinstance(k, kinds.Soft) and k.product is not None]
-    return tuple((k.name, next(a for a in k.product.args if spec.folds(a))) for k in soft if k.product is not None)
-
-
 def _header(spec: Spec, used: list[Expr]) -> str:
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
@@ -167,7 +166,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
     return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
 
 
-def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
+def _arguments(spec: Spec, used: list[Expr], reaches: list[str]) -> tuple[list[str], list[str]]:
     """The kernel's run-time parameters, in the order in which ``launch.py`` gives them; those not to specialize on."""
     count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
@@ -186,7 +185,7 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
     names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
-    names += [f"{name}_reach" for name, _ in reaches(spec)]
+    names += [f"{name}_reach" for name in reaches]
     return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
 
 

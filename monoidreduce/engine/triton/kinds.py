@@ -1,7 +1,7 @@
 """How each kind of reduction is folded in a kernel: its state before the loop, one tile's step, its results.
 
 The state is what computes best (a running maximum, sums not yet divided), in blocks of one number or one vector per
-kept index. Every kind answers ``start``, ``step`` and ``finish`` with lines of text.
+kept index. What every kind answers stands in ``kind.py``.
 """
 
 from __future__ import annotations
@@ -15,37 +15,14 @@ from ...program.contract import contractions
 from ...program.expr import Expr, const, node
 from ...program.symbol import Symbol, expr_of
 from .exponents import LOG2E, literal
+from .kind import Kind
 from .matched import Matched, matches
-from .spec import REACHES, TINY, Spec, Unsupported
+from .spec import REACHES, TINY, Unsupported
+from .topk import TopK
 from .totals import Total, factored
 from .values import Values, is_one
 
 _NEAR = 60  # in powers of two: weights then lie above 2⁻¹²⁰, within float32's and bfloat16's range
-
-
-class Kind:
-    """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
-
-    bounded = False  # whether this loop has a softmax's maximum bounded beforehand
-
-    def __init__(self, place: int, reduction: Expr, scale: Expr, v: Values):
-        self.place, self.reduction, self.scale, self.v = place, reduction, scale, v
-        self.kind, self.over, self.params = reduction.attrs
-        self.name = f"{self.kind}{place}"
-        self.helpers: list[str] = []  # functions of its own that the kernel calls
-        self.prepare()
-
-    def prepare(self) -> None: ...
-
-    def start(self) -> list[str]:
-        raise NotImplementedError
-
-    def step(self, fields: tuple[Expr, ...]) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> list[tuple[list[str], Any]]:
-        """Per result: its text (one per feature where features are few) and its feature."""
-        raise NotImplementedError
 
 
 class Sum(Kind):
@@ -322,6 +299,7 @@ KINDS: dict[str, type[Kind]] = {
     "best": Best,
     "moments": Moments,
     "user": User,
+    "topk": TopK,
 }
 
 
@@ -335,6 +313,3 @@ def make(place: int, reduction: Expr, scale: Expr, v: Values) -> Kind:
 def known(e: Expr, truths: dict[Expr, bool]) -> Expr:
     """An expression with some conditions known."""
     return build.substitute((e,), {c: const(t) for c, t in truths.items()})[0] if truths else e
-
-
-__all__ = ["Kind", "Spec", "known", "make"]

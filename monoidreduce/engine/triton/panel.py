@@ -21,9 +21,8 @@ from ...program.build import apply, substitute
 from ...program.contract import Contraction, contractions
 from ...program.expr import Expr, index, node, reduce_node, size, topological
 from ...program.lower import Fold
-from ...program.reductions import KINDS
 from .. import combine, hardware
-from ..evaluate import Sizes
+from ..evaluate import Sizes, form
 from ..panel import ALIGN
 from ..walks import Walk
 from . import emit, weigh
@@ -249,8 +248,8 @@ class KernelStep:
         return panel
 
     def _fold(self, key: tuple, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes) -> list[Tensor]:
-        length = here.rows if over == "cols" else here.cols
-        outputs = [_output(r, k, length, here) for r, k in fold.outputs]
+        forms = [form(r, k, here, (1,)) for r, k in fold.outputs]
+        outputs = [torch.empty(shape, dtype=dtype, device=here.device) for shape, dtype in forms]
         self._launch(key, emit.kernel, fold, over, values, here, outputs, over)
         return [o[0] for o in outputs]
 
@@ -356,11 +355,6 @@ class KernelStep:
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
-
-
-def _output(r: Expr, k: int, length: int, sizes: Sizes) -> Tensor:
-    _, number = KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k]
-    return torch.empty(1, length, dtype=sizes.compute if number == "float" else torch.int64, device=sizes.device)
 
 
 def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:

@@ -36,11 +36,14 @@ def write(text: str) -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def load(text: str) -> Any:
-    """The module of a text. Triton is imported by the text itself: nothing else here needs it."""
+def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """The module of a text. Triton is imported by the text itself: nothing else here needs it.
+
+    ``functions``: by name, what the text calls and does not hold."""
     path = str(write(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
+    module.__dict__.update(functions)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
@@ -81,7 +84,7 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[..., Any] | None:
+def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., Any] | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
 
     It is right only for arguments of the same types, the same integers and pointers of the same alignment.
@@ -89,7 +92,15 @@ def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[...,
     if not hasattr(compiled, "packed_metadata") or _version() < (3, 4):  # interpreted, or constants not passed
         return None
     launch = compiled[(grid, 1, 1)]
-    return lambda *arguments: launch(*arguments, *constants)
+
+    def run(*arguments: Any) -> None:
+        if torch.cuda.current_device() == device.index:
+            launch(*arguments, *constants)
+        else:  # the launcher asks for the current device's stream
+            with on(device):
+                launch(*arguments, *constants)
+
+    return run
 
 
 @functools.cache

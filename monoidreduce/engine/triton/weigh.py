@@ -35,7 +35,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     v.loop(True)
     texts = [v.full(r.args[0]) for r in spec.fold.reductions]
     used = [e for e in spec.fold.leaves if e in set(topological(spec.fold.reductions))]
-    names, unspecialized = emit._arguments(spec, used)
+    names, unspecialized = emit._arguments(spec, used, [])
     count = len(texts)
     outs = [n for k in range(count) for n in (f"out{k}", f"out{k}_r")]
     stores = []
@@ -65,7 +65,7 @@ def weights_kernel(spec: Spec) -> emit.Kernel:
     ]
     whole = "\n".join(function)
     text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-    return emit.Kernel("panel_weights", text, tuple(used), 0, 0, 0, 0, True, 0)
+    return emit.Kernel("panel_weights", text, tuple(used))
 
 
 @dataclass(frozen=True)
