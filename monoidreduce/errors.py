@@ -331,18 +331,35 @@ class StreamError(MonoidReduceError, RuntimeError):
 
 
 class OutOfMemoryError(MonoidReduceError, RuntimeError, MemoryError):
-    """Memory ran out, and again with a smaller plan; everything was released and no input was changed."""
+    """Memory ran out, and again with a smaller plan; everything was released and no input was changed.
+
+    >>> import monoidreduce as mr
+    >>> issubclass(mr.OutOfMemoryError, MemoryError)  # so it can be caught as one
+    True
+    """
 
     what = "out of memory in a fold of {rows} rows and {cols} columns, also with less room for pairs: {reason}"
     fix = "Free memory, or give fewer rows or columns at a time{least}"
 
 
 class CacheError(MonoidReduceError, ValueError):
-    """A file of plans to import is not what it should be, or one to export cannot be written."""
+    """A file of plans to import is not what it should be, or one to export cannot be written.
+
+    >>> import monoidreduce as mr
+    >>> mr.cache.import_("no such file.json")
+    Traceback (most recent call last):
+    ...
+    monoidreduce.errors.CacheError: plans cannot be read from no such file.json: ...
+    """
 
 
 class CacheWarning(UserWarning):
-    """Something of the cache on disk cannot be used: everything works without it, but is made or tuned again."""
+    """Something of the cache on disk cannot be used: everything works without it, but is made or tuned again.
+
+    >>> import monoidreduce as mr
+    >>> issubclass(mr.CacheWarning, UserWarning)  # so it can be filtered as one
+    True
+    """
 
 
 class FallbackWarning(UserWarning):

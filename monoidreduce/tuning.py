@@ -21,6 +21,11 @@ class Tuning:
     """What came of tuning a call; ``print`` shows it.
 
     ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run whole.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.tune(mr.ops.maxsim, torch.randn(30, 8), torch.randn(40, 8), quiet=True)
+    >>> isinstance(found, mr.Tuning) and sorted(found.as_dict())
+    ['folds']
     """
 
     folds: tuple[Tuned, ...]

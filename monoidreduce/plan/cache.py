@@ -22,7 +22,12 @@ __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
 
 def path() -> Path:
-    """The folder of everything that is kept: ``$MONOIDREDUCE_CACHE``, else in the user's own cache folder."""
+    """The folder of everything that is kept: ``$MONOIDREDUCE_CACHE``, else in the user's own cache folder.
+
+    >>> import monoidreduce as mr
+    >>> mr.cache.path().is_absolute()
+    True
+    """
     return disk.base().absolute()
 
 
@@ -40,6 +45,12 @@ def clear(*, kernels: bool = True) -> int:
     """Remove all plans, and the kernels' texts unless told not to; how many files went.
 
     What this process holds in memory is forgotten too: plans are chosen anew. A missing cache is an empty one.
+
+    >>> import monoidreduce as mr, os, tempfile
+    >>> from unittest import mock
+    >>> with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MONOIDREDUCE_CACHE=folder):
+    ...     mr.cache.clear()
+    0
     """
     count = 0
     for name in (store.FOLDER, KERNELS) if kernels else (store.FOLDER,):
@@ -77,6 +88,12 @@ def import_(file: str | os.PathLike[str]) -> int:
 
     A plan serves the device and the versions it was measured with, so that taking another machine's does no harm. The
     whole file is read and checked before anything is kept; CacheError says what is wrong with it.
+
+    >>> import monoidreduce as mr, os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = os.path.join(folder, "plans.json")
+    ...     mr.cache.export(file) == mr.cache.import_(file)
+    True
     """
     found = _checked(Path(file))
     for record in found:

@@ -32,7 +32,13 @@ _generation = 0
 
 @dataclass(frozen=True)
 class Key:
-    """All that a plan may depend on."""
+    """All that a plan may depend on.
+
+    >>> import monoidreduce as mr
+    >>> key = mr.cache.Key(program="a digest", shape="64 x 64", types="float32", device="cpu", budget="")
+    >>> key.versions != ""  # those installed
+    True
+    """
 
     program: str  # a digest of the program's text
     shape: str  # the bucket that its sizes fall into
@@ -51,13 +57,21 @@ class Key:
 
 @dataclass(frozen=True)
 class Record:
-    """A plan as plain data, and what was measured when it won."""
+    """A plan as plain data, and what was measured when it won.
+
+    >>> import monoidreduce as mr
+    >>> key = mr.cache.Key(program="a digest", shape="64 x 64", types="float32", device="cpu", budget="")
+    >>> record = mr.cache.Record(key, plan={})
+    >>> mr.cache.Record.from_json(record.to_json()) == record
+    True
+    """
 
     key: Key
     plan: Mapping[str, Any]
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data, with a checksum."""
         body = {"format": FORMAT, "key": asdict(self.key), "plan": dict(self.plan), "measured": dict(self.measured)}
         return {**body, "sum": _sum(body)}
 
