@@ -35,6 +35,7 @@ class Step(Protocol):
     """How one walk's stages are done to a panel."""
 
     splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+    groups: tuple[range, ...]  # the stages that are done at once
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
         """``kinds``: the types of the vectors."""
@@ -47,14 +48,27 @@ class Step(Protocol):
 
     def begin(self, panel: panels.Panels) -> None: ...
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
-        """Do stage ``at`` to a panel: the results of each reduction that are complete, None for the others."""
+    def __call__(self, group: range, part: Part) -> None:
+        """Do a group of stages to a panel, and hand over the results that are complete."""
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
         """The results that only all panels complete, None for the others."""
 
 
 Maker = type[Step]
+
+
+class Part(Protocol):
+    """Some rows and columns: what is fed for them, and where their results go."""
+
+    rows: slice
+    cols: slice
+
+    def feed(self, f: Expr) -> Any:
+        """The value of an expression of one side (or given per pair) for these rows and columns."""
+
+    def keep(self, at: int, place: int, values: list[Tensor]) -> None:
+        """The results of one reduction of a stage."""
 
 
 # Running ------------------------------------------------------------------------------------------------------
@@ -133,14 +147,9 @@ class _Run:
             raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
         self.step.begin(self.panel)
         for rows, cols in _parts(self.sizes, self.panel):
-            local = self._local(rows)
-            for at, stage in enumerate(self.walk.stages):
-                leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in fed(stage)}
-                for leaf, f in stage.products:
-                    leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
-                results = self.step(at, leaves, rows, cols)
-                for nodes, value in paired(stage, results):
-                    self._keep(nodes, value, rows, local)
+            part = _Part(self, rows, cols)
+            for group in self.step.groups:
+                self.step(group, part)
         for at, stage in enumerate(self.walk.stages):
             for nodes, value in paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
@@ -148,7 +157,7 @@ class _Run:
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
-    def _local(self, rows: slice) -> Evaluator:
+    def local(self, rows: slice) -> Evaluator:
         """An evaluator of these rows alone; what does not depend on rows was computed once."""
         inputs = self.whole.inputs
         memo = dict(self.fixed)
@@ -164,7 +173,7 @@ class _Run:
                 memo[e] = self.whole.memo[e][rows]
         return Evaluator(self.sizes, inputs, memo)
 
-    def _keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
+    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
         """What later stages read of these rows, and what outputs read of all."""
         for n in nodes:
             local.memo[n] = to_layout(value, n)
@@ -200,12 +209,24 @@ def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
         yield from ((r, c) for c, r in itertools.product(cols, rows))
 
 
-def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
-    """What is fed for some columns."""
-    value = from_layout(local(f), f)
-    if not f.cols or not isinstance(value, Tensor):
-        return value
-    return value[:, cols] if f.rows else value[cols]
+class _Part:
+    """One panel of a run; see :class:`Part`."""
+
+    def __init__(self, run: _Run, rows: slice, cols: slice):
+        self.run, self.rows, self.cols = run, rows, cols
+        self.local = run.local(rows)
+
+    def feed(self, f: Expr) -> Any:
+        value = from_layout(self.local(f), f)
+        if not f.cols or not isinstance(value, Tensor):
+            return value
+        return value[:, self.cols] if f.rows else value[self.cols]
+
+    def keep(self, at: int, place: int, values: list[Tensor]) -> None:
+        stage = self.run.walk.stages[at]
+        nodes = by_reduction(stage.fold.reductions, stage.results)[stage.fold.reductions[place]]
+        for own, value in zip(nodes, values, strict=True):
+            self.run.keep(own, value, self.rows, self.local)
 
 
 # Steps in torch -----------------------------------------------------------------------------------------------
@@ -221,6 +242,7 @@ class TorchStep:
         narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
         self.kind = torch.bfloat16 if narrow else sizes.compute
         self.room = plan.LEAST
+        self.groups = tuple(range(at, at + 1) for at in range(len(walk.stages)))
 
     def choose(self, room: int) -> panels.Panels | None:
         self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles
@@ -249,16 +271,21 @@ class TorchStep:
                 found[place] = ACCUMULATORS[kind](r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device)
         return found
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
+    def __call__(self, group: range, part: Part) -> None:
+        (at,) = group
         stage = self.walk.stages[at]
-        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        given: dict[Expr, Any] = {e: part.feed(f) for e, f in fed(stage)}
         for leaf, f in stage.products:
-            given[leaf] = self._product(f, leaves[leaf], rows).unsqueeze(0)
+            given[leaf] = self._product(f, part)
+        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = code_of(stage.fold, frozenset(numbers))
-        chunk = Chunk(code, given, self.sizes, self.tiles, 1, self._buffers(at, numbers), rows, self.kept[at])
+        buffers, kept = self._buffers(at, numbers), self.kept[at]
+        chunk = Chunk(code, given, self.sizes, self.tiles, 1, buffers, part.rows, kept)
         chunk.walk()
-        return [None if p in self.kept[at] else _first(a) for p, a in enumerate(chunk.accumulators)]
+        for place, accumulator in enumerate(chunk.accumulators):
+            if place not in kept:
+                part.keep(at, place, _first(accumulator))
 
     def _buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
         """One set of tile buffers per stage, kept from panel to panel."""
@@ -268,12 +295,13 @@ class TorchStep:
             self.buffers[at] = Buffers(elements, self.sizes.compute, self.sizes.device, constants)
         return self.buffers[at]
 
-    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], rows: slice) -> Tensor:
+    def _product(self, f: Expr, part: Part) -> Tensor:
+        rows = part.rows
         panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
         if self.made[0] != rows:
             self.made = (rows, set())
         if f not in self.made[1]:
-            x, y = sides if f.args[0].rows else sides[::-1]
+            x, y = (part.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1]))
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel

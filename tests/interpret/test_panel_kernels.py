@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, weigh
+from monoidreduce.engine.triton import KernelPlan, KernelStep, sweep
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
@@ -17,14 +17,14 @@ from tests.layers_compare import Result, assert_error_rule, cast, run
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
-PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1), "weights": KernelPlan(8, 16, 4, 1)}
+PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
     for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
         monkeypatch.setattr(panels, name, value)
-    monkeypatch.setattr(weigh, "PLANS", PLANS)
+    monkeypatch.setattr(sweep, "PLANS", PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 

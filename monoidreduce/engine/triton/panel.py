@@ -1,106 +1,29 @@
 """What is done to a panel of pairs on a GPU: generated kernels for the arithmetic, the vendor's products for the rest.
 
-A stage becomes at most three kernels and its products: one folds numbers over columns (a program instance owns a row of
-the panel and walks its columns), one folds numbers over rows, and one writes the weights of every sum of vectors over
-the products they were made from, which are then contracted. Numbers come from the generator of the other kernels, a
-product being a leaf given per pair.
+A group of stages becomes its products, one kernel that takes every row through all of them (``sweep.py``), and one
+product for every sum of vectors, whose weights that kernel wrote over the panel. Numbers that are folded over rows have
+a kernel of their own. Numbers come from the generator of the other kernels, a product being a leaf given per pair.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...plan import panels
-from ...program.build import apply, substitute
-from ...program.expr import Expr, index, node, reduce_node, size, topological
+from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
-from ..panel import ALIGN
-from ..tilecode import Contraction, contractions
-from ..walks import Walk
-from . import emit, weigh
-from .spec import Unsupported
-
-
-def _whole_number(name: str) -> Expr:
-    return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int")
-
-
-# where a panel begins, and how many rows and columns there are in all
-_FIRST = {axis: _whole_number(f"first_{axis}") for axis in ("row", "col")}
-_COUNT = {axis: _whole_number(f"count_{axis}") for axis in ("rows", "cols")}
-_PLACES = (*_FIRST.values(), *_COUNT.values())
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A stage cut by who does it. Places are those of the stage's reductions."""
-
-    numbers: Mapping[str, Fold]  # per direction, what one kernel folds
-    places: Mapping[str, tuple[int, ...]]
-    sums: tuple[tuple[int, str, tuple[Contraction, ...]], ...]  # place, direction, products to add
-    tops: tuple[tuple[int, Expr], ...]  # place, the number per pair whose best are found by sorting
-    weights: tuple[Expr, ...]  # numbers per pair that must lie in memory
-
-
-@functools.lru_cache(maxsize=1024)
-def parts(fold: Fold) -> Parts:
-    """Cut a stage; raises Unsupported where one of its reductions has neither a kernel nor a product."""
-    reductions = tuple(map(_placed, fold.reductions))
-    leaves = (*fold.leaves, *_PLACES)
-    numbers: dict[str, list[Expr]] = {"cols": [], "rows": []}
-    places: dict[str, list[int]] = {"cols": [], "rows": []}
-    sums, tops = [], []
-    for place, r in enumerate(reductions):
-        kind, over, _ = r.attrs
-        if kind == "topk" and over == "cols":
-            tops.append((place, r.args[0]))
-        elif kind == "sum" and r.args[0].feature is not None:
-            sums.append((place, over, _products(r)))
-        elif any(a.feature is not None for a in r.args):
-            raise Unsupported(f"{kind} of vectors")
-        else:
-            numbers[over].append(r)
-            places[over].append(place)
-    weights = [c.weight for _, _, cs in sums for c in cs] + [e for _, e in tops]
-    used = [n for over in numbers.values() for r in over for n in r.args] + weights
-    if any(e.op in ("dot", "sqdist", "fsum", "component") and e.is_pair for e in topological(used)):
-        raise Unsupported("vectors per pair")
-    folds = {over: Fold(leaves, tuple(rs)) for over, rs in numbers.items() if rs}
-    return Parts(
-        folds,
-        {o: tuple(p) for o, p in places.items()},
-        tuple(sums),
-        tuple(tops),
-        tuple(dict.fromkeys(weights)),
-    )
-
-
-def _placed(r: Expr) -> Expr:
-    """A reduction for a panel that does not begin at the first row and column: indices are counted from its own."""
-    here: dict[Expr, Expr] = {index(axis): apply("add", index(axis), first) for axis, first in _FIRST.items()}
-    here |= {size(axis): count for axis, count in _COUNT.items()}
-    (placed,) = substitute((r,), here)
-    kind, over, params = placed.attrs
-    if kind != "pick":
-        return placed
-    target = apply("sub", placed.args[0], _FIRST[params[0]])  # compared with the panel's own index
-    return reduce_node(kind, over, params, (target, *placed.args[1:]))
-
-
-def _products(r: Expr) -> tuple[Contraction, ...]:
-    found = contractions(r.args[0], r.attrs[1])
-    if any(c.walk or c.minus is not None or c.vector is None or c.vector.op != "leaf" for c in found):
-        raise Unsupported("a sum of vectors that is no product")
-    return found
+from ..panel import ALIGN, Part
+from ..tilecode import Contraction
+from ..walks import Walk, fed
+from . import emit, sweep
+from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
 class KernelStep:
@@ -110,7 +33,8 @@ class KernelStep:
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
-        self.parts = [parts(s.fold) for s in walk.stages]
+        self.parts = [parts(s) for s in walk.stages]
+        self.groups = groups(walk)
         sixteen = kinds & set(hardware.SIXTEEN)
         self.narrow = sixteen.pop() if len(sixteen) == 1 else None
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
@@ -203,99 +127,124 @@ class KernelStep:
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
-        self.prepared: dict[tuple, weigh.Prepared] = {}
+        self.prepared: dict[tuple, sweep.Prepared] = {}
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
         return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
 
-    # One stage of one panel
+    # A group of stages of one panel
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
-        stage, cut = self.walk.stages[at], self.parts[at]
-        here = replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start)
-        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
-        for leaf, f in stage.products:
-            given[leaf] = self._product(f, leaves[leaf], (rows, cols)).unsqueeze(0)
-        counts = (rows.start, cols.start, self.sizes.rows, self.sizes.cols)
-        given |= dict(zip(_PLACES, counts, strict=True))
-        results: dict[int, list[Tensor]] = {}
-        whole = {"cols": here.cols == self.sizes.cols, "rows": False}  # whether a direction is complete here
-        for over, fold in cut.numbers.items():
-            found = combine.split(fold, self._fold((at, over), fold, over, given, here))
-            for place, (r, own) in zip(cut.places[over], found, strict=True):
-                if whole[over]:
-                    results[place] = own
-                else:
-                    self._combine(self.states[at], place, r, own, (rows, cols))
-        weights = self._weights(at, given, here)
+    def __call__(self, group: range, part: Part) -> None:
+        at = group[-1]
+        cut = self.parts[at]
+        here = self._here(part)
+        self._fold_rows(at, part, here)
+        weights = self._sweep(group, part, here)
         for place, over, products in cut.sums:
-            value = self._contract((at, place), over, products, weights, leaves, (rows, cols))
+            value = self._contract((at, place), over, products, weights, part)
             if value is not None:
-                results[place] = [value]
+                part.keep(at, place, [value])
         for place, e in cut.tops:
-            results[place] = _top(weights[e], stage.fold.reductions[place], here)
-        return [results.get(place) for place in range(len(stage.fold.reductions))]
+            part.keep(at, place, _top(weights[e], self.walk.stages[at].fold.reductions[place], here))
 
-    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], where: tuple[slice, slice]) -> Tensor:
-        x, y = sides if f.args[0].rows else sides[::-1]
-        panel = self.panels[f][: x.shape[0], : y.shape[0]]
+    def _here(self, part: Part) -> Sizes:
+        return replace(self.sizes, rows=part.rows.stop - part.rows.start, cols=part.cols.stop - part.cols.start)
+
+    def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
+        """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
+        moved = self.panel.cols < self.sizes.cols
+        whole = joint(self.walk, group, moved)
+        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
+        numbers = [_output(r, k, here.rows, here) for fold in whole.folds for r, k in Fold((), fold).outputs]
+        outputs: list[Any] = list(numbers)
+        found, written = {}, []
+        own = zip(self.parts[group[-1]].weights, whole.weights, self.homes[group[-1]], strict=True)
+        for w, inside, (kind, home) in own:
+            if home is None:
+                found[w] = values[inside][0]
+                continue
+            buffer = self.extra[home, kind] if isinstance(home, int) else self.panels[home].view(kind)
+            found[w] = buffer[: here.rows, : here.cols]
+            written.append(inside)
+            outputs += [found[w], found[w].stride(0)]
+        if outputs:
+            work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
+            self._launch((group, here.rows, here.cols), work.fold, "cols", values, part, here, outputs, work.write)
+        self._hand_over(group, whole.folds, numbers, part, moved)
+        return found
+
+    def _hand_over(self, group: range, folds: Any, numbers: list[Tensor], part: Part, moved: bool) -> None:
+        at = 0
+        for stage, fold in zip(group, folds, strict=True):
+            count = len(Fold((), fold).outputs)
+            own = combine.split(Fold((), fold), [n[0] for n in numbers[at : at + count]])
+            at += count
+            for place, (r, values) in zip(self.parts[stage].places["cols"], own, strict=True):
+                if moved:
+                    self._combine(self.states[stage], place, r, values, part)
+                else:
+                    part.keep(stage, place, values)
+
+    def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
+        """Numbers folded over the rows of a panel, added to those of the panels before."""
+        cut, stage = self.parts[at], self.walk.stages[at]
+        if not cut.numbers["rows"]:
+            return
+        fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
+        values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
+        outputs = [_output(r, k, here.cols, here) for r, k in fold.outputs]
+        self._launch((at, here.rows, here.cols), fold, "rows", values, part, here, outputs, emit.kernel)
+        found = combine.split(fold, [o[0] for o in outputs])
+        for place, (r, own) in zip(cut.places["rows"], found, strict=True):
+            self._combine(self.states[at], place, r, own, part)
+
+    def _value(self, f: Expr, part: Part) -> Any:
+        """What is fed to a kernel: numbers, and tensors ``[1, length(, length)]``; a product is computed once."""
+        if f.feature is not None:
+            return None
+        value = self._product(f, part) if f.op == "dot" else part.feed(f)
+        if isinstance(value, Tensor):
+            return value.unsqueeze(0)
+        if self.sizes.compute is torch.float64 and f.dtype == "float":  # a kernel's own numbers are float32
+            return torch.full((1,), value, dtype=torch.float64, device=self.sizes.device)
+        return value
+
+    def _product(self, f: Expr, part: Part) -> Tensor:
+        where = (part.rows, part.cols)
+        panel = self.panels[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
         if self.made[0] != where:
             self.made = (where, set())
         if f not in self.made[1]:
-            x, y = (t if t.dtype == self.narrow or self.narrow is None else t.to(self.narrow) for t in (x, y))
+            sides = [part.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1])]
+            x, y = (t if self.narrow is None else t.to(self.narrow) for t in sides)
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel
 
-    def _fold(self, key: tuple, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes) -> list[Tensor]:
-        length = here.rows if over == "cols" else here.cols
-        outputs = [_output(r, k, length, here) for r, k in fold.outputs]
-        self._launch(key, emit.kernel, fold, over, values, here, outputs, over)
-        return [o[0] for o in outputs]
-
-    def _weights(self, at: int, values: dict[Expr, Any], here: Sizes) -> dict[Expr, Tensor]:
-        """Every weight of a stage as a matrix, in the type in which it is multiplied."""
-        found: dict[Expr, Tensor] = {}
-        written, outputs = [], []
-        for w, (kind, home) in zip(self.parts[at].weights, self.homes[at], strict=True):
-            if home is None:
-                found[w] = values[w][0]
-                continue
-            buffer = self.extra[home, kind] if isinstance(home, int) else self.panels[home].view(kind)
-            found[w] = buffer[: here.rows, : here.cols]
-            written.append(reduce_node("sum", "cols", (), (w,)))
-            outputs += [found[w], found[w].stride(0)]
-        if written:
-            fold = Fold((*self.walk.stages[at].fold.leaves, *_PLACES), tuple(written))
-            self._launch((at, "weights"), weigh.weights_kernel, fold, "cols", values, here, outputs, "weights")
-        return found
-
     def _launch(
-        self, key: tuple, write: Any, fold: Fold, over: str, values: Any, here: Sizes, outputs: list, plan: str
+        self, key: Any, fold: Fold, over: str, values: dict, part: Part, here: Sizes, outputs: list, write: Any
     ) -> None:
-        used = {e: self._number(e, values[e]) for e in fold.leaves}
-        key = (*key, here.rows, here.cols)
-        if key not in self.prepared:
-            self.prepared[key] = weigh.prepare(write, fold, over, used, here, plan)
-        weigh.start(self.prepared[key], outputs, used, here.device)
-
-    def _number(self, e: Expr, v: Any) -> Any:
-        """A kernel's own numbers are float32: a float64 program gets its numbers as tensors."""
-        if isinstance(v, Tensor) or self.sizes.compute is not torch.float64 or e.dtype != "float":
-            return v
-        return torch.full((1,), v, dtype=torch.float64, device=self.sizes.device)
+        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
+        values = {**values, **dict(zip(PLACES, begins, strict=True))}
+        if (over, key) not in self.prepared:
+            self.prepared[over, key] = sweep.prepare(fold, over, values, here, write)
+        self.prepared[over, key](outputs, values, here.device)
 
     # What panels add up to
 
     def _contract(
-        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, leaves: Any, where: Any
+        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
-        rows, cols = where
+        rows, cols = part.rows, part.cols
+        stage = self.walk.stages[key[0]]
+        vectors: dict[Expr | None, Tensor] = {
+            e: part.feed(f) for e, f in fed(stage) if any(c.vector is e for c in products)
+        }
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
-        width = leaves[products[0].vector].shape[-1]
+        width = vectors[products[0].vector].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
             out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
@@ -303,7 +252,7 @@ class KernelStep:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
-            vector = leaves[c.vector].to(weight.dtype)
+            vector = vectors[c.vector].to(weight.dtype)
             hardware.contract_into(out, weight, vector, add=k > 0 or (not alone and folded.start > 0))
         if alone:
             return out
@@ -330,9 +279,9 @@ class KernelStep:
             return self.adding[key][: kept.stop - kept.start]
         return self.totals[key][kept]
 
-    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], where: Any) -> None:
+    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
         """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
-        rows, cols = where
+        rows, cols = part.rows, part.cols
         if r.attrs[1] == "cols":
             if place not in states:
                 length = (self.sizes.rows, *own[0].shape[1:])
@@ -350,8 +299,8 @@ class KernelStep:
     def finish(self, at: int) -> list[list[Tensor] | None]:
         cut = self.parts[at]
         results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
-        for over, fold in cut.numbers.items():
-            for place, r in zip(cut.places[over], fold.reductions, strict=True):
+        for over, reductions in cut.numbers.items():
+            for place, r in zip(cut.places[over], reductions, strict=True):
                 state = self.states[at].get(place)
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
