@@ -110,7 +110,7 @@ class _Sum(torch.autograd.Function):
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):
             grad = waiting.get(name)
-            found.append(None if grad is None else grad.mul_(g).to(t.dtype))
+            found.append(None if grad is None else hardware.scale_(grad, g).to(t.dtype))
         return None, *found
 
 

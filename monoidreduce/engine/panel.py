@@ -112,6 +112,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None,
         own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
         values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
         found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
+    if len(found) == 1:  # no second copy of a gradient that may be most of the memory
+        return [t.view(*shape, *t.shape) for t in found[0]]
     return [torch.stack(parts).view(*shape, *parts[0].shape) for parts in zip(*found, strict=True)]
 
 
@@ -120,6 +122,8 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
     tail = () if e.feature is None else (sizes.of(str(e.feature)),)
     kind = {"int": torch.int64}.get(e.dtype, sizes.compute)
     value = value if isinstance(value, Tensor) else torch.full((), value, device=sizes.device)
+    if e.feature is not None and value.dtype in hardware.SIXTEEN:
+        kind = value.dtype  # as the caller will hold it
     return value.to(kind).expand(*length, *tail)
 
 

@@ -38,6 +38,7 @@ _READY: dict[tuple, Ready] = {}
 
 
 hardware.ROW_DOT[:] = [rows.dot]
+hardware.SCALE[:] = [rows.scale]
 
 
 @functools.cache

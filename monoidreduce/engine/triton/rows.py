@@ -1,4 +1,4 @@
-"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and the greatest norm.
+"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, the greatest norm, a factor for all of them.
 
 torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
 """
@@ -47,6 +47,16 @@ def greatest_square(out, x, rows, PARTS: tl.constexpr, WIDTH: tl.constexpr, LANE
 @triton.jit
 def worst(a, b):
     return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def scale(x, factor, size, LANES: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):
+            at = start + tl.arange(0, LANES)
+            old = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
+            tl.store(x + at, old * by, mask=at < size)
 '''
 _WIDEST = 1024
 
@@ -79,3 +89,15 @@ def reach(v: Tensor) -> Tensor:
             out, v, v.shape[-2], PARTS=REACHES, **_lanes(v.shape[-1])
         )
     return out
+
+
+def scale(x: Tensor, factor: Tensor) -> bool:
+    """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
+    if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
+        return False
+    with source.on(x.device):
+        source.load(_TEXT).scale[(min(-(-x.numel() // 4096), 2048),)](x, factor, x.numel(), LANES=4096, num_warps=8)
+    return True
+
+
+_SCALED = (torch.bfloat16, torch.float16, torch.float32)
