@@ -1,8 +1,14 @@
-import torch, time, sys, statistics, gc
+import gc
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 import monoidreduce as mr
-from monoidreduce.engine.triton import sweep, KernelPlan
-from torch.profiler import profile, ProfilerActivity
 from benchmarks import gpu_wide as g
+from monoidreduce.engine.triton import KernelPlan, sweep
+
+
 def prof(name, call, top):
     call(); torch.cuda.synchronize()
     t=time.time(); call(); h=time.time()-t; torch.cuda.synchronize(); w=time.time()-t

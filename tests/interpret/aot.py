@@ -77,8 +77,22 @@ def distill(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
     return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
 
 
+@mr.op
+def best(x: Row["d"], y: Col["d"]):
+    return mr.argmax(x @ y)
+
+
+@mr.op
+def drawn(x: Row["d"], y: Col["d"], seed: int):
+    return mr.sample(x @ y, seed)
+
+
+def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
+    return lambda t: (torch.zeros(rows, 2304, dtype=t), torch.zeros(4096, 2304, dtype=t))
+
+
 def _labelled(d: int, cols: int) -> Callable[[torch.dtype], tuple]:
-    return lambda t: (torch.zeros(64, d, dtype=t), torch.zeros(64, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
+    return lambda t: (torch.zeros(96, d, dtype=t), torch.zeros(96, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,12 @@ CASES = [
     Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
     Case("attention 64, float32", attention, _qkv(64), torch.float32, lean=False),
     Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
-    # panels: the vendor multiplies, so no tensor cores are asked of the kernels
+    # products of many features: folds to numbers have them in their kernels; else panels, which the vendor multiplies
+    *(
+        Case(f"wide {name}, {rows} rows", op, lambda t, rows=rows, more=more: (*_wide(rows)(t), *more))
+        for name, op, more in (("argmax", best, ()), ("sample", drawn, (7,)))
+        for rows in (64, 256)
+    ),
     Case("wide cross-entropy", cross_entropy, _labelled(300, 4096)),
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(300, 4096)),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 300, dtype=t) for _ in range(2))),
@@ -167,7 +186,8 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
     ):
         out = case.op(*args)
         values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
-        torch.autograd.backward(values, [torch.ones_like(v) for v in values])
+        if values:
+            torch.autograd.backward(values, [torch.ones_like(v) for v in values])
     return found
 
 

@@ -25,13 +25,13 @@ from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
 from ..tilecode import in_tiles
+from . import deep, launch, rows
 from . import describe as describe
-from . import launch, rows
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import Unsupported
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "runs_on", "use_plan"]
+__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "run_deep", "runs_on", "use_plan"]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -68,6 +68,15 @@ def run(
             _told.add((fold, str(reason)))
             warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
         return fallback(fold, leaves, sizes)
+
+
+def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold to numbers of wide 16-bit vectors; raises Unsupported for all others."""
+    vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
+    if not deep.fits(fold, max(sizes.of(str(e.feature)) for e, _ in vectors), narrow):
+        raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
+    return _run(fold, leaves, sizes)
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:

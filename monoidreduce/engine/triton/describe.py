@@ -14,7 +14,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
 from ..tilecode import contractions
-from . import skip
+from . import deep, skip
 from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
@@ -59,6 +59,7 @@ def describe(
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
         narrow in _BOUNDED and sizes.rows * sizes.cols >= _MANY,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
+        deep=deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None),
     )
     return spec, tuple(casts)
 

@@ -49,6 +49,8 @@ class Kernel:
     kept_blocks: int
     exact: bool  # whether its float32 products are
     few_width: int  # features of the running sums that are held one by one
+    deep: bool = False  # whether a product's features are walked
+    draws: bool = False  # whether pairs draw random numbers
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,9 +94,9 @@ def kernel(spec: Spec) -> Kernel:
     width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
-    return Kernel(
-        name, text, tuple(used), width(kept), width(folded), v.state_width, len(kept), spec.exact, v.few_width
-    )
+    widths = (width(kept), width(folded), v.state_width, len(kept))
+    draws = any(e.op == "uniform" for e in under)
+    return Kernel(name, text, tuple(used), *widths, spec.exact, v.few_width, spec.deep, draws)
 
 
 def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:

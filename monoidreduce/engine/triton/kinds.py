@@ -16,7 +16,7 @@ from ...program.symbol import Symbol, expr_of
 from ..tilecode import contractions
 from .exponents import LOG2E, literal
 from .matched import Matched, matches
-from .spec import REACHES, TINY, Spec, Unsupported
+from .spec import REACHES, TINY, WIDEST, Spec, Unsupported
 from .totals import Total, factored
 from .values import Values, is_one
 
@@ -101,7 +101,7 @@ class Soft(Kind):
         if logit.op == "where" and logit.args[2].const == -math.inf:
             logit = logit.args[1]
         core, _ = self.v.linear(logit)
-        wide = core.op == "dot" and self.v.spec.width(core.args[0].feature) > TINY and core.dtype == "float"
+        wide = core.op == "dot" and core.dtype == "float" and TINY < self.v.spec.width(core.args[0].feature) <= WIDEST
         return core if wide and all(a.op == "leaf" for a in core.args) else None
 
     def bound(self) -> list[str]:

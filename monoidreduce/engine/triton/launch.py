@@ -75,10 +75,11 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        self.plan = plan or choose(emit.kernel(self.spec), self.over, item, describe.shared(sizes.device))
+        kernel = emit.kernel(self.spec)
+        self.plan = plan or choose(kernel, self.over, item, describe.shared(sizes.device), self.lengths[0])
         count = torch.Size(self.batch).numel()
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
+        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), kernel.deep)
         self.spec = replace(self.spec, split=self.parts > 1)
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.reaches = emit.reaches(self.spec)

@@ -46,23 +46,48 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, shared: int = 0) -> KernelPlan:
-    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes."""
-    return (_override.get() or {}).get(over) or _fitting(
-        _default(kernel, item), kernel, item, (shared or SHARED) * _SPARE
-    )
+def choose(kernel: Kernel, over: str, item: int, shared: int = 0, length: int = 0) -> KernelPlan:
+    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes.
+
+    ``length``: of the kept axis, if a plan may depend on it."""
+    asked = (_override.get() or {}).get(over)
+    if asked:
+        return asked
+    room = (shared or SHARED) * _SPARE
+    return _deep(kernel, length, room) if kernel.deep else _fitting(_default(kernel, item), kernel, item, room)
 
 
-def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
+def _deep(kernel: Kernel, length: int, room: float) -> KernelPlan:
+    """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
+    plan = KernelPlan(128, 128 if kernel.draws else 256, 8, 3) if length > 64 else KernelPlan(64, 128, 4, 4)
+    while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > room:
+        plan = replace(plan, num_stages=plan.num_stages - 1)
+    return plan
+
+
+def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, deep: bool = False) -> int:
     """Into how many parts the folded axis is cut: where kept tiles are too few to fill the device, and the walk long.
 
     A part has at least eight tiles, so that combining the parts costs little beside them.
     """
     if plan.parts:
         return max(1, min(plan.parts, tiles))
+    if deep:
+        return _even(instances, tiles, processors)
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
+
+
+def _even(instances: int, tiles: int, processors: int) -> int:
+    """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round."""
+    found, best = 1, 0.0
+    for count in range(1, max(1, min(2 * processors // max(1, instances), tiles // 2)) + 1):
+        longest = -(-tiles // count) * -(-instances * count // processors)  # tiles that a processor does, at most
+        busy = instances * tiles / (longest * processors)
+        if busy > best * 1.01:
+            found, best = count, busy
+    return found
 
 
 def _default(kernel: Kernel, item: int) -> KernelPlan:

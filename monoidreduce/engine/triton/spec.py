@@ -35,6 +35,7 @@ class Spec:
     reach: bool  # whether softmax logits are bounded by norms, where that is possible
     exact: bool = True  # whether float32 products are to be as exact as float32 allows
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
+    deep: bool = False  # whether products may have more features than a block: they are then walked
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

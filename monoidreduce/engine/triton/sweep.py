@@ -28,7 +28,7 @@ from .spec import Spec
 from .values import Values
 
 # A row at a time, in tiles as long as the registers of the warps allow; folds over rows take columns in strips of 128.
-PLANS = {"cols": KernelPlan(1, 4096, 8, 2), "rows": KernelPlan(128, 32, 4, 2)}
+PLANS = {"cols": KernelPlan(1, 2048, 8, 2), "rows": KernelPlan(128, 32, 4, 2)}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from ...program.build import ONE
 from ...program.expr import Expr, const, topological, widest
 from ...program.primitives import PRIMITIVES
+from . import deep
 from .exponents import Exponents, literal
 from .spec import TINY, WIDEST, Spec, Unsupported, padded
 
@@ -353,6 +354,8 @@ class Values(Exponents):
     def product(self, x: Expr, y: Expr) -> str:
         """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
+        if self.spec.deep and self.spec.width(x.feature) > WIDEST:
+            return deep.product(self, kept, folded)
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
 
 
