@@ -1,38 +1,50 @@
-import gc
-import time
-
-import torch
-from torch.profiler import ProfilerActivity, profile
-
+import torch, time, gc
 import monoidreduce as mr
+from monoidreduce import Row, Col
+from monoidreduce.engine.triton import sweep, KernelPlan, use_plan
 from benchmarks import gpu_wide as g
-from monoidreduce.engine.triton import KernelPlan, sweep
-
-
-def prof(name, call, top):
-    call(); torch.cuda.synchronize()
-    t=time.time(); call(); h=time.time()-t; torch.cuda.synchronize(); w=time.time()-t
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
-        call(); torch.cuda.synchronize()
-    tot={}
-    for e in p.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA:
-            k=tot.setdefault(e.name[:60],[0,0]); k[0]+=1; k[1]+=e.device_time if hasattr(e,'device_time') else e.cuda_time
-    rows=sorted(tot.items(), key=lambda x:-x[1][1])
-    s=sum(t for k,(n,t) in rows if k.startswith("sweep"))/1e3
-    print("###", name, f"host {h*1e3:.2f} wall {w*1e3:.2f} sweep {s:.3f}", flush=True)
-    for k,(n,t) in rows[:top]: print(f"   {t/1e3:8.3f} ms {n:4d} x {k}", flush=True)
 began=time.time()
+ms=g.milliseconds
+@mr.op
+def draw(x: Row["d"], w: Col["d"], seed: int):
+    return mr.sample(x @ w, seed)
+@mr.op
+def lse(x: Row["d"], w: Col["d"]):
+    return mr.logsumexp(x @ w)
 works={w.name:w for w in g._works()}
-for name,limit in (("cross-entropy g M8192 D2304 V256000, random","1100MB"),("cross-entropy l M8192 D4096 V128256, random","550MB"),("contrastive N32768 D512","550MB")):
-    work=works[name]; args=work.make(); grads=[0,1] if "cross" in name else [0,2]
-    with mr.budget(limit):
-        call=lambda: g.pull(work.ours,args,grads)
-        for k,(b,w) in enumerate(((4096,8),(2048,4),(2048,8),(4096,4),(4096,16),(8192,8),(8192,16),(16384,16))):
-            sweep.PLANS["cols"]=KernelPlan(1,b,w,2)
-            prof(f"{name[:16]} {b} {w}", call, 12 if k==0 else 0)
-        sweep.PLANS["cols"]=KernelPlan(1,4096,8,2)
-        gemms=work.gemms(args)
-        print(name, "products", g.milliseconds(gemms), "ours", g.milliseconds(call), "products", g.milliseconds(gemms), "ours", g.milliseconds(call), flush=True)
-    del args,call,gemms; gc.collect(); torch.cuda.empty_cache()
+def attempt(f):
+    try: return f()
+    except Exception as e: return f"{type(e).__name__}: {str(e)[:200]}"
+for name in ("cross-entropy g M8192 D2304 V256000, peaked","cross-entropy l M8192 D4096 V128256, random"):
+    work=works[name]; args=work.make(); x,w,t=args
+    truth=g.reference(work,args,[0,1])
+    with torch.no_grad():
+        print(name, "gemm", round(ms(lambda: x@w.mT),2), flush=True)
+        for p in ((128,256,8,3),(128,256,8,4),(128,128,4,4),(128,128,8,3),(256,128,8,3)):
+            def f():
+                with use_plan({"cols": KernelPlan(*p)}):
+                    return [round(ms(lambda: mr.ops.cross_entropy(x,w,t), 3, .2),2), round(ms(lambda: lse(x,w), 3, .2),2), round(ms(lambda: g.top(x,w), 3, .2),2)]
+            print("  deep ce lse argmax", p, attempt(f), f"{time.time()-began:.0f}s", flush=True)
+        print("  default", attempt(lambda: [ms(lambda: mr.ops.cross_entropy(x,w,t)), g.extra_memory(lambda: mr.ops.cross_entropy(x,w,t))]))
+    for b,wp in ((2048,8),(1024,4),(1024,8),(2048,16),(4096,16)):
+        sweep.PLANS["cols"]=KernelPlan(1,b,wp,2)
+        with mr.budget("1100MB"): print("  1100MB", b, wp, attempt(lambda: ms(lambda: g.pull(work.ours,args,[0,1]))), flush=True)
+    sweep.PLANS["cols"]=KernelPlan(1,2048,8,2)
+    for limit in ("8MB","64MB","550MB","1100MB"):
+        with mr.budget(limit):
+            call=lambda: g.pull(work.ours,args,[0,1])
+            print("  ", limit, attempt(lambda: [[round(g.relative(a,b),5) for a,b in zip(call(),truth)], g.extra_memory(call), ms(call)]), f"{time.time()-began:.0f}s", flush=True)
+    print("  products", ms(work.gemms(args)))
+    del args,truth,x,w,t,call; gc.collect(); torch.cuda.empty_cache()
+w=g._normal(128256,4096)
+for M in (64,1024):
+    x=g._normal(M,4096,scale=4096**-.5)
+    with torch.no_grad():
+        plans=((64,128,4,4),(64,256,8,3),(64,64,4,4),(64,256,4,3)) if M==64 else ((128,256,8,3),(128,128,8,3),(128,64,4,4),(128,128,4,3),(64,128,4,4))
+        print("M",M,"gemm",ms(lambda: x@w.mT,3,.1))
+        for p in plans:
+            def f():
+                with use_plan({"cols": KernelPlan(*p)}): return [round(ms(lambda: g.top(x,w),3,.1),3), round(ms(lambda: draw(x,w,7),3,.1),3)]
+            print("  argmax sample", p, attempt(f), f"{time.time()-began:.0f}s", flush=True)
+        print("  default", attempt(lambda: [ms(lambda: g.top(x,w),3,.1), ms(lambda: draw(x,w,7),3,.1), ms(lambda: g.best50(x,w),3,.1)]))
 print(f"{time.time()-began:.0f}s")

@@ -125,7 +125,10 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     assert deep.rounds(spec(total, x, x)) and not deep.rounds(spec(first, x, x))
 
 
-@pytest.mark.parametrize(("instances", "tiles"), [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)])
+SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("instances", "tiles"), SHAPES)
 def test_no_processor_is_idle_for_long(instances, tiles):
     count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, deep=True)
     longest = -(-tiles // count) * -(-instances * count // 132)

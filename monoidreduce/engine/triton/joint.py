@@ -109,6 +109,7 @@ def _only_numbers(stage: Stage) -> bool:
     return not cut.weights and not cut.numbers["rows"]
 
 
+@functools.lru_cache(maxsize=1024)
 def joint(walk: Walk, group: range, moved: bool) -> Joint:
     """The stages of a group as one kernel does them. ``moved``: whether its columns may begin elsewhere than at 0."""
     found = _joined(walk, group)

@@ -7,6 +7,7 @@ a kernel of their own. Numbers come from the generator of the other kernels, a p
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..evaluate import Sizes
 from ..panel import ALIGN, Part
 from ..tilecode import Contraction
 from ..walks import Walk, fed
-from . import emit, sweep
+from . import sweep
 from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
@@ -34,7 +35,7 @@ class KernelStep:
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
         self.parts = [parts(s) for s in walk.stages]
-        self.groups = groups(walk)
+        self.groups, self.written = groups(walk), _written(walk)
         sixteen = kinds & set(hardware.SIXTEEN)
         self.narrow = sixteen.pop() if len(sixteen) == 1 else None
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
@@ -127,7 +128,6 @@ class KernelStep:
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
-        self.prepared: dict[tuple, sweep.Prepared] = {}
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
@@ -156,11 +156,11 @@ class KernelStep:
         moved = self.panel.cols < self.sizes.cols
         whole = joint(self.walk, group, moved)
         values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
-        numbers = [_output(r, k, here.rows, here) for fold in whole.folds for r, k in Fold((), fold).outputs]
+        numbers = [_output(n.dtype, here.rows, here) for names in whole.names for n in names]
         outputs: list[Any] = list(numbers)
         found, written = {}, []
-        own = zip(self.parts[group[-1]].weights, whole.weights, self.homes[group[-1]], strict=True)
-        for w, inside, (kind, home) in own:
+        last = group[-1]
+        for w, inside, (kind, home) in zip(self.parts[last].weights, whole.weights, self.homes[last], strict=True):
             if home is None:
                 found[w] = values[inside][0]
                 continue
@@ -170,21 +170,15 @@ class KernelStep:
             outputs += [found[w], found[w].stride(0)]
         if outputs:
             work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
-            self._launch((group, here.rows, here.cols), work.fold, "cols", values, part, here, outputs, work.write)
-        self._hand_over(group, whole.folds, numbers, part, moved)
+            self._launch((group, moved), work, "cols", values, part, here, outputs)
+        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
+        own = combine.split(Fold((), tuple(r for fold in whole.folds for r in fold)), [n[0] for n in numbers])
+        for (stage, place), (r, results) in zip(places, own, strict=True):
+            if moved:
+                self._combine(self.states[stage], place, r, results, part)
+            else:
+                part.keep(stage, place, results)
         return found
-
-    def _hand_over(self, group: range, folds: Any, numbers: list[Tensor], part: Part, moved: bool) -> None:
-        at = 0
-        for stage, fold in zip(group, folds, strict=True):
-            count = len(Fold((), fold).outputs)
-            own = combine.split(Fold((), fold), [n[0] for n in numbers[at : at + count]])
-            at += count
-            for place, (r, values) in zip(self.parts[stage].places["cols"], own, strict=True):
-                if moved:
-                    self._combine(self.states[stage], place, r, values, part)
-                else:
-                    part.keep(stage, place, values)
 
     def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
         """Numbers folded over the rows of a panel, added to those of the panels before."""
@@ -193,8 +187,9 @@ class KernelStep:
             return
         fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
         values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
-        outputs = [_output(r, k, here.cols, here) for r, k in fold.outputs]
-        self._launch((at, here.rows, here.cols), fold, "rows", values, part, here, outputs, emit.kernel)
+        kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
+        outputs = [_output(kind, here.cols, here) for kind in kinds]
+        self._launch(at, sweep.Plain(fold), "rows", values, part, here, outputs)
         found = combine.split(fold, [o[0] for o in outputs])
         for place, (r, own) in zip(cut.places["rows"], found, strict=True):
             self._combine(self.states[at], place, r, own, part)
@@ -223,13 +218,16 @@ class KernelStep:
         return panel
 
     def _launch(
-        self, key: Any, fold: Fold, over: str, values: dict, part: Part, here: Sizes, outputs: list, write: Any
+        self, key: Any, work: sweep.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
     ) -> None:
         begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
         values = {**values, **dict(zip(PLACES, begins, strict=True))}
-        if (over, key) not in self.prepared:
-            self.prepared[over, key] = sweep.prepare(fold, over, values, here, write)
-        self.prepared[over, key](outputs, values, here.device)
+        kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
+        sizes = (here.rows, here.cols, here.compute, here.device, tuple(here.letters.values()))
+        whole = (key, over, len(outputs), kinds, sizes, sweep.PLANS[over])
+        if whole not in self.written:
+            self.written[whole] = sweep.prepare(work, over, values, here)
+        self.written[whole](outputs, values, here.device)
 
     # What panels add up to
 
@@ -307,9 +305,14 @@ class KernelStep:
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
 
 
-def _output(r: Expr, k: int, length: int, sizes: Sizes) -> Tensor:
-    _, number = KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k]
-    return torch.empty(1, length, dtype=sizes.compute if number == "float" else torch.int64, device=sizes.device)
+@functools.lru_cache(maxsize=256)
+def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
+    """The kernels of a walk that were written so far."""
+    return {}
+
+
+def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
+    return torch.empty(1, length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
 
 
 def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:

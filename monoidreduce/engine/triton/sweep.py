@@ -51,6 +51,19 @@ class Work:
         return kernel(self, spec)
 
 
+@dataclass(frozen=True)
+class Plain:
+    """A fold over rows, as any kernel folds."""
+
+    fold: Fold
+
+    def write(self, spec: Spec) -> emit.Kernel:
+        return emit.kernel(spec)
+
+
+Written = Work | Plain
+
+
 class _RowValues(Values):
     """A row's own numbers, where they are compared with the columns' index, in the index's type: half the work."""
 
@@ -170,7 +183,7 @@ class Prepared:
             if isinstance(v, Tensor):
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
-        key = tuple(v.data_ptr() & 15 if isinstance(v, Tensor) else 0 for v in arguments)
+        key = tuple(map(_specialized, arguments))
         again = self.again.get(key)
         if again is not None:
             with source.on(device):
@@ -181,10 +194,16 @@ class Prepared:
         self.again[key] = launch.execute(call)
 
 
-def prepare(
-    fold: Fold, over: str, values: Mapping[Expr, Any], here: Sizes, write: Callable[[Spec], emit.Kernel]
-) -> Prepared:
+def _specialized(v: Any) -> Any:
+    """What a compiled kernel may rely on of an argument."""
+    if isinstance(v, Tensor):
+        return v.data_ptr() & 15, v.dtype, v.stride()
+    return v.bit_length() > 31 if isinstance(v, int) else type(v)
+
+
+def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -> Prepared:
     """Write a kernel for a panel of these sizes. ``values``: leaves as numbers or tensors ``[1, length(, length)]``."""
+    fold = work.fold
     given = [values[e] for e in fold.leaves]
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
     letters = tuple(sorted(here.letters.items()))
@@ -192,7 +211,7 @@ def prepare(
     spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, in_lanes, False)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
     plan = replace(PLANS[over], block_folded=_power(lengths[1], PLANS[over].block_folded))
-    written = write(spec)
+    written = work.write(spec)
     blocks = (plan.block_kept, plan.block_folded)
     wide = any(_is_wide(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
     return Prepared(written, plan, lengths, wide)
