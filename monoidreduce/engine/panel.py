@@ -9,7 +9,7 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,9 @@ class Step(Protocol):
         """Bytes in which something fits."""
 
     def begin(self, panel: panels.Panels) -> None: ...
+
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        """The rows and columns of the panels, in their order."""
 
     def __call__(self, group: range, part: Part) -> None:
         """Do a group of stages to a panel, and hand over the results that are complete."""
@@ -150,7 +153,7 @@ class _Run:
         if self.panel is None:
             raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
         self.step.begin(self.panel)
-        for rows, cols in _parts(self.sizes, self.panel):
+        for rows, cols in self.step.walk_panels():
             part = _Part(self, rows, cols)
             for group in self.step.groups:
                 self.step(group, part)
@@ -203,7 +206,7 @@ class _Run:
             self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
 
 
-def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
+def cut_evenly(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
     """The panels in their order; where there are no pairs, an empty one, which gives the identities."""
     rows = slices(sizes.rows, panel.rows) or [slice(0, 0)]
     cols = slices(sizes.cols, panel.cols) or [slice(0, 0)]
@@ -259,12 +262,16 @@ class TorchStep:
         return max(1, len(self.walk.products)) * self.kind.itemsize
 
     def begin(self, panel: panels.Panels) -> None:
+        self.panel = panel
         shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
         self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
         self.made: tuple[slice | None, set[Expr]] = (None, set())
         self.tiles = plan.choose(1, panel.rows, panel.cols, room=self.room)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
         self.buffers: dict[int, Buffers] = {}
+
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        return cut_evenly(self.sizes, self.panel)
 
     def _accumulators(self, fold: Fold) -> dict[int, Accumulator]:
         found = {}

@@ -102,3 +102,32 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
         got = layer.op(q, k, v, 0.05)
     torch.testing.assert_close(got, torch.softmax(q @ k.T * 0.05, -1) @ v)
     assert used and not [w for w in recwarn if isinstance(w.message, mr.FallbackWarning)]
+
+
+@pytest.mark.parametrize("limit", [600, 2000])
+def test_what_is_not_written_yet_holds_the_rest(limit, used, seed):
+    """bfloat16 column gradients lend their memory: the panel, and the float32 totals of the row gradients."""
+    args = [torch.randn(s, dtype=torch.float64).bfloat16() for s in ((14, 30), (500, 30), (500,))]
+    target = torch.randint(500, (14,))
+
+    def sum_of_rows(x, w, bias, target):
+        return (loss(x, w, target, bias) * torch.arange(14)).sum()
+
+    def plain_sum(x, w, bias, target):
+        s = (x @ w.mT + bias).to(torch.promote_types(x.dtype, torch.float32))
+        return (F.cross_entropy(s, target, reduction="none") * torch.arange(14)).sum()
+
+    with mr.use(engine="panel"), mr.budget("1MB"):
+        one = pulled(sum_of_rows, args, target)
+    used.clear()
+    with mr.use(engine="panel"), mr.budget(14 * 500 * 2):
+        value = loss(args[0], args[1], target, args[2])
+        given = [a.detach().requires_grad_() for a in args]
+        value = sum_of_rows(*given, target)
+    with mr.use(engine="panel"), mr.budget(limit):
+        grads = torch.autograd.grad(value * 0.3, given)
+    assert used[-1].tail is not None
+    got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
+    truth = pulled(plain_sum, cast(args, torch.float64), target)
+    assert_error_rule([(got, pulled(plain_sum, args, target), truth)], factor=3.0)
+    assert_error_rule([(one, pulled(plain_sum, args, target), truth)], factor=3.0)

@@ -8,19 +8,20 @@ a kernel of their own. Numbers come from the generator of the other kernels, a p
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...plan import panels
+from ...plan import panels, tail
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
-from ..panel import ALIGN, Part
+from ..panel import ALIGN, Part, cut_evenly
 from ..tilecode import Contraction
 from ..walks import Walk, fed
 from . import sweep
@@ -86,11 +87,22 @@ class KernelStep:
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
             return whole
+        found_tail = self._tail(room)
+        if found_tail:
+            return panels.Panels(rows, found_tail.own, tail=found_tail)
         if not self._each("rows"):
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
         return panels.Panels(*found[::-1]) if found else whole
+
+    def _tail(self, room: int) -> tail.Tail | None:
+        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
+        if not self.stored or not self._each("rows"):
+            return None
+        line = max(self._widths("rows")) * self.stored.itemsize
+        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
+        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
@@ -111,8 +123,11 @@ class KernelStep:
 
     def _each(self, over: str) -> int:
         """Bytes of the totals of one row or column."""
+        return sum(self._widths(over)) * self.sizes.compute.itemsize
+
+    def _widths(self, over: str) -> list[int]:
         vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return sum(self.sizes.of(str(v.feature)) * self.sizes.compute.itemsize for v in vectors if v is not None)
+        return [self.sizes.of(str(v.feature)) for v in vectors if v is not None]
 
     def _is_sum(self) -> bool:
         """Whether parts of a row can be added up: one stage, of sums and of picks."""
@@ -121,9 +136,10 @@ class KernelStep:
 
     def begin(self, panel: panels.Panels) -> None:
         self.panel = panel
-        self.panels = {f: self._buffer(self.kind) for f in self.walk.products}
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
-        self.extra = {key: self._buffer(key[1]) for key in sorted(numbered, key=str)}
+        self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
+        self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
+        self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
@@ -132,6 +148,42 @@ class KernelStep:
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
         return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
+
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        if self.panel.tail is None:
+            return cut_evenly(self.sizes, self.panel)
+        return self._take_turns(self.panel.tail)
+
+    def _take_turns(self, plan: tail.Tail) -> Iterator[tuple[slice, slice]]:
+        """Panels of all rows, in the memory of the largest column gradient until that is written."""
+        cut, rows = self.parts[0], self.sizes.rows
+        sums = {over: [(0, place) for place, o, _ in cut.sums if o == over] for over in ("rows", "cols")}
+        widths = {over: dict(zip(sums[over], self._widths(over), strict=True)) for over in sums}
+        for key, width in widths["rows"].items():
+            self.totals[key] = torch.empty(self.sizes.cols, width, dtype=self.kind, device=self.sizes.device)
+        host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
+        at = plan.totals
+        for key, width in widths["cols"].items():
+            size = rows * width * self.sizes.compute.itemsize
+            self.totals[key] = host[at : at + size].view(self.sizes.compute).view(rows, width).zero_()
+            at += size
+        for turn in plan.turns:
+            if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
+                self.totals |= {key: self.totals[key].to(self.kind) for key in widths["cols"]}
+                widths["cols"] = {}
+            self.over = turn.over
+            self.buffers = self.own if turn.at is None else self._inside(host, turn)
+            yield slice(0, rows), slice(turn.first, turn.last)
+
+    def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
+        """The panel's buffers in the memory of something else."""
+        found, at = {}, turn.at or 0
+        width = -(-(turn.last - turn.first) // ALIGN) * ALIGN
+        for key, kind in self.kinds.items():
+            size = self.sizes.rows * width * kind.itemsize
+            found[key] = host[at : at + size].view(kind).view(self.sizes.rows, width)
+            at += size
+        return found
 
     # A group of stages of one panel
 
@@ -142,7 +194,7 @@ class KernelStep:
         self._fold_rows(at, part, here)
         weights = self._sweep(group, part, here)
         for place, over, products in cut.sums:
-            value = self._contract((at, place), over, products, weights, part)
+            value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value])
         for place, e in cut.tops:
@@ -164,7 +216,7 @@ class KernelStep:
             if home is None:
                 found[w] = values[inside][0]
                 continue
-            buffer = self.extra[home, kind] if isinstance(home, int) else self.panels[home].view(kind)
+            buffer = self.buffers[(home, kind) if isinstance(home, int) else home].view(kind)
             found[w] = buffer[: here.rows, : here.cols]
             written.append(inside)
             outputs += [found[w], found[w].stride(0)]
@@ -174,6 +226,8 @@ class KernelStep:
         places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
         own = combine.split(Fold((), tuple(r for fold in whole.folds for r in fold)), [n[0] for n in numbers])
         for (stage, place), (r, results) in zip(places, own, strict=True):
+            if "cols" not in self.over:
+                continue
             if moved:
                 self._combine(self.states[stage], place, r, results, part)
             else:
@@ -183,7 +237,7 @@ class KernelStep:
     def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
         """Numbers folded over the rows of a panel, added to those of the panels before."""
         cut, stage = self.parts[at], self.walk.stages[at]
-        if not cut.numbers["rows"]:
+        if not cut.numbers["rows"] or "rows" not in self.over:
             return
         fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
         values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
@@ -206,8 +260,8 @@ class KernelStep:
         return value
 
     def _product(self, f: Expr, part: Part) -> Tensor:
-        where = (part.rows, part.cols)
-        panel = self.panels[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
+        where = (part.rows, part.cols, self.over)
+        panel = self.buffers[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
         if self.made[0] != where:
             self.made = (where, set())
         if f not in self.made[1]:
@@ -251,7 +305,8 @@ class KernelStep:
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
             vector = vectors[c.vector].to(weight.dtype)
-            hardware.contract_into(out, weight, vector, add=k > 0 or (not alone and folded.start > 0))
+            begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
+            hardware.contract_into(out, weight, vector, add=k > 0 or begun)
         if alone:
             return out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
