@@ -1,5 +1,7 @@
 """Turns that use the column gradients' own memory: nothing that is still needed is ever written over."""
 
+import itertools
+
 import pytest
 
 from monoidreduce.plan.tail import COLS, ROWS, tail
@@ -39,7 +41,7 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
     for over in done:
         assert done[over] == cols
         ordered = sorted(spans[over])
-        assert all(a[1] == b[0] for a, b in zip(ordered, ordered[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
     met_twice = sum(t.last - t.first for t in plan.turns if t.over == ROWS)
     assert met_twice <= totals // line + 2
 

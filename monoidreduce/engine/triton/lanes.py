@@ -1,7 +1,7 @@
 """Kinds of reductions where a program instance owns one row: running values are kept per lane, and joined at the end.
 
 A row of a panel is long and its tiles are wide. Reducing every tile would make all warps wait for each other several
-times a tile; a lane that keeps its own maximum and sum waits for nobody, and needs one exponential a pair.
+times a tile; a lane that keeps its own waits for nobody.
 """
 
 from __future__ import annotations
@@ -10,57 +10,87 @@ from typing import Any
 
 from ...program.expr import Expr
 from . import kinds
+from .exponents import LOG2E
 from .kinds import Kind
 from .matched import matches
 from .values import Values
 
-_LEAST = "-3.4028234663852886e+38"  # a finite start: -inf - -inf would be NaN
+_FAR = 60  # in powers of two: up to here above what was guessed, the sums neither overflow nor lose digits
 
 
 class LaneSoft(kinds.Soft):
-    """A maximum and Σ exp(s - maximum) per lane. exp(-|s - top|) is the new pair's weight, or the old sum's."""
+    """Σ exp(s - ref) per lane, with the first tile's maximum as ``ref``, and the true maximum kept beside it.
+
+    So a pair costs one exponential and nothing waits for a maximum. Where the maximum proves to lie too far from the
+    guess, which sums could not bear, the row is walked again, measured from the true one.
+    """
 
     def prepare(self) -> None:
-        self.fast, self.product = False, None
-        self.values = [x.feature for x in self.reduction.args[1:]]
+        self.fast, self.product = self.v.spec.narrow is not None, None
+        self.sums = [f"{self.name}_total", *(f"{self.name}_mean{k}" for k in range(len(self.reduction.args) - 1))]
+
+    def _logit(self, fields: tuple[Expr, ...]) -> tuple[str, str]:
+        """The logit, and the factor that makes it an exponent."""
+        logit, factor = self._scaled(fields[0]) if self.fast else (fields[0], "")
+        s = self.v.full(logit)
+        s = self.v.bind((s, "seen"), self.v.seen(s, 'float("-inf")'), True) if self.v.masked else s
+        return s, f" * {factor}" if factor else ""
+
+    def peek(self, fields: tuple[Expr, ...]) -> None:
+        """The guess, from one tile."""
+        s, factor = self._logit(fields)
+        self.v.inside.append(f"{self.name}_ref = finite(tl.max({s}, 1){factor})")
 
     def start(self) -> list[str]:
-        n, kind = self.name, self.v.float
-        state = [f"{n}_total", *(f"{n}_mean{k}" for k in range(len(self.values)))]
-        least = f"{n}_top = tl.full([KEPT, FOLDED], {_LEAST}, {kind})"
-        return [least, *(f"{name} = tl.zeros([KEPT, FOLDED], {kind})" for name in state)]
+        top = f'{self.name}_top = tl.full([KEPT, FOLDED], float("-inf"), {self.v.float})'
+        return [top, *self.clear()]
+
+    def clear(self) -> list[str]:
+        return [f"{name} = tl.zeros([KEPT, FOLDED], {self.v.float})" for name in self.sums]
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        s = v.seen(v.full(fields[0]), 'float("-inf")')
+        s, factor = self._logit(fields)
         v.inside += [
-            f"{n}_s = {s}",
-            f"{n}_more = {n}_s > {n}_top",
-            f"{n}_gap = tl.where({n}_s == {n}_top, 1.0, tl.exp(-tl.abs({n}_s - {n}_top)))  # infinity meets itself",
-            f"{n}_weight = tl.where({n}_more, 1.0, {n}_gap)",
-            f"{n}_shrink = tl.where({n}_more, {n}_gap, 1.0)",
-            f"{n}_total = {n}_total * {n}_shrink + {n}_weight",
-            f"{n}_top = tl.where({n}_more, {n}_s, {n}_top)",
+            f"{n}_top = tl.maximum({n}_top, {s})",
+            f"{n}_weight = {'tl.exp2' if self.fast else 'tl.exp'}({s}{factor} - {n}_ref[:, None])",
+            f"{n}_total += {n}_weight",
         ]
-        for k, value in enumerate(fields[1:]):
-            part = v.seen(f"{n}_weight * {v.full(value)}", "0.0")
-            v.inside.append(f"{n}_mean{k} = {n}_mean{k} * {n}_shrink + {part}")
+        for name, value in zip(self.sums[1:], fields[1:], strict=True):
+            part = f"{n}_weight * {v.full(value)}"
+            v.inside.append(f"{name} += {v.seen(part, '0.0')}")
+
+    def check(self, factor: str) -> list[str]:
+        """``{name}_far``: how far the guess lay from the maximum of a row that has one."""
+        n = self.name
+        return [
+            f"{n}_most = tl.max({n}_top, 1){factor}",
+            f'{n}_far = tl.max(tl.where({n}_most == float("-inf"), 0.0, tl.abs({n}_most - {n}_ref)))',
+        ]
+
+    def correct(self) -> list[str]:
+        return [f"{self.name}_ref = finite({self.name}_most)", *self.clear()]
 
     def finish(self) -> list[tuple[list[str], Any]]:
-        n, infinite = self.name, 'float("inf")'
-        names = [f"{n}_total", *(f"{n}_mean{k}" for k in range(len(self.values)))]
+        n = self.name
         self.v.inside += [
-            f"{n}_most = tl.max({n}_top, 1)",
-            f"{n}_share = tl.where({n}_top == {n}_most[:, None], 1.0, tl.exp({n}_top - {n}_most[:, None]))",
-            f"{n}_share *= tl.where({n}_most == {infinite}, {infinite}, 1.0)[:, None]",
-            *(f"{name}_row = tl.sum({name} * {n}_share, 1)" for name in names),
-            f"{n}_none = ({n}_total_row == 0.0) | ({n}_most == {infinite})",
-            f"{n}_peak = tl.where({n}_none, 0.0, {n}_most)",
+            *(f"{name}_row = tl.sum({name}, 1)" for name in self.sums),
+            f"{n}_peak = tl.where({n}_total_row == 0.0, 0.0, {n}_ref)" + (f" * {1 / LOG2E!r}" if self.fast else ""),
             f"{n}_log = tl.log({n}_total_row)",
             f"{n}_seen = tl.where({n}_total_row == 0.0, 1.0, {n}_total_row)  # a row that sees nothing has mean 0",
         ]
-        means = [([f"{name}_row / {n}_seen"], None) for name in names[1:]]
+        means = [([f"{name}_row / {n}_seen"], None) for name in self.sums[1:]]
         return [([f"{n}_log + {n}_peak"], None), *means, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
+
+
+def guarded(guessing: list[LaneSoft], walk: list[str], again: list[str]) -> list[str]:
+    """A walk, and another one where a guess was too far off."""
+    if not guessing:
+        return walk
+    checks = [line for k in guessing for line in k.check(k._logit(k.reduction.args)[1])]
+    far = " | ".join(f"({k.name}_far > {_FAR})" for k in guessing)
+    corrections = [line for k in guessing for line in k.correct()]
+    return [*walk, *checks, f"if {far}:", *(f"    {line}" for line in [*corrections, *again])]
 
 
 class LaneBest(kinds.Best):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...program.reductions import KINDS
 from ..evaluate import Sizes
 from . import emit, lanes, launch, source
 from .joint import PLACES
+from .kinds import Kind
 from .launch import Call
 from .plan import KernelPlan
 from .spec import Spec
@@ -103,7 +104,9 @@ class _Writer:
         v, self.v.before = self.v, []
         kinds = [lanes.make(self.made + k, r, v) for k, r in enumerate(reductions)]
         self.made += len(kinds)
-        turns = [list(emit._turn(v, kinds, {}, masked)) for masked in (False, True)]
+        guessing = [kind for kind in kinds if isinstance(kind, lanes.LaneSoft)]
+        guess = self._peek(guessing)
+        walk = lanes.guarded(guessing, self._walk(kinds), self._walk(guessing))
         v.loop(False)
         texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
         results = v.inside
@@ -113,7 +116,26 @@ class _Writer:
             v.outer[name] = f"{x}[:, None]"
             self.outs.append(out)
         self.helpers += [line for kind in kinds for line in ([*kind.helpers, ""] if kind.helpers else [])]
-        self.body += ["", *v.before, *(line for kind in kinds for line in kind.start()), *self._walk(*turns), *results]
+        begin = [line for kind in kinds for line in kind.start()]
+        self.body += ["", *v.before, *begin, *guess, *walk, *results]
+        self.walks += 1
+
+    def _peek(self, guessing: list[lanes.LaneSoft]) -> list[str]:
+        """A look at the first tile."""
+        if not guessing:
+            return []
+        self.v.loop(True)
+        for kind in guessing:
+            kind.peek(kind.reduction.args)
+        return [
+            "start = 0",
+            "folded_at = start + tl.arange(0, FOLDED)",
+            "folded_in = folded_at < folded_size",
+            *self.v.inside,
+        ]
+
+    def _walk(self, kinds: Sequence[Kind]) -> list[str]:
+        return self._loops(*(list(emit._turn(self.v, list(kinds), {}, masked)) for masked in (False, True)))
 
     def write(self, weights: tuple[Expr, ...]) -> None:
         """One walk that writes numbers per pair. Every tile is read whole before any of it is written over."""
@@ -130,12 +152,11 @@ class _Writer:
                 v.inside.append(f"tl.store(out{k} + {at}, {text}, mask={mask})")
             turns.append(v.inside)
         self.outs += [name for k in range(first, first + len(weights)) for name in (f"out{k}", f"out{k}_r")]
-        self.body += ["", *v.before, *self._walk(*turns)]
+        self.body += ["", *v.before, *self._loops(*turns)]
 
-    def _walk(self, whole: list[str], ragged: list[str]) -> list[str]:
+    def _loops(self, whole: list[str], ragged: list[str]) -> list[str]:
         """The loop over whole tiles, and what lies beyond them: before it on the way back, after it on the way."""
         back = self.walks % 2 == 1
-        self.walks += 1
         at = "folded_at = start + tl.arange(0, FOLDED)"
         loop = ["for t in range(0, whole):", f"    start = {'(whole - 1 - t)' if back else 't'} * FOLDED", f"    {at}"]
         loop += [f"    {line}" for line in whole]
@@ -208,7 +229,8 @@ def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
     letters = tuple(sorted(here.letters.items()))
     in_lanes = over == "cols"
-    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], None, 1, False, in_lanes, False)
+    narrow = "bfloat16" if any(e.is_pair and t == "bfloat16" for e, t in zip(fold.leaves, types, strict=True)) else None
+    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], narrow, 1, False, in_lanes, False)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
     plan = replace(PLANS[over], block_folded=_power(lengths[1], PLANS[over].block_folded))
     written = work.write(spec)
