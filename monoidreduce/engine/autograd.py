@@ -8,6 +8,7 @@ the registered operator (``library.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import autocast, library
+from . import asked, autocast, library
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -115,7 +116,7 @@ class _Traced(torch.autograd.Function):
         context, leaves, results = _kept(ctx)
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
-        asked = tuple(isinstance(t, Tensor) for t in tangents)
+        wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
         if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
             return tuple(torch.zeros_like(r) if k in moving else None for k, r in enumerate(results))
@@ -124,7 +125,7 @@ class _Traced(torch.autograd.Function):
             cotangents: list[Tensor | None] = [None] * len(results)
             for k, value in zip(moving, g, strict=True):
                 cotangents[k] = value
-            return tuple(t for t in _gradients(context, leaves, results, asked, cotangents) if t is not None)
+            return tuple(t for t in _gradients(context, leaves, results, wanted, cotangents) if t is not None)
 
         with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
             pull: Any = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))[1]
@@ -146,7 +147,7 @@ def _primal(value: Any) -> Any:
 
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    ctx.context = context
+    ctx.context, ctx.asked = context, asked.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -166,13 +167,15 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
     context, leaves, results = _kept(ctx)
-    asked = ctx.needs_input_grad[1:]
+    wanted = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-    if autocast.region(results) is None:
-        return None, *_gradients(context, leaves, results, asked, cotangents)
-    with torch.autocast(context.sizes.device.type, enabled=False):  # a backward called inside a region
-        return None, *_gradients(context, leaves, results, asked, cotangents)
+        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
+    with contextlib.ExitStack() as around:
+        if ctx.asked != asked.NOTHING:
+            around.enter_context(asked.again(ctx.asked))
+        if autocast.region(results) is not None:  # a backward called inside a region
+            around.enter_context(torch.autocast(context.sizes.device.type, enabled=False))
+        return None, *_gradients(context, leaves, results, wanted, cotangents)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,12 +203,12 @@ def _gradients(
     context: Context,
     leaves: list[Any],
     results: list[Tensor],
-    asked: tuple[bool, ...],
+    wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
     numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-    key = (asked, tuple(g is not None for g in cotangents), numbers)
+    key = (wanted, tuple(g is not None for g in cotangents), numbers)
     made = context.gradients.get(key)
     if made is None:
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
@@ -220,15 +223,15 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
+    results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
     program = lower(tuple(e for e in outputs if e is not None))
     names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
     made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
     lowered = iter(program.outputs)
-    wanted = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if asked[k]]
-    return made, tuple(names[n] for n in made.inputs), tuple(wanted)
+    found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
+    return made, tuple(names[n] for n in made.inputs), tuple(found)
 
 
 def zero(leaf: Tensor) -> Tensor:

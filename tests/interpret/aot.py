@@ -180,6 +180,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mr.use(engine="triton"),
         mock.patch.object(plan, "SHARED", LIMITS[capability]),
         mock.patch.object(engine, "_READY", {}),
+        mock.patch.object(engine.describe, "descriptors", lambda device: capability >= 90),
         mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
         use_plan(plans or {}),
@@ -216,6 +217,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):
+            shape = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:

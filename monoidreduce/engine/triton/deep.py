@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .spec import WIDEST, Spec
@@ -36,22 +39,53 @@ def rounds(spec: Spec) -> bool:
     return spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
 
 
+def vectors(spec: Spec) -> list[Expr]:
+    """The leaves whose products are walked."""
+    products = [
+        e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
+    ]
+    return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
+
+
+def describable(v: Tensor, batch: tuple[int, ...], narrow: torch.dtype | None) -> bool:
+    """Whether a tensor's vectors can come by a descriptor: one batch element, rows that begin on 16 bytes."""
+    aligned = v.stride(-1) == 1 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
+    return aligned and v.dtype is narrow and v.stride(-2) > 0 and torch.Size(batch).numel() == 1
+
+
 def product(v: Values, kept: Expr, folded: Expr) -> str:
     """The lines that walk a product's features; the name that holds it."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found
-    width = v.spec.width(kept.feature)
     total = v.bind((kept, folded, "deep"), "tl.zeros([KEPT, FOLDED], tl.float32)", True)
-    lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
-    sides = [_vectors(v, e, side, lane) for e, side in ((kept, "kept"), (folded, "folded"))]
-    whole = width // DEPTH * DEPTH
-    v.inside += [f"for d in range(0, {whole}, {DEPTH}):", f"    {_step(v, total, sides, 'd', '')}"]
-    if width > whole:
-        v.inside.append(_step(v, total, sides, str(whole), f", mask=({lane} < {width - whole})[None, :], other=0"))
+    if v.spec.described:
+        blocks = [f"{kept.attrs[0]}_desc.load([tile * KEPT, d])", f"{folded.attrs[0]}_desc.load([start, d])"]
+        v.inside += _loop(total, v.spec.width(kept.feature), blocks)
+    else:
+        _by_pointers(v, kept, folded, total)
     if rounds(v.spec):
         v.inside.append(f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it")
     return total
+
+
+def _loop(total: str, width: int, blocks: list[str]) -> list[str]:
+    return [f"for d in range(0, {width}, {DEPTH}):", f"    {_dot(total, blocks)}"]
+
+
+def _dot(total: str, blocks: list[str]) -> str:
+    return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total})"
+
+
+def _by_pointers(v: Values, kept: Expr, folded: Expr, total: str) -> None:
+    width = v.spec.width(kept.feature)
+    lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
+    sides = [_vectors(v, e, side, lane) for e, side in ((kept, "kept"), (folded, "folded"))]
+    whole = width // DEPTH * DEPTH
+    v.inside += _loop(total, whole, [_block(v, *side, "d", "") for side in sides])
+    if width > whole:
+        mask = f", mask=({lane} < {width - whole})[None, :], other=0"
+        v.inside.append(_dot(total, [_block(v, *side, str(whole), mask) for side in sides]))
 
 
 def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
@@ -62,9 +96,6 @@ def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _step(v: Values, total: str, sides: list[tuple[str, str, str]], at: str, mask: str) -> str:
-    blocks = []
-    for vectors, stride, kind in sides:
-        text = f"tl.load({vectors} + {at} * {stride}{mask})"
-        blocks.append(text if kind == v.operand_type() else f"{text}.to(tl.{v.operand_type()})")
-    return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total})"
+def _block(v: Values, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
+    text = f"tl.load({vectors} + {at} * {stride}{mask})"
+    return text if kind == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"

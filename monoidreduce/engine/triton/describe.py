@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
 from ..tilecode import contractions
-from . import deep, skip
+from . import deep, skip, source
 from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
@@ -61,6 +62,9 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None),
     )
+    taken = [values[e] for e in deep.vectors(spec)]
+    if taken and descriptors(sizes.device) and all(deep.describable(v, batch, narrow) for v in taken):
+        spec = replace(spec, described=True)
     return spec, tuple(casts)
 
 
@@ -90,6 +94,13 @@ def shared(device: torch.device) -> int:
     """Bytes of shared memory of a program instance; 0 where the device does not say."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 0))
+
+
+@functools.cache
+def descriptors(device: torch.device) -> bool:
+    """Whether kernels may read by tensor descriptors: Hopper and later (and the interpreter), since Triton 3.4."""
+    able = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    return able and source.version() >= (3, 4)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import device, kinds, skip
+from . import deep, device, kinds, skip
 from .kinds import Kind, known
 from .spec import TINY, Spec, padded
 from .values import Values
@@ -90,7 +90,8 @@ def kernel(spec: Spec) -> Kernel:
         *(f"    {line}" if line else "" for line in body),
     ]
     own = _own("\n".join(helpers))
-    text = "\n".join([_header(spec, used), *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
+    header = [_header(spec, used), *(["from triton.tools.tensor_descriptor import TensorDescriptor"] * spec.described)]
+    text = "\n".join([*header, *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
     width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
@@ -189,6 +190,7 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     names += sizes
     names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
     names += [f"{name}_reach" for name, _ in reaches(spec)]
+    names += [f"{e.attrs[0]}_desc" for e in deep.vectors(spec)] if spec.described else []
     return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
 
 

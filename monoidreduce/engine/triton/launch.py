@@ -20,7 +20,7 @@ from ...program.reductions import KINDS
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Sizes
-from . import describe, emit, recent, rows, skip, source, topk
+from . import deep, describe, emit, recent, rows, skip, source, topk
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
@@ -128,6 +128,7 @@ class Launch:
             if self.spec.bounds:
                 arguments += self._bounds(values)
             arguments += [rows.reach(values[e]) for _, e in self.reaches]
+            arguments += self._descriptors(values)
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
@@ -171,6 +172,16 @@ class Launch:
             if r.attrs[0] == "topk" and k == 0:
                 outputs[at : at + 2] = topk.tidy(r, *outputs[at : at + 2])
         return outputs
+
+    def _descriptors(self, values: Values) -> list[Any]:
+        if not self.spec.described:
+            return []
+        make, found = source.load(self.kernel.text).TensorDescriptor, []
+        for e in deep.vectors(self.spec):
+            v = values[e].view(*values[e].shape[-2:])
+            block = [self.plan.block_folded if self.spec.folds(e) else self.plan.block_kept, deep.DEPTH]
+            found.append(make(v, list(v.shape), list(v.stride()), block))
+        return found
 
     def _bounds(self, values: Values) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""

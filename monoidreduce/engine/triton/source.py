@@ -71,12 +71,13 @@ def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[...,
 
     It is right only for arguments of the same types, the same integers and pointers of the same alignment.
     """
-    if not hasattr(compiled, "packed_metadata") or _version() < (3, 4):  # interpreted, or constants not passed
+    if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
         return None
     launch = compiled[(grid, 1, 1)]
     return lambda *arguments: launch(*arguments, *constants)
 
 
 @functools.cache
-def _version() -> tuple[int, ...]:
+def version() -> tuple[int, ...]:
+    """Triton's."""
     return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])

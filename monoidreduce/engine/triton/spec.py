@@ -36,6 +36,7 @@ class Spec:
     exact: bool = True  # whether float32 products are to be as exact as float32 allows
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
     deep: bool = False  # whether products may have more features than a block: they are then walked
+    described: bool = False  # and whether their vectors come by tensor descriptors
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
