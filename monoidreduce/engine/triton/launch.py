@@ -56,8 +56,12 @@ def execute(call: Call) -> Callable[..., Any] | None:
     )
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
-        compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
-        return source.again(compiled, call.grid, tuple(constants.values()))
+        given = source.described(module, call.arguments)
+        compiled = getattr(module, call.kernel.name)[(call.grid,)](*given, **constants, **options)
+        again = source.again(compiled, call.grid, tuple(constants.values()))
+    if again is None or not any(isinstance(v, source.Descriptor) for v in call.arguments):
+        return again
+    return lambda *arguments: again(*source.described(module, arguments))
 
 
 class Launch:
@@ -176,12 +180,8 @@ class Launch:
     def _descriptors(self, values: Values) -> list[Any]:
         if not self.spec.described:
             return []
-        make, found = source.load(self.kernel.text).TensorDescriptor, []
-        for e in deep.vectors(self.spec):
-            v = values[e].view(*values[e].shape[-2:])
-            block = [self.plan.block_folded if self.spec.folds(e) else self.plan.block_kept, deep.DEPTH]
-            found.append(make(v, list(v.shape), list(v.stride()), block))
-        return found
+        sides = [(values[e].view(*values[e].shape[-2:]), self.spec.folds(e)) for e in deep.vectors(self.spec)]
+        return [source.Descriptor(v, (self.blocks[folded], deep.DEPTH)) for v, folded in sides]
 
     def _bounds(self, values: Values) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""

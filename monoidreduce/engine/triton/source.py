@@ -14,11 +14,13 @@ import linecache
 import os
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def folder() -> Path:
@@ -64,6 +66,24 @@ def load(text: str) -> Any:
 def on(device: torch.device) -> Any:
     """A kernel is launched on the current device: make it this one (the interpreter has none)."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A matrix that a kernel reads in blocks by a tensor descriptor, before Triton is asked to make one."""
+
+    base: Tensor
+    block_shape: tuple[int, int]
+
+
+def described(module: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Arguments with Triton's own descriptors, which a text that needs them imports."""
+    return [
+        module.TensorDescriptor(v.base, list(v.base.shape), list(v.base.stride()), list(v.block_shape))
+        if isinstance(v, Descriptor)
+        else v
+        for v in arguments
+    ]
 
 
 def again(compiled: Any, grid: int, constants: tuple[Any, ...]) -> Callable[..., Any] | None:
