@@ -9,7 +9,7 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +70,8 @@ class Part(Protocol):
     def feed(self, f: Expr) -> Any:
         """The value of an expression of one side (or given per pair) for these rows and columns."""
 
-    def keep(self, at: int, place: int, values: list[Tensor]) -> None:
-        """The results of one reduction of a stage."""
+    def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
+        """The results of one reduction of a stage; ``wholes``: those of all rows that they are part of, if they are."""
 
 
 # Running ------------------------------------------------------------------------------------------------------
@@ -135,6 +135,7 @@ class _Run:
 
     def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
         self.walk, self.whole, self.needed = walk, whole, needed
+        self.nodes = [list(by_reduction(s.fold.reductions, s.results).values()) for s in walk.stages]
         self.sizes = whole.sizes
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
@@ -161,6 +162,7 @@ class _Run:
             for nodes, value in paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
         self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+        del self.step  # and with it the panel, before another walk has its own
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
@@ -180,14 +182,14 @@ class _Run:
                 memo[e] = self.whole.memo[e][rows]
         return Evaluator(self.sizes, inputs, memo)
 
-    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
+    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator, whole: Tensor | None) -> None:
         """What later stages read of these rows, and what outputs read of all."""
         for n in nodes:
             local.memo[n] = to_layout(value, n)
             if n not in self.needed:
                 continue
-            if value.shape[0] == self.sizes.rows:
-                self.found[n] = value
+            if whole is not None or value.shape[0] == self.sizes.rows:
+                self.found[n] = value if whole is None else whole
                 continue
             if n not in self.found:
                 self.found[n] = value.new_empty((self.sizes.rows, *value.shape[1:]))
@@ -229,11 +231,9 @@ class _Part:
             return value
         return value[:, self.cols] if f.rows else value[self.cols]
 
-    def keep(self, at: int, place: int, values: list[Tensor]) -> None:
-        stage = self.run.walk.stages[at]
-        nodes = by_reduction(stage.fold.reductions, stage.results)[stage.fold.reductions[place]]
-        for own, value in zip(nodes, values, strict=True):
-            self.run.keep(own, value, self.rows, self.local)
+    def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
+        for own, value, whole in zip(self.run.nodes[at][place], values, wholes or [None] * len(values), strict=True):
+            self.run.keep(own, value, self.rows, self.local, whole)
 
 
 # Steps in torch -----------------------------------------------------------------------------------------------

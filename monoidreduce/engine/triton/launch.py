@@ -168,7 +168,7 @@ class Launch:
         block = self.plan.block_folded
         step = -(-self.lengths[1] // (block * self.parts)) * block
         ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-        return self._tidied(combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)]))
+        return self._tidied(combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True))
 
     def _tidied(self, outputs: list[Tensor]) -> list[Tensor]:
         """The lists of the best, sorted; all else as it is."""

@@ -144,6 +144,7 @@ class KernelStep:
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
+        self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
@@ -208,7 +209,8 @@ class KernelStep:
         moved = self.panel.cols < self.sizes.cols
         whole = joint(self.walk, group, moved)
         values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
-        numbers = [_output(n.dtype, here.rows, here) for names in whole.names for n in names]
+        wholes = [self._rows(n) for names in whole.names for n in names]
+        numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
         outputs: list[Any] = list(numbers)
         found, written = {}, []
         last = group[-1]
@@ -224,15 +226,22 @@ class KernelStep:
             work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
             self._launch((group, moved), work, "cols", values, part, here, outputs)
         places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
-        own = combine.split(Fold((), tuple(r for fold in whole.folds for r in fold)), [n[0] for n in numbers])
-        for (stage, place), (r, results) in zip(places, own, strict=True):
+        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
+        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
+        for (stage, place), (r, results), (_, complete) in own:
             if "cols" not in self.over:
                 continue
             if moved:
-                self._combine(self.states[stage], place, r, results, part)
+                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
             else:
-                part.keep(stage, place, results)
+                part.keep(stage, place, results, complete)
         return found
+
+    def _rows(self, name: Expr) -> Tensor:
+        """Where a kernel writes a number of every row: allocated once, not once a panel."""
+        if name not in self.numbers:
+            self.numbers[name] = _output(name.dtype, self.sizes.rows, self.sizes)
+        return self.numbers[name]
 
     def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
         """Numbers folded over the rows of a panel, added to those of the panels before."""
@@ -244,7 +253,7 @@ class KernelStep:
         kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
         outputs = [_output(kind, here.cols, here) for kind in kinds]
         self._launch(at, sweep.Plain(fold), "rows", values, part, here, outputs)
-        found = combine.split(fold, [o[0] for o in outputs])
+        found = combine.split(fold, outputs)
         for place, (r, own) in zip(cut.places["rows"], found, strict=True):
             self._combine(self.states[at], place, r, own, part)
 
@@ -367,7 +376,7 @@ def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
 
 
 def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
-    return torch.empty(1, length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
+    return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
 
 
 def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:

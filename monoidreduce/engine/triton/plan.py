@@ -59,7 +59,10 @@ def choose(kernel: Kernel, over: str, item: int, shared: int = 0, length: int = 
 
 def _deep(kernel: Kernel, length: int, room: float) -> KernelPlan:
     """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
-    plan = KernelPlan(128, 128 if kernel.draws else 256, 8, 3) if length > 64 else KernelPlan(64, 128, 4, 4)
+    if length > 64:
+        plan = KernelPlan(128, 64, 8, 4) if kernel.draws else KernelPlan(128, 256, 8, 3)
+    else:
+        plan = KernelPlan(64, 128, 8 if kernel.draws else 4, 4)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > room:
         plan = replace(plan, num_stages=plan.num_stages - 1)
     return plan
