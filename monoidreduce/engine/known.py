@@ -72,7 +72,7 @@ def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: p
     if len(found) != 1 or widest <= panels.NARROW:
         return False
     try:
-        held = make(found[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
+        held = make(found[0], sizes, kinds).choose(budget.limit(lambda: hardware.free_memory(sizes.device)))
     except Unsupported:
         return False
     return held is not None and held.rows >= min(panels.FEW, sizes.rows)

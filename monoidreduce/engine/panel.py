@@ -146,7 +146,7 @@ class _Run:
         self.least, self.room = 0, room
         if self.sizes.rows and self.sizes.cols:
             self.least = self.step.least()
-            self.room = room or budget.limit(hardware.free_memory(self.sizes.device), self.least)
+            self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import ArgumentError
 
@@ -54,9 +54,9 @@ def asked() -> int | None:
     return _asked.get()
 
 
-def limit(free: int, least: int = 0) -> int:
-    """Bytes that may be taken where ``free`` are free: what was asked for, else a share, but no less than ``least``."""
-    return _asked.get() or max(LEAST, least, free // _SHARE)
+def limit(free: Callable[[], int], least: int = 0) -> int:
+    """Bytes that may be taken where ``free()`` are free: what was asked for, else a share, no less than ``least``."""
+    return _asked.get() or max(LEAST, least, free() // _SHARE)
 
 
 def shown(size: int) -> str:

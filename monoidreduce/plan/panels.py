@@ -15,7 +15,7 @@ NARROW = 256  # features up to here are cheaper to multiply again than pairs are
 # a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
 ADDS = 8
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
-MOST = 4096  # columns of a panel of all rows: more would not make its products faster
+MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 
 

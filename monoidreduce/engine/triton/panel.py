@@ -51,7 +51,7 @@ class KernelStep:
         """
         stage, cut = self.walk.stages[at], self.parts[at]
         product = dict(stage.products)
-        kinds = [self._weight_type(w, cut) for w in cut.weights]
+        kinds = [self.kind if w in product else self._weight_type(w, cut) for w in cut.weights]
         plain = [w in product and kind == self.kind for w, kind in zip(cut.weights, kinds, strict=True)]
         kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
         free = [f for f in self.walk.dying(at) if f not in kept]
