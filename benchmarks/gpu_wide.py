@@ -402,7 +402,7 @@ def main() -> None:
     clock = lambda: time.time() - began < options.budget
     wanted = lambda name: not options.only or any(word in name for word in options.only)
     works = _works()
-    todo = [(work.name, partial(measure, work)) for work in works]
+    todo: list[tuple[str, Callable[..., None]]] = [(work.name, partial(measure, work)) for work in works]
     largest = next(k for k, work in enumerate(works) if work.rows == 65536)
     todo += [("picks", picks), todo.pop(largest)]  # the longest last, should time run out
     for name, do in todo:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, sweep
+from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sweep
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
@@ -152,3 +152,32 @@ def test_maxima_far_from_the_first_tile(dtype):
         if s.isfinite().all():
             expected = (s.softmax(1) * s).sum(1)
             torch.testing.assert_close(mean.float(), expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
+
+
+@mr.op
+def two_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    return mr.logsumexp(x @ w) - mr.sum(torch.where(mr.col_index == target, x @ w, 0.0))
+
+
+@mr.op
+def three_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    log_p = x @ w - mr.logsumexp(x @ w)
+    return -mr.sum(torch.exp(log_p) * log_p)
+
+
+@pytest.mark.parametrize(("op", "kernels"), [(two_passes, 1), (three_passes, 2)], ids=["two passes", "three passes"])
+def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
+    """Folds, the arithmetic between them and the weights of a gradient are one kernel; a sum of vectors ends it."""
+    launched = []
+    original = launch.execute
+    monkeypatch.setattr(launch, "execute", lambda call: launched.append(call.kernel.name) or original(call))
+    args = [torch.randn(s).requires_grad_() for s in ((14, 5), (37, 5))]
+    with mr.use(engine="triton"), mr.budget(4 * 37 * 4 + 37 * 5 * 4):
+        value = op.total(*args, torch.arange(14))
+    assert used[0].rows < 14
+    assert launched == ["sweep_rows"] * (kernels * -(-14 // used[0].rows))
+    got = torch.autograd.grad(value, args)
+    with mr.use(engine="eager"):
+        truth = torch.autograd.grad(op(*args, torch.arange(14)).sum(), args)
+    for a, b in zip(got, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
