@@ -267,7 +267,8 @@ def _of_labels(
         return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
     share: Any = None
     if reduction == "mean" and options["class_weights"] is None and len(rows):
-        share = 1 / len(rows) if all_count else 1 / (index != ignore_index).sum()
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        share = 1 / len(rows) if all_count else (index != ignore_index).sum().to(wide).reciprocal()
     sums = _against_classes.total(
         rows, weight, index, ignore_index, all_count, near=near, share_of_row=share, **options
     )
