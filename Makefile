@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test lint types docs docs-serve bench release-check clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 # Redone only when what is to be installed changes. Our own build runs without isolation, so that the setuptools it
 # uses is the pinned one too.
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
-	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
 setup: $(STAMP)  ## a virtual environment with everything, at the pinned versions
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## what the library does, shown
 	$(BIN)/python -m monoidreduce demo
 
 # Two workers with one thread each: torch's own threads would fight over the cores.
-test: lint types  ## lint, types, unit tests, the examples in docstrings and in the README
+test: lint types docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/ranks  # eight processes of its own
@@ -39,9 +39,20 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
+# Warnings are errors (mkdocs.yml). The variable silences an advertisement of mkdocs-material's successor.
+docs: $(STAMP)  ## the documentation site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(STAMP)  ## the site on a local port, rebuilt as you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 bench: $(STAMP)  ## measure on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu
 
+release-check: $(STAMP)  ## wheel and sdist, installed into fresh environments without and with Triton, and tried there
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[release]' --no-build-isolation
+	$(BIN)/python -m tests.release.check
+
 clean:  ## remove everything made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

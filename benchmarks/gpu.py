@@ -42,11 +42,6 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 @mr.op
-def attention(q: Row["f"], k: Col["f"], v: Col["d"], scale: float):
-    return mr.softmax_mean(q @ k * scale, v)
-
-
-@mr.op
 def attention64(q: Row["f"], k: Col["f"], v: Col["d"]):
     return mr.softmax_mean(q @ k * 0.125, v)
 

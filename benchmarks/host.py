@@ -18,7 +18,7 @@ from torch import Tensor
 
 from monoidreduce import ops
 from monoidreduce.engine import registry
-from monoidreduce.program.reductions import KINDS
+from monoidreduce.engine.evaluate import form
 
 Call = Callable[..., Tensor]
 
@@ -57,11 +57,8 @@ def no_engine() -> Iterator[None]:
 
 
 def _zeros(reduction: Any, k: int, sizes: Any) -> Tensor:
-    kind, over, params = reduction.attrs
-    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
-    shape = (*sizes.batch, sizes.rows if over == "cols" else sizes.cols)
-    shape += () if feature is None else (sizes.of(str(feature)),)
-    return torch.zeros(shape, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device)
+    shape, dtype = form(reduction, k, sizes)
+    return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
 
 def microseconds(call: Callable[[], object], repeats: int, rounds: int = 7) -> float:

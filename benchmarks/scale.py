@@ -1,8 +1,9 @@
 """What the communication model expects of 8 to 1024 GPUs, drawn: ``python -m benchmarks.scale`` -> docs/images/*.svg.
 
 A model, not a measurement. Time is that of the matrix products, and beside it what is sent: bytes over the slowest link
-they cross and a latency per message. A ring hides what it sends behind its work; an all-reduce does not. Bytes are
-those of ``plan/communication.py``, which a test holds against what sockets count.
+they cross and a latency per message. What travels round a ring or a grid is hidden behind the work; an all-reduce, and
+what a grid gathers and sends home, is not. Bytes are those of ``plan/communication.py``, which a test holds against
+what sockets count.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from monoidreduce.plan.communication import best_mesh, gather_bytes, reduce_bytes, ring_bytes
+from monoidreduce.plan.communication import best_mesh, gather_bytes, grid_bytes, reduce_bytes, ring_bytes
 
 PRODUCTS = 400e12  # FLOP/s of bf16 products within a fold
 NODE, FABRIC = 400e9, 50e9  # bytes/s of a GPU to its seven neighbours, and beyond
 LATENCY = 10e-6  # seconds a message
 MEMORY = 80e9  # bytes of a GPU
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
+RANKS_AND_BELOW = [1, 2, 4, *RANKS]
 HERE = Path(__file__).parents[1] / "docs" / "images"
 
 
@@ -33,11 +35,27 @@ def wire(sent: float, messages: float, ranks: int) -> float:
     return sent / (NODE if ranks <= 8 else FABRIC) + messages * LATENCY
 
 
+def grid(ranks: int, work: float, *passes: tuple[float, float]) -> Point:
+    """A grid with the number of slices that is fastest, for passes of so many bytes of (all rows, all columns)."""
+
+    def point(slices: int) -> Point:
+        still = sum(grid_bytes(rows, 0, ranks, slices) for rows, _ in passes)
+        moving = sum(grid_bytes(0, cols, ranks, slices) for _, cols in passes)
+        hidden = max(work, wire(moving, len(passes) * slices, ranks))
+        held = max(rows / slices + 2 * cols / ranks for rows, cols in passes)
+        return Point(hidden + wire(still, 2 * len(passes) * ranks / slices, ranks), held)
+
+    return min((point(w) for w in RANKS_AND_BELOW if ranks % w == 0), key=lambda p: p.seconds)
+
+
 def attention(ranks: int, layout: str) -> Point:
     """1M tokens, 32 heads of 128, causal, forward and backward in bf16: ring against all-gathered keys and values."""
     tokens, width = 2**20, 32 * 128
     work = 3.5 * 4 * tokens * tokens * width / 2 / ranks / PRODUCTS
     keys = 2 * tokens * width * 2
+    if layout == "grid":  # queries and float32 outputs; cotangents and float32 gradients too, in the backward
+        one = tokens * width
+        return grid(ranks, work, (6 * one, 4 * one), (8 * one, 12 * one))
     if layout == "ring":
         forward, backward = ring_bytes(keys, 0, ranks), ring_bytes(keys, 2 * keys, ranks)
         return Point(max(work, wire(forward + backward, 2 * ranks, ranks)), 2 * keys / ranks)
@@ -66,8 +84,10 @@ def vocabulary(ranks: int, layout: str) -> Point:
 def contrastive(ranks: int, layout: str) -> Point:
     """Batches of a million pairs of 1024 features, both directions, forward and backward."""
     pairs, width = 2**20, 1024
-    work = (4 if layout == "ring" else 3) * 2 * pairs * pairs * width / ranks / PRODUCTS
+    work = (3 if layout == "all-gather" else 4) * 2 * pairs * pairs * width / ranks / PRODUCTS
     one = pairs * width * 2
+    if layout == "grid":  # embeddings, their float32 gradients in the backward, and three numbers for each
+        return grid(ranks, work, (one + 12 * pairs, one + 12 * pairs), (3 * one + 12 * pairs, 3 * one + 12 * pairs))
     if layout == "ring":
         sent = ring_bytes(one, pairs * 8, ranks) + ring_bytes(one, pairs * width * 4, ranks)
         return Point(max(work, wire(sent, 2 * ranks, ranks)), 2 * one / ranks)
@@ -76,7 +96,11 @@ def contrastive(ranks: int, layout: str) -> Point:
 
 
 PLOTS = {
-    "attention": (attention, "attention, 1M tokens", {"ring": "ring", "all-gather": "keys and values gathered"}),
+    "attention": (
+        attention,
+        "attention, 1M tokens",
+        {"ring": "ring", "grid": "grid, best W", "all-gather": "keys and values gathered"},
+    ),
     "vocabulary": (
         vocabulary,
         "cross-entropy, 256k classes, 1M tokens",
@@ -89,7 +113,7 @@ PLOTS = {
     "contrastive": (
         contrastive,
         "contrastive loss, batch of 1M",
-        {"ring": "ring", "all-gather": "embeddings gathered"},
+        {"ring": "ring", "grid": "grid, best W", "all-gather": "embeddings gathered"},
     ),
 }
 

@@ -17,42 +17,47 @@ from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
+from .plan import cache
 from .plan.budget import budget
-from .program.declare import Batch, Col, Pair, Row
-from .program.reductions import (
+from .program.body import (
     all as all,
 )
-from .program.reductions import (
+from .program.body import (
     any as any,
 )
-from .program.reductions import (
+from .program.body import (
     argmax,
     argmin,
+    col_index,
     count,
-    dropout,
-    gumbel,
     logsumexp,
     mean,
+    num_cols,
+    num_rows,
     reduce,
+    row_index,
     sample,
     softmax_mean,
+    sqdist,
     topk,
-    uniform,
     var,
     weighted_mean,
 )
-from .program.reductions import (
+from .program.body import (
     max as max,
 )
-from .program.reductions import (
+from .program.body import (
     min as min,
 )
-from .program.reductions import (
+from .program.body import (
     sum as sum,
 )
-from .program.symbol import col_index, functions, num_cols, num_rows, row_index, sqdist
+from .program.declare import Batch, Col, Pair, Row
+from .program.draws import dropout, gumbel, uniform
+from .program.symbol import functions
 from .sources import chunks
 from .stream import Stream
+from .tuning import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [
@@ -66,11 +71,13 @@ __all__ = [
     "Scalar",
     "Stream",
     "Tally",
+    "Tuning",
     "Vector",
     "__version__",
     "argmax",
     "argmin",
     "budget",
+    "cache",
     "chunks",
     "col_index",
     "count",
@@ -97,6 +104,7 @@ __all__ = [
     "sqdist",
     "tally",
     "topk",
+    "tune",
     "uniform",
     "use",
     "var",

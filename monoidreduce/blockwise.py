@@ -1,11 +1,12 @@
-"""The papers' own doors: layers from tile functions in plain torch, for what the pair language cannot say.
+"""The papers' own doors: layers from tile functions, for what the pair language cannot say.
 
 :func:`MonoidReduce` takes rows and columns apart (``proj_fold(a, b)``), :func:`mk_GeMMMapReduce` is its first form
 (``proj_fold(*x)`` and one ``chunker``). Both answer a ``torch.autograd.Function`` that walks tiles forward and, by the
 Local Gradient Theorem (2.1), walks the same tiles backward from the final product alone. :func:`elementwise_fold` and
 :func:`elementwise_grad` are the definition that both must agree with, pair by pair.
 
-Apart because a tile function is opaque: nothing here is traced or planned. Imports torch and ``errors``, nothing else.
+Apart because a tile function is opaque: nothing here is traced or planned. Tile functions written in Triton get their
+walk as a kernel (``engine/triton/handmade.py``).
 """
 
 import inspect
@@ -13,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils import _pytree as pytree  # private, but what torch.func itself flattens its arguments with
 
-from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError, ShapeError
+from monoidreduce.elementwise import check_shape, differentiable, elementwise_fold, elementwise_grad, vjp
+from monoidreduce.engine.triton import handmade
+from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError
 
 __all__ = ["MonoidReduce", "elementwise_fold", "elementwise_grad", "mk_GeMMMapReduce"]
 
@@ -35,8 +37,8 @@ def MonoidReduce(
     init: Callable[[Tensors, Tensors], Tensors],
     avals: int,
     bvals: int,
-    islice: Callable[[Tensors], Iterable[Tensors]],
-    jslice: Callable[[Tensors], Iterable[Tensors]],
+    islice: Callable[[Tensors], Iterable[Tensors]] | int,
+    jslice: Callable[[Tensors], Iterable[Tensors]] | int,
     proj_fold: Callable[[Tensors, Tensors], Tensors],
     proj_fold_bwd: Callable[[Tensors, Tensors, Tensors, Tensors], tuple[Gradients, Gradients]] | None = None,
     binary_reduce: Callable[[Tensors, Tensors], Tensors],
@@ -55,6 +57,11 @@ def MonoidReduce(
     - ``proj_fold_bwd(a, b, p, gp) -> (ga, gb)``: one tile's gradients; None where there is none (an integer input).
     - ``D(p, p_local, gp) -> gp_local``: instead of ``proj_fold_bwd``, the local gradient ``D(P^i, P^ij)`` applied to
       ``gp``; ``proj_fold`` is then differentiated by ``torch.func.vjp``. With neither, the layer is forward only.
+
+    The tile functions may all be ``@triton.jit`` functions, of blocks in registers: ``islice`` and ``jslice`` are then
+    the rows and columns of a tile (powers of two), and arguments and results stand side by side:
+    ``proj_fold(*a, *b, inside)``, ``binary_reduce(*p, *p)``, ``proj_fold_bwd(*a, *b, *p, *gp, inside)`` with a gradient
+    for each floating input. ``inside`` tells the pairs of a tile that exist. See ``docs/gpu.md``.
 
     Results and gradients of 16-bit types are accumulated in float32 and rounded once. Use it through
     ``.apply(*a, *b)``, which returns ``p``. Raises :class:`ArgumentError` and :class:`ShapeError` where functions and
@@ -77,6 +84,16 @@ def MonoidReduce(
     """
     if avals < 1 or bvals < 1:
         raise ArgumentError(detail=f"{name}: avals is {avals}, bvals {bvals}", fix="Give each side 1 tensor or more")
+    if any(map(handmade.is_kernel, (proj_fold, proj_fold_bwd, binary_reduce))):
+        if D is not None:
+            raise ArgumentError(detail=f"{name} has D and @triton.jit functions", fix="Give proj_fold_bwd instead of D")
+        functions = (proj_fold, binary_reduce, proj_fold_bwd)
+        kernels = handmade.Layer(name, init, (avals, bvals), (islice, jslice), *functions)  # type: ignore[arg-type]
+        return _make_function(kernels, f"MonoidReduce_{name}", module=init.__module__)
+    for label, cut in (("islice", islice), ("jslice", jslice)):
+        if not callable(cut):
+            fix = "Give a function that yields tiles; a number goes with @triton.jit functions"
+            raise ArgumentError(detail=f"{name}: {label} is {cut!r}", fix=fix)
 
     def walk(xs: Sequence[Tensors], ps: Sequence[Tensors]) -> Slices:
         rows = _tiles("islice", islice, [x[:avals] for x in xs] + list(ps))
@@ -165,48 +182,6 @@ def mk_GeMMMapReduce(
     return _make_function(layer, f"GeMMMapReduce_{name}", module=init.__module__)
 
 
-def elementwise_fold(monoid_id: Any, combine: Callable, f: Callable, rows: Tensors, cols: Tensors) -> list[Any]:
-    """The definition, not speed: ``P_i = ⊙_j f(A_i, B_j)`` in two loops, as a list with one T-value per row.
-
-    ``rows`` and ``cols`` are tuples of tensors; ``f`` gets the tuples of their i-th and j-th slices. A T-value is what
-    ``f`` returns: a tensor, or a tuple or dict of tensors.
-
-    >>> elementwise_fold(0.0, lambda x, y: x + y, lambda a, b: a[0] * b[0], (torch.ones(2),), (torch.arange(4.0),))
-    [tensor(6.), tensor(6.)]
-    """
-    products = []
-    for a in zip(*rows, strict=True):
-        product = monoid_id
-        for b in zip(*cols, strict=True):
-            product = combine(product, f(a, b))
-        products.append(product)
-    return products
-
-
-def elementwise_grad(
-    D: Callable, f: Callable, rows: Tensors, cols: Tensors, products: Sequence[Any], cotangents: Sequence[Any]
-) -> tuple[Gradients, Gradients]:
-    """The definition of the gradient (corollary 2.1.1) in two loops: each pair sees its row's product, no other pair.
-
-    ``D(product, h, g)`` is the cotangent of ``h = f(A_i, B_j)`` where ``g`` is that of the product. Answers the
-    gradients of ``rows`` and of ``cols``, None for tensors that are not floating.
-
-    >>> rows, cols, plus = (torch.ones(2),), (torch.arange(4.0),), lambda c, h, g: g
-    >>> elementwise_grad(plus, lambda a, b: a[0] * b[0], rows, cols, [6.0, 6.0], [torch.tensor(1.0)] * 2)
-    ((tensor([6., 6.]),), (tensor([2., 2., 2., 2.]),))
-    """
-    split = len(rows)
-    needs = [_differentiable(x) for x in rows + cols]
-    grads = [torch.zeros_like(x) if need else None for x, need in zip(rows + cols, needs, strict=True)]
-    for i, a in enumerate(zip(*rows, strict=True)):
-        for j, b in enumerate(zip(*cols, strict=True)):
-            h, pullback = _vjp(lambda x: f(x[:split], x[split:]), a + b, needs)
-            for k, local in enumerate(pullback(D(products[i], h, cotangents[i]))):
-                if local is not None:
-                    grads[k][i if k < split else j] += local  # type: ignore[index]
-    return tuple(grads[:split]), tuple(grads[split:])
-
-
 @dataclass(frozen=True)
 class _Layer:
     """What both factories boil down to. ``x`` is the flat tuple of a tile's inputs."""
@@ -220,29 +195,67 @@ class _Layer:
     tile_grad: Callable[[Tensors, Tensors, Tensors], Gradients] | None
     D: Callable[[Tensors, Tensors, Tensors], Gradients] | None
 
+    def __post_init__(self) -> None:
+        if self.tile_grad and self.D:
+            raise ArgumentError(detail=f"{self.name} has both proj_fold_bwd and D", fix="Give one; D derives the other")
 
-def _make_function(layer: _Layer, title: str, module: str) -> type[Function]:
-    if layer.tile_grad and layer.D:
-        raise ArgumentError(detail=f"{layer.name} has both proj_fold_bwd and D", fix="Give one; D derives the other")
+    def forward(self, inputs: Tensors) -> Tensors:
+        count, words = self.takes or (len(inputs), "tensors")
+        if len(inputs) != count or not all(isinstance(x, Tensor) for x in inputs):
+            raise ArgumentError(detail=f".apply was given {len(inputs)} arguments", fix=f"{self.name} takes {words}")
+        identity = _parts("init", self.init(inputs), None)
+        # A copy is ours to write on, even where init expands one number or hands back an input.
+        product = tuple(p.to(_wide(p), copy=True, memory_format=torch.contiguous_format) for p in identity)
+        for (x,), (views,) in self.walk([inputs], [product]):
+            _check_views(views, product)
+            local = _widen(_parts("proj_fold", self.proj_fold(x), len(product)))
+            new = _parts("binary_reduce", self.binary_reduce(views, local), len(product))
+            for view, value in zip(views, new, strict=True):
+                view.copy_(check_shape("binary_reduce", value, view))
+        return tuple(p.to(like.dtype) for p, like in zip(product, identity, strict=True))
 
+    def backward(self, inputs: Tensors, product: Tensors, given: Gradients, needs: Sequence[bool]) -> Gradients:
+        if not self.tile_grad and not self.D:
+            fix = "Give proj_fold_bwd=, or D= to have the backward derived; or use the result under torch.no_grad()"
+            raise NoGradientError(detail=f"{self.name} was made without a backward", fix=fix)
+        cotangent = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(given, product, strict=True))
+        # Where no gradient is wanted stands a tensor of the right shape that takes no memory.
+        totals = tuple(
+            torch.zeros_like(x, dtype=_wide(x)) if need else x.new_zeros(()).expand(x.shape)
+            for x, need in zip(inputs, needs, strict=True)
+        )
+        for (x, slots), (p, gp) in self.walk([inputs, totals], [product, cotangent]):
+            _check_views(slots, totals)
+            if self.tile_grad:
+                grads = self.tile_grad(x, p, gp)
+            elif self.D:
+                p_local, pullback = vjp(self.proj_fold, x, needs)
+                grads = pullback(_parts("D", self.D(_widen(p), _widen(p_local), _widen(gp)), len(p)))
+            for slot, grad, need in zip(slots, grads, needs, strict=True):
+                if need and grad is not None:
+                    slot.add_(check_shape("the backward", grad, slot))
+        return tuple(g.to(x.dtype) if need else None for g, x, need in zip(totals, inputs, needs, strict=True))
+
+
+def _make_function(layer: _Layer | handmade.Layer, title: str, module: str) -> type[Function]:
     class TileReduce(Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensors:
             with _named(title, inputs):
-                return _forward(layer, inputs)
+                return layer.forward(inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.arity, ctx.autocast = len(inputs), _autocast_of(inputs[0])
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*(p for p in output if not _differentiable(p)))
+            ctx.mark_non_differentiable(*(p for p in output if not differentiable(p)))
             ctx.save_for_backward(*inputs, *output)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
             inputs, product = ctx.saved_tensors[: ctx.arity], ctx.saved_tensors[ctx.arity :]
             with torch.no_grad(), ctx.autocast(), _named(title, inputs):
-                grads = _backward(layer, inputs, product, cotangents, ctx.needs_input_grad)
+                grads = layer.backward(inputs, product, cotangents, ctx.needs_input_grad)
             # With create_graph=True, an edge to all that the gradients depend on, so that a derivative of them raises.
             ended = (layer.name, len(grads), *grads, *inputs, *cotangents)
             return _EndOfGraph.apply(*ended) if torch.is_grad_enabled() else grads
@@ -250,65 +263,6 @@ def _make_function(layer: _Layer, title: str, module: str) -> type[Function]:
     TileReduce.__name__ = TileReduce.__qualname__ = title
     TileReduce.__module__ = module
     return TileReduce
-
-
-def _forward(layer: _Layer, inputs: Tensors) -> Tensors:
-    count, words = layer.takes or (len(inputs), "tensors")
-    if len(inputs) != count or not all(isinstance(x, Tensor) for x in inputs):
-        raise ArgumentError(detail=f".apply was given {len(inputs)} arguments", fix=f"{layer.name} takes {words}")
-    identity = _parts("init", layer.init(inputs), None)
-    # A copy is ours to write on, even where init expands one number or hands back an input.
-    product = tuple(p.to(_wide(p), copy=True, memory_format=torch.contiguous_format) for p in identity)
-    for (x,), (views,) in layer.walk([inputs], [product]):
-        _check_views(views, product)
-        local = _widen(_parts("proj_fold", layer.proj_fold(x), len(product)))
-        new = _parts("binary_reduce", layer.binary_reduce(views, local), len(product))
-        for view, value in zip(views, new, strict=True):
-            view.copy_(_check_shape("binary_reduce", value, view))
-    return tuple(p.to(like.dtype) for p, like in zip(product, identity, strict=True))
-
-
-def _backward(layer: _Layer, inputs: Tensors, product: Tensors, given: Gradients, needs: Sequence[bool]) -> Gradients:
-    if not layer.tile_grad and not layer.D:
-        fix = "Give proj_fold_bwd=, or D= to have the backward derived; or use the result under torch.no_grad()"
-        raise NoGradientError(detail=f"{layer.name} was made without a backward", fix=fix)
-    cotangent = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(given, product, strict=True))
-    # Where no gradient is wanted stands a tensor of the right shape that takes no memory.
-    totals = tuple(
-        torch.zeros_like(x, dtype=_wide(x)) if need else x.new_zeros(()).expand(x.shape)
-        for x, need in zip(inputs, needs, strict=True)
-    )
-    for (x, slots), (p, gp) in layer.walk([inputs, totals], [product, cotangent]):
-        _check_views(slots, totals)
-        if layer.tile_grad:
-            grads = layer.tile_grad(x, p, gp)
-        elif layer.D:
-            p_local, pullback = _vjp(layer.proj_fold, x, needs)
-            grads = pullback(_parts("D", layer.D(_widen(p), _widen(p_local), _widen(gp)), len(p)))
-        for slot, grad, need in zip(slots, grads, needs, strict=True):
-            if need and grad is not None:
-                slot.add_(_check_shape("the backward", grad, slot))
-    return tuple(g.to(x.dtype) if need else None for g, x, need in zip(totals, inputs, needs, strict=True))
-
-
-def _vjp(f: Callable[[Tensors], Any], x: Tensors, needs: Sequence[bool]) -> tuple[Any, Callable[[Any], Gradients]]:
-    """``f(x)`` and its pullback; ``x`` and ``f(x)`` may hold integers, which torch.func.vjp does not take."""
-
-    def floating(*leaves: Tensor) -> tuple[Tensors, Any]:
-        fresh = iter(leaves)
-        h = f(tuple(next(fresh) if need else part for part, need in zip(x, needs, strict=True)))
-        return tuple(part for part in pytree.tree_leaves(h) if _differentiable(part)), h
-
-    leaves = (part for part, need in zip(x, needs, strict=True) if need)
-    _, pull, h = cast("tuple[Any, Any, Any]", torch.func.vjp(floating, *leaves, has_aux=True))
-
-    def pullback(gh: Any) -> Gradients:
-        pairs = zip(pytree.tree_leaves(gh), pytree.tree_leaves(h), strict=True)
-        full = ((torch.zeros_like(h) if g is None else g, h) for g, h in pairs if _differentiable(h))
-        pulled = iter(pull(tuple(_check_shape("D", g, h).to(h.dtype) for g, h in full)))
-        return tuple(next(pulled) if need else None for need in needs)
-
-    return h, pullback
 
 
 class _EndOfGraph(Function):
@@ -343,10 +297,6 @@ def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     return partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
 
 
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
@@ -355,7 +305,7 @@ def _widen(parts: Tensors) -> Tensors:
     return tuple(part.to(_wide(part)) for part in parts)
 
 
-def _tiles(label: str, cut: Callable[..., Any], tuples: Sequence[Tensors]) -> list[tuple[Tensors, ...]]:
+def _tiles(label: str, cut: Any, tuples: Sequence[Tensors]) -> list[tuple[Tensors, ...]]:
     """The tiles of several tuples of tensors, side by side."""
     columns = [[_parts(label, part, len(parts)) for part in cut(parts)] for parts in tuples]
     if len({len(column) for column in columns}) > 1:
@@ -384,13 +334,6 @@ def _check_views(views: Tensors, wholes: Tensors) -> None:
         ours, theirs = ([x.untyped_storage().data_ptr() for x in parts] for parts in (wholes, views))
         if ours != theirs:
             raise ArgumentError(detail="a tile is a copy: what is written there is lost", fix="Cut tiles with slices")
-
-
-def _check_shape(source: str, value: Tensor, like: Tensor) -> Tensor:
-    if value.shape != like.shape:  # never broadcast in silence
-        problem = f"{source} returned shape {list(value.shape)} for a tile of shape {list(like.shape)}"
-        raise ShapeError(detail=problem, fix="Return each tensor in its tile's shape")
-    return value
 
 
 def _describe(value: Any) -> str:

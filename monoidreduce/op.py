@@ -19,23 +19,39 @@ from torch import Tensor
 from .engine import agree, autocast, autograd, compiled, dtensors, known, registry, sharded
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
 from .engine.calls import Plan, formed, key_of
-from .engine.eager import walk
 from .engine.evaluate import Sizes
 from .engine.streaming import Walk
-from .errors import ArgumentError, MonoidReduceError, TraceError
+from .errors import ArgumentError, MonoidReduceError
+from .explain import Explanation, Measured, Subject, cost_of, explain
+from .explain import measure as measured
+from .plan import panels
+from .plan.budget import asked as budget_asked
+from .plan.budget import budget
+from .plan.cost import Cost
 from .program import declare
 from .program.expr import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place, trace
 from .stream import Prepared, Stream
+from .tuning import Tuning, tune
 
 _TRACES = 256  # kept per op, the oldest dropped
 _PLANS = 1024
 _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
-class Op:
-    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters."""
+class Op(compiled.Compiled):
+    """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+    ...     return mr.argmin(mr.sqdist(x, y))
+    >>> nearest
+    <op nearest(x: Row["d"], y: Col["d"])>
+    >>> nearest(torch.eye(2), torch.eye(2).flip(0))
+    tensor([1, 0])
+    """
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
@@ -52,9 +68,11 @@ class Op:
         self._kinds = tuple(
             "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
         )
+        self._vectors = tuple(at for at, p in enumerate(self.parameters.values()) if p.feature is not None)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
         self._plans: dict[tuple, tuple[Plan, ...]] = {}
+        self._measured: dict[tuple, Measured] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -96,7 +114,7 @@ class Op:
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not self._is_wide(args, kwargs):
             return _summed(self(*args, **kwargs))
         given = (*args, *kwargs.values())
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
@@ -109,30 +127,89 @@ class Op:
                 return traced.pack(found)
         return _summed(self(*args, **kwargs))
 
+    def within(self, limit: int | str) -> Callable[..., Any]:
+        """The same layer with a memory budget of its own, which its gradients keep.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> attention.within("64MB")(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 3)).shape
+        torch.Size([5, 3])
+        """
+        return budget(limit)(self)
+
+    def tune(self, *args: Any, backward: bool = True, quiet: bool = False, **kwargs: Any) -> Tuning:
+        """Find the fastest plans for calls like this one, and remember them: see :func:`monoidreduce.tune`.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> all(fold.seconds <= fold.safe_seconds for fold in attention.tune(*torch.randn(3, 300, 8)).folds)
+        True
+        """
+        return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
+
+    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
+        """Whether an argument may have features enough; asked first, for it costs nothing."""
+        values = self._lined_up(args, kwargs)
+        given = () if values is None else [values[at] for at in self._vectors]
+        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
+
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
         return lower(self._prepare(args, kwargs)[0].outputs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> str:
-        """What would run for this call and why, in words."""
-        traced, _, sizes, _ = self._prepare(args, kwargs)
-        program, engine = lower(traced.outputs), registry.settings().engine
-        batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
-        lines = [
-            f"{self.function.__name__}: {sizes.rows} rows × {sizes.cols} columns{batch}, "
-            f"{sizes.compute} arithmetic, engine {engine}"
-        ]
-        walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
-        count = sum(walks)
-        lines.append(
-            f"{count} pass{'es' if count != 1 else ''} over the pairs" + ("" if count else ": everything is one-sided")
-        )
-        for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
-            kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
-            lines.append(f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}")
-            if engine == "eager" and walked:
-                lines += [f"    {line}" for line in walk(p.fold, sizes)]
-        return "\n".join(lines)
+    def cost(
+        self,
+        *args: Any,
+        backward: bool = True,
+        device: torch.device | str | None = None,
+        ranks: int = 1,
+        **kwargs: Any,
+    ) -> Cost:
+        """What this call would cost by every schedule: floating operations, bytes, seconds, memory, as data.
+
+        Nothing is run or allocated, and meta tensors will do. ``backward`` counts the gradients of the arguments that
+        ask for one, or of all where none does; ``device``: another than the arguments'; ``ranks``: also divided over so
+        many. (An op that has a parameter of one of these names is given it by position.)
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+        ...     return mr.softmax_mean(q @ k, v)
+        >>> q = torch.empty(100_000, 64, device="meta")
+        >>> cost = attention.cost(q, q, q, backward=False)
+        >>> cost["flash"].flops == 4 * 100_000**2 * 64, cost["dense"].peak > 30e9, cost.chosen.schedule != "dense"
+        (True, True, True)
+        """
+        return cost_of(self._subject(args, kwargs, backward), device, ranks)
+
+    def explain(self, *args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+        """What would run for this call and why: a text, and data (``.as_dict()``).
+
+        With ``measure`` the call is run a few times, and its time and memory stand beside the predicted ones, here and
+        in later explanations of calls like it.
+
+        >>> import torch, monoidreduce as mr
+        >>> @mr.op
+        ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+        ...     return mr.min(mr.sqdist(x, y))
+        >>> text = nearest.explain(torch.randn(500, 3), torch.randn(700, 3))
+        >>> "1 pass over the pairs" in text, text.as_dict()["rows"]
+        (True, 500)
+        """
+        subject = self._subject(args, kwargs, backward)
+        key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
+        if measure:
+            self._measured[key] = measured(self, args, kwargs, backward)
+        return explain(subject, self._measured.get(key))
+
+    def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
+        traced, bound, sizes, _ = self._prepare(args, kwargs)
+        inputs = inputs_of(self.parameters, bound, sizes)
+        return Subject(self.function.__name__, traced, inputs, sizes, backward)
 
     # Over ranks, and over columns that come in chunks
 
@@ -154,7 +231,7 @@ class Op:
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
-        columns = [n for n, p in self.parameters.items() if p.axis == "cols"]
+        columns = {n: p.optional for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
         if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
             raise ArgumentError(
@@ -163,8 +240,7 @@ class Op:
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         asks = any(isinstance(v, Tensor) and v.requires_grad for v in given.values())
-        present = [n for n in columns if not self.parameters[n].optional]
-        return Stream(functools.partial(self._streamed, given), present, asks)
+        return Stream(functools.partial(self._streamed, given), columns, asks)
 
     def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)
@@ -176,13 +252,15 @@ class Op:
             return traced.pack(formed(results, traced, sizes, out))
 
         stays = {n: v for n, v in inputs.items() if n not in chunk}
+        columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agree.fingerprint(traced.outputs)} {shape}"
-        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, inputs, form)
+        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
+        inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
         results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
@@ -227,48 +305,6 @@ class Op:
     def __reduce__(self) -> str:
         return self.function.__qualname__
 
-    # Inside torch.compile
-
-    def _compiled(self, args: tuple, kwargs: dict) -> Any:
-        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
-        choices: list[Any] = []
-        values, named = list(args), dict(kwargs)
-        for at, name in enumerate(self._choices):
-            if name is not None and at < len(values):
-                choices += (name, values[at])
-                values[at] = None
-            elif name is not None and name in named:
-                choices += (name, named.pop(name))
-        call = self._call_name(*choices)
-        results = compiled.in_graph(call, *values, **named)
-        return compiled.filled(getattr(self, self._form_name()), results)
-
-    @compiled.constant
-    def _call_name(self, *choices: Any) -> str:
-        return compiled.name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
-
-    @compiled.constant
-    def _form_name(self) -> str:
-        """The attribute where the form of the last results is kept: there dynamo can guard it."""
-        form = compiled.last_form()
-        name = f"_form_{form!r}"
-        setattr(self, name, form)
-        return name
-
-    def _run_in_graph(self, choices: compiled.Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
-        chosen = dict(choices)
-        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
-        given, named = (*values, *args[len(values) :]), kwargs | chosen
-        device = autocast.region((*given, *named.values()))
-        if device is not None:
-            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
-        try:
-            plan, bound = self._planned(*compiled.opened(given, named), registry.engine())
-        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
-            plan, bound = self._planned(*compiled.closed(given, named), registry.engine())
-        results = plan.results(bound)
-        return results, plan.traced.pack(list(range(len(results))))
-
     # Binding and checking
 
     def _prepare(
@@ -276,7 +312,7 @@ class Op:
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            sizes, out = sizes_of(self.parameters, values)
+            sizes, out = sizes_of(self.parameters, values, agree.pairs_are_wide())
             traced = self._trace(values)
             sizes = agree.place(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are

@@ -1,12 +1,16 @@
 """Where streamed columns come from: arrays, memory maps and files, cut into chunks that can be read again.
 
 The one place that knows optional packages: safetensors and Parquet (pyarrow) for files, rich for a progress bar. On a
-GPU the next chunk is copied from pinned memory, on a stream of its own, while the present one is folded.
+GPU the next chunk is copied from pinned memory, on a stream of its own, while the present one is folded; a thread of
+its own fills the pinned buffers, so that the copies never wait for what the caller does between two chunks.
 """
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,40 +22,85 @@ from torch import Tensor
 from .errors import ArgumentError, ShapeError, StreamError
 
 SIZE = 65536  # columns a chunk: a few tiles, and little against any memory
+BYTES = 2**27  # of a chunk for a GPU: what is done between two chunks (1.5 ms for a search) is hidden behind its copy
 
 
-def chunks(*arrays: Any, size: int = SIZE, device: Any = None, names: Iterable[str] | None = None) -> Chunks:
+def chunks(
+    *arrays: Any,
+    size: int | None = None,
+    device: Any = None,
+    names: Iterable[str] | None = None,
+    axes: Iterable[int] | None = None,
+) -> Chunks:
     """Columns from tensors, numpy arrays, memory maps or files, ``size`` at a time, as often as they are asked for.
 
-    Several arrays of one length give tuples, in their order. A file is ``.npy`` (read as a memory map),
-    ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. With a CUDA ``device`` chunks arrive
-    there through pinned memory, the next one while the present one is used.
+    Several arrays of one length give tuples, in their order. ``axes`` says which axis of each is the columns' (the
+    first, unless told): -1 of what is given per pair, -2 of vectors behind batch dimensions. A file is ``.npy`` (read
+    as a memory map), ``.safetensors`` or ``.parquet``; of the last two ``names`` picks the columns. With a CUDA
+    ``device`` chunks arrive there through pinned memory, the next one while the present one is used; what lies in
+    pinned memory already is copied from there. Unless told, a chunk has 65536 columns, on a GPU 128 MiB of them.
 
     Raises ArgumentError, ShapeError or StreamError for what cannot be read.
 
     >>> import torch
     >>> [c[0].tolist() for c in chunks(torch.arange(5.0), size=2)]
     [[0.0, 1.0], [2.0, 3.0], [4.0]]
+    >>> [tuple(b.shape) for _, b in chunks(torch.ones(5, 4), torch.ones(3, 5), size=4, axes=(0, -1))]
+    [(3, 4), (3, 1)]
     """
-    if size < 1:
+    if size is not None and size < 1:
         raise ArgumentError(detail=f"chunks was given size = {size}", fix="Give at least one column at a time")
     opened: list[Any] = []
     for a in arrays:
         opened += _opened(a, list(names or ()))
     if not opened:
         raise ArgumentError(detail="chunks was given nothing to cut", fix="Give tensors, arrays or paths of files")
-    if len({len(a) for a in opened}) > 1:
+    cut = [_Along(a, axis) for a, axis in zip(opened, _axes(opened, axes), strict=True)]
+    if len({len(a) for a in cut}) > 1:
         raise ShapeError(
-            detail=f"the arrays differ in length: {', '.join(str(len(a)) for a in opened)}",
-            fix="Give equally many columns in each",
+            detail=f"the arrays differ in length: {', '.join(str(len(a)) for a in cut)}",
+            fix="Give equally many columns in each, and say with axes=... where they are not the first axis",
         )
-    return Chunks(opened, size, torch.device(device) if device is not None else None)
+    where = torch.device(device) if device is not None else None
+    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else _fitting(cut)), where)
+
+
+def _fitting(cut: list[_Along]) -> int:
+    """How many columns make a chunk of ``BYTES``."""
+    one = sum(_tensor(a[0:1]).nbytes for a in cut)
+    return max(1, BYTES // max(1, one))
+
+
+def _axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
+    axes = [0] * len(opened) if asked is None else list(asked)
+    if len(axes) != len(opened) or any(
+        not -len(a.shape) <= k < len(a.shape) for a, k in zip(opened, axes, strict=False)
+    ):
+        shapes = ", ".join(str(tuple(a.shape)) for a in opened)
+        raise ArgumentError(
+            detail=f"chunks was given axes {tuple(axes)} for arrays of {shapes}", fix="Give one axis for each array"
+        )
+    return axes
+
+
+class _Along:
+    """An array with the axis that is cut."""
+
+    def __init__(self, array: Any, axis: int):
+        self.array, self.axis = array, axis % len(array.shape)
+
+    def __len__(self) -> int:
+        return int(self.array.shape[self.axis])
+
+    def __getitem__(self, which: slice) -> Any:
+        stop = slice(which.start, min(which.stop, len(self)))
+        return self.array[(*(slice(None),) * self.axis, stop)] if self.axis else self.array[stop]
 
 
 class Chunks:
     """A source that can be read again; made by :func:`chunks`."""
 
-    def __init__(self, arrays: list[Any], size: int, device: torch.device | None):
+    def __init__(self, arrays: list[_Along], size: int, device: torch.device | None):
         self.arrays, self.size, self.device = arrays, size, device
 
     def __len__(self) -> int:
@@ -60,11 +109,11 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         if self.device is not None and self.device.type == "cuda":
             return _prefetched(self._cut(), self.device)
-        return self._cut()
+        return (tuple(_tensor(a) for a in arrays) for arrays in self._cut())
 
-    def _cut(self) -> Iterator[tuple[Tensor, ...]]:
+    def _cut(self) -> Iterator[tuple[Any, ...]]:
         for at in range(0, len(self.arrays[0]), self.size):
-            yield tuple(_tensor(a[at : at + self.size]) for a in self.arrays)
+            yield tuple(a[at : at + self.size] for a in self.arrays)
 
 
 def _opened(given: Any, names: list[str]) -> list[Any]:
@@ -90,16 +139,13 @@ class _Safetensor:
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
-        self.length = self._slice().get_shape()[0]
+        self.shape = tuple(self._slice().get_shape())
 
     def _slice(self) -> Any:
         return _safetensors()(str(self.path), framework="pt").get_slice(self.name)
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, which: slice) -> Tensor:
-        return self._slice()[which.start : min(which.stop, self.length)]
+    def __getitem__(self, which: Any) -> Tensor:
+        return self._slice()[which]
 
 
 def _safetensors() -> Any:
@@ -123,14 +169,12 @@ class _ParquetColumn:
         counts = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
         self.kept: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return self.starts[-1]
+        self.shape = (self.starts[-1],)  # the axis that can be cut
 
     def __getitem__(self, which: slice) -> Any:
-        stop = min(which.stop, len(self))
-        groups = [g for g in range(len(self.starts) - 1) if self.starts[g] < stop and self.starts[g + 1] > which.start]
-        cut = [self._group(g)[max(0, which.start - self.starts[g]) : stop - self.starts[g]] for g in groups]
+        start, stop = which.start, which.stop
+        groups = [g for g in range(len(self.starts) - 1) if self.starts[g] < stop and self.starts[g + 1] > start]
+        cut = [self._group(g)[max(0, start - self.starts[g]) : stop - self.starts[g]] for g in groups]
         return numpy.concatenate(cut) if cut else self._group(0)[:0]
 
     def _group(self, g: int) -> Any:
@@ -170,42 +214,83 @@ def _tensor(a: Any) -> Tensor:
     return a if isinstance(a, Tensor) else torch.from_numpy(numpy.array(a))
 
 
-def _prefetched(source: Iterator[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """The chunks on a GPU: two pinned buffers, filled in turn, and copies on a stream of their own."""
+# On a GPU -----------------------------------------------------------------------------------------------------
+
+
+def _prefetched(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """The chunks on a GPU, one ahead of the one in use, and never more: a thread copies the next when work on the last
+    but one is over."""
+    free: queue.Queue = queue.Queue()  # a place on the device each: the event after which it is free; None: stop
+    ready: queue.Queue = queue.Queue()  # chunks with the event of their copy; an error; None at the end
+    for _ in range(2):
+        free.put(torch.cuda.Event())
+    thread = threading.Thread(target=_copy_ahead, args=(source, device, free, ready), daemon=True)
+    thread.start()
+    try:
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            chunk, copied = found
+            present = torch.cuda.current_stream(device)
+            present.wait_event(copied)
+            for t in chunk:
+                t.record_stream(present)  # its memory is not given away before the work on it is over
+            del found, t
+            yield chunk
+            del chunk
+            used = torch.cuda.Event()
+            used.record(torch.cuda.current_stream(device))
+            free.put(used)
+    finally:
+        free.put(None)
+        thread.join()
+
+
+@torch.no_grad()
+def _copy_ahead(source: Iterator[tuple[Any, ...]], device: torch.device, free: Any, ready: Any) -> None:
+    """Fill two pinned buffers in turn, each while the other is copied on a stream of its own."""
     copying = torch.cuda.Stream(device)
-    pinned: list[list[Tensor]] = [[], []]
+    rooms: list[dict[int, Tensor]] = [{}, {}]
     copied = [torch.cuda.Event(), torch.cuda.Event()]
-    ahead: tuple[tuple[Tensor, ...], int] | None = None
-    for n, chunk in enumerate(source):
-        side = n % 2
-        copied[side].synchronize()  # the copy that last read this buffer is over
-        rooms: list[Tensor | None] = [*pinned[side]] or [None] * len(chunk)
-        pinned[side] = [_pinned(t, room) for t, room in zip(chunk, rooms, strict=True)]
-        with torch.cuda.stream(copying):
-            there = tuple(t.to(device, non_blocking=True) for t in pinned[side])
-            copied[side].record(copying)
-        if ahead is not None:
-            yield _arrived(*ahead, copied)
-        ahead = there, side
-    if ahead is not None:
-        yield _arrived(*ahead, copied)
+    try:
+        for n, chunk in enumerate(source):
+            side = n % 2
+            copied[side].synchronize()  # the copy that last read this buffer is over
+            pinned = [_pinned(a, rooms[side], k) for k, a in enumerate(chunk)]
+            place = free.get()
+            if place is None:
+                return
+            place.synchronize()
+            copied[side] = torch.cuda.Event()
+            with torch.cuda.stream(copying):
+                there = tuple(t.to(device, non_blocking=True) for t in pinned)
+                copied[side].record(copying)
+            ready.put((there, copied[side]))
+            del there
+        ready.put(None)
+    except BaseException as error:  # raised by whoever asks for the chunk
+        ready.put(error)
 
 
-def _pinned(t: Tensor, old: Tensor | None) -> Tensor:
-    fits = old is not None and old.dtype == t.dtype and old.shape[1:] == t.shape[1:] and len(old) >= len(t)
-    room = old if fits and old is not None else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-    return room[: len(t)].copy_(t)
+def _pinned(a: Any, rooms: dict[int, Tensor], k: int) -> Tensor:
+    """An array in pinned memory: itself where it lies there, else copied to its room, by all of torch's threads."""
+    t = a if isinstance(a, Tensor) else _seen(a)
+    if t.is_pinned():
+        return t
+    if k not in rooms or rooms[k].dtype != t.dtype or rooms[k].numel() < t.numel():
+        rooms[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
+    return rooms[k][: t.numel()].view(t.shape).copy_(t)
 
 
-def _arrived(chunk: tuple[Tensor, ...], side: int, copied: list[Any]) -> tuple[Tensor, ...]:
-    present = torch.cuda.current_stream(chunk[0].device)
-    present.wait_event(copied[side])
-    for t in chunk:
-        t.record_stream(present)  # its memory is not given away before the work on it is over
-    return chunk
+def _seen(a: numpy.ndarray) -> Tensor:
+    """An array as a tensor over the same memory, to be read only: torch knows no such tensors, and warns."""
+    if a.flags.writeable or not a.flags.c_contiguous or not a.size:
+        return torch.from_numpy(a if a.flags.writeable else numpy.array(a))
+    memory = memoryview((ctypes.c_char * a.nbytes).from_address(a.ctypes.data)).cast("B")
+    return torch.from_numpy(numpy.frombuffer(memory, a.dtype).reshape(a.shape))
 
 
-def progress(source: Iterable[Any], quiet: bool) -> Iterator[Any]:
+def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding") -> Iterator[Any]:
     """The same, with a bar for whoever sits at a terminal and has rich."""
     if quiet or not sys.stderr.isatty():
         return iter(source)
@@ -214,5 +299,6 @@ def progress(source: Iterable[Any], quiet: bool) -> Iterator[Any]:
         from rich.progress import track
     except ImportError:
         return iter(source)
-    total = len(source) if hasattr(source, "__len__") else None  # type: ignore[arg-type]
-    return iter(track(source, "folding", total=total, console=Console(stderr=True), transient=True))
+    if total is None and hasattr(source, "__len__"):
+        total = len(source)  # type: ignore[arg-type]
+    return iter(track(source, what, total=total, console=Console(stderr=True), transient=True))

@@ -7,7 +7,7 @@ tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ from .sources import progress
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an op tells of a call: the walk over its passes, its program's name, its inputs, and its results' form."""
+    """What an op tells of a call: the walk over its passes, its program's name, how columns become inputs, and its
+    results' form. It holds no column: a chunk is not to outlive its turn."""
 
     walk: Walk
     name: str
-    inputs: Mapping[str, Any]
+    inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     form: Callable[[list[Any], Sizes], Any]
 
 
@@ -48,9 +49,10 @@ class Stream:
     True
     """
 
-    def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: list[str], asks: bool):
+    def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: Mapping[str, bool], asks: bool):
         self._prepare, self._columns, self._asks = prepare, columns, asks
         self._prepared: Prepared | None = None
+        self._last: tuple[dict[str, Any], Prepared] | None = None  # of what kind the last chunk was
         self._states: list[State] | None = None
         self._resumed = ""
         self.start = self.stop = 0
@@ -120,28 +122,35 @@ class Stream:
         """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
-        if iter(source) is source:
+        _alone()
+        reader = iter(source)
+        if reader is source:
             if torch.is_grad_enabled() and (self._asks or gradients is not None):
                 raise StreamError(
                     detail=f"a gradient needs to read the source twice, but {type(source).__name__} is read only once",
                     fix="Give a list, a DataLoader or mr.chunks(...), or call it under torch.no_grad()",
                 )
-            for values in progress(source, quiet):
+            for values in progress(source, quiet, None):
                 self.update(**self._named(values))
             return self.result()
-        first = next(iter(source), None)
+        first = next(reader, None)
         if first is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
-        first = self._named(first)
-        prepared = self._prepare(first)
-        columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in first.values())
+        named = self._named(first)
+        prepared = self._prepare(named)
+        columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
+        begun = [_resumed([first], reader)]  # the first reading goes on where the look at the first chunk ended
+        count = len(source) if isinstance(source, Sized) else None
+        del first, named, reader
 
         def read() -> Iterator[Chunk]:
             at = self.start
-            for values in progress(source, quiet):
+            for values in progress(begun.pop() if begun else source, quiet, count):
                 chunk = self._chunk(prepared, self._named(values), at)
                 at += chunk[1]
+                del values  # while the next one comes, nobody holds this one
                 yield chunk
+                del chunk
 
         return prepared.form(*streaming.over(prepared.walk, read, gradients, columns_ask))
 
@@ -169,24 +178,24 @@ class Stream:
     def _named(self, values: Any) -> dict[str, Any]:
         if isinstance(values, Tensor):
             values = (values,)
+        needed = [n for n, optional in self._columns.items() if not optional]
         if isinstance(values, Mapping):
-            wrong = set(values) ^ set(self._columns)
-        elif isinstance(values, tuple | list) and len(values) == len(self._columns):
-            return dict(zip(self._columns, values, strict=True))
+            wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
+        elif isinstance(values, tuple | list) and len(values) in (len(needed), len(self._columns)):
+            names = needed if len(values) == len(needed) else list(self._columns)
+            return dict(zip(names, values, strict=True))
         else:
             wrong = {"what was given"}
         if wrong:
             raise ArgumentError(
                 detail=f"a chunk holds {', '.join(self._columns)}, but {', '.join(sorted(wrong))} does not fit",
-                fix="Give a tensor for each column parameter, in order or by name",
+                fix="Give a tensor for each column parameter, in order or by name; what is given per pair, too, comes "
+                "with the chunk's columns",
             )
         return dict(values)
 
     def _ready(self, named: Mapping[str, Any]) -> Prepared:
-        if agree.current() is not None:
-            raise StreamError(
-                detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
-            )
+        _alone()
         if self._prepared is None:
             prepared = self._prepare(named)
             p = _only(prepared.walk)
@@ -200,10 +209,28 @@ class Stream:
         return self._prepared
 
     def _chunk(self, prepared: Prepared, named: Mapping[str, Any], at: int) -> Chunk:
-        """A chunk checked against the first one, its tensors given all batch dimensions."""
-        again = self._prepare(named)
-        _same(prepared.name, again.name)
-        return at, again.walk.sizes.cols, {n: again.inputs[n] for n in named if n in again.inputs}
+        """A chunk checked against the first one, its tensors given all batch dimensions; one like the last is right."""
+        kind = {n: (v.dtype, v.shape, v.device) if isinstance(v, Tensor) else None for n, v in named.items()}
+        if self._last is None or self._last[0] != kind or None in kind.values():
+            again = self._prepare(named)
+            _same(prepared.name, again.name)
+            self._last = kind, again
+        again = self._last[1]
+        return at, again.walk.sizes.cols, again.inputs(named)
+
+
+def _resumed(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """What was looked at, then the rest; holding none of it."""
+    while first:
+        yield first.pop()
+    yield from rest
+
+
+def _alone() -> None:
+    if agree.current() is not None:
+        raise StreamError(
+            detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
+        )
 
 
 def _only(walk: Walk) -> Any:

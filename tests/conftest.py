@@ -2,10 +2,18 @@
 
 import hashlib
 import os
+import tempfile
 
 import hypothesis
 import pytest
 import torch
+
+# Nothing of a test run is left in the cache of whoever runs it, nor found there.
+os.environ.setdefault("MONOIDREDUCE_CACHE", tempfile.mkdtemp(prefix="monoidreduce-tests-"))
+
+# What is tested here is the engines, by name; the planner would run small cases dense (tests/unit/test_choice.py).
+if not torch.cuda.is_available():
+    os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 

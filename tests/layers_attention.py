@@ -144,22 +144,24 @@ def sink_attention(q: Row["f"], k: Col["f"], v: Col["d"], sink: mr.Batch):
 
 @mr.op
 def _noise(like: Row, unit: Col["n"], seed: int):
-    return mr.sum(mr.uniform(seed) * unit) + 0 * like, mr.sum(mr.gumbel(seed) * unit) + 0 * like
+    drawn = mr.uniform(seed) * unit, mr.gumbel(seed) * unit, mr.dropout(unit, 0.25, seed)
+    return tuple(mr.sum(x) + 0 * like for x in drawn)
 
 
 def noise(M, N, seed):
-    """An op's own uniform and Gumbel numbers, all M × N of them, by the dense engine."""
+    """An op's own uniform and Gumbel numbers and what dropout keeps, all M × N of them, by the dense engine."""
     with mr.use(engine="reference"):
         return _noise(torch.zeros(M, dtype=torch.float64), torch.eye(N, dtype=torch.float64), seed)
 
 
 def _dropout(q, k, v, p, seed):
     s = q @ k.mT
-    keep = noise(*s.shape, seed)[0] >= p
+    assert p == 0.25  # as noise has it
+    keep = noise(*s.shape, seed)[2] > 0
     return (torch.softmax(s, -1) * keep / (1 - p)) @ v
 
 
-@layer(_dropout, lambda d: (*d.qkv(), 0.25, 1234567890123))
+@layer(_dropout, lambda d: (*d.qkv(), 0.25, 31415926535))
 def dropout_attention(q: Row["f"], k: Col["f"], v: Col["d"], p: float, seed: int):
     return mr.softmax_mean(q @ k, mr.dropout(v, p, seed))
 

@@ -176,17 +176,20 @@ class PlainReductions:
     def sqdist(self, x: Plain, y: Plain) -> Plain:
         return (x - y).square().sum()
 
-    def uniform(self, seed: Any) -> Plain:
+    def _drawn(self, draw: Callable[..., float], seed: Any) -> Plain:
         seed = int(seed.t.item()) if isinstance(seed, Plain) else seed
         shape = (math.prod(self.batch), self.lengths["rows"], self.lengths["cols"])
-        numbers = [uniform(seed, *place) for place in itertools.product(*map(range, shape))]
+        numbers = [draw(seed, *place) for place in itertools.product(*map(range, shape))]
         return Plain(torch.tensor(numbers, dtype=torch.float64).view(*self.batch, *shape[1:]))
+
+    def uniform(self, seed: Any) -> Plain:
+        return self._drawn(uniform, seed)
 
     def gumbel(self, seed: Any) -> Plain:
         return -torch.log(-torch.log1p(-self.uniform(seed)))
 
     def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
-        kept = self.uniform(seed) >= p
+        kept = self._drawn(coin, seed) >= round(float(p) * 2**31)
         return torch.where(kept, x / (1 - p), 0.0) if not isinstance(p, float) or p < 1 else x * 0 * kept
 
     def sample(self, logit: Plain, seed: Any, over: str = "cols") -> Plain:
@@ -231,6 +234,20 @@ def uniform(seed: int, batch: int, row: int, col: int) -> float:
     word = philox((col, row, batch, 0), (seed % 2**32, (seed >> 32) % 2**32))[0]
     number = (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
     return float(min(number, np.float32(1 - 2.0**-24)))
+
+
+@functools.lru_cache(maxsize=2**14)
+def coin(seed: int, batch: int, row: int, col: int) -> int:
+    """The 31 bits that decide whether a pair is dropped, in Python integers."""
+    turned = lambda word, shift, factor: (word ^ (word >> shift)) * factor % 2**32
+    twice = lambda word: turned(turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
+
+    def mixed(word: int) -> int:
+        word = twice(word % 2**32)
+        return word ^ (word >> 15)
+
+    key = mixed(mixed(mixed(seed) ^ (seed >> 32) % 2**32) ^ batch)
+    return twice((mixed(key + row * 0x9E3779B9) + col * 0x85EBCA6B) % 2**32) >> 1
 
 
 def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:

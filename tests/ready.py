@@ -15,7 +15,7 @@ from torch import Tensor
 
 from monoidreduce import ops
 from monoidreduce.ops.mlp import ACTIVATIONS
-from monoidreduce.program.philox import uniform
+from monoidreduce.program.philox import coin
 from tests.layers_base import logsumexp
 from tests.pairwise import pairwise
 
@@ -164,7 +164,7 @@ def _kept(h, options):
         return h
     p, (m, n) = options["dropout_p"], h.shape[-2:]
     counter = torch.arange(h[..., 0, 0].numel()).view(*h.shape[:-2], 1, 1)
-    return h * (uniform(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= p) / (1 - p)
+    return h * (coin(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= round(p * 2**31)) / (1 - p)
 
 
 def _perceptron_options(s):

@@ -34,12 +34,30 @@ if TYPE_CHECKING:
 else:
 
     class Scalar(Marker):
-        """One number per element. Inside ``combine`` it carries a trailing axis of size 1."""
+        """One number per element. Inside ``combine`` it carries a trailing axis of size 1.
+
+        >>> import math, torch, monoidreduce as mr
+        >>> class Mine(mr.Monoid):
+        ...     v: mr.Scalar = -math.inf
+        ...     def combine(a, b):
+        ...         return Mine(v=torch.maximum(a.v, b.v))
+        >>> mr.fold(Mine, Mine(v=torch.tensor([[1.0], [4.0], [2.0]])), dim=0).v
+        tensor([4.])
+        """
 
         axes = 0
 
     class Vector(Marker):
-        """A vector per element: one trailing feature axis."""
+        """A vector per element: one trailing feature axis.
+
+        >>> import math, torch, monoidreduce as mr
+        >>> class Mine(mr.Monoid):
+        ...     v: mr.Vector = 0.0
+        ...     def combine(a, b):
+        ...         return Mine(v=a.v + b.v)
+        >>> mr.fold(Mine, Mine(v=torch.tensor([[1.0], [4.0], [2.0]])), dim=0).v
+        tensor([7.])
+        """
 
         axes = 1
 

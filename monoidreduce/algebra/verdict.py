@@ -23,7 +23,14 @@ from monoidreduce.errors import MonoidLawError
 
 
 class Sides(NamedTuple):
-    """The two sides of a law: elements of the monoid, or cotangents in the same fields."""
+    """The two sides of a law: elements of the monoid, or cotangents in the same fields.
+
+    >>> from monoidreduce.algebra.laws import commutativity
+    >>> from monoidreduce.algebra.catalogue import Sum
+    >>> left, right = commutativity(Sum, Sum(v=1), Sum(v=2))
+    >>> left.v == right.v
+    True
+    """
 
     left: Any
     right: Any
@@ -31,7 +38,12 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A row of the table: how to try a law on a case, how to write it, and what to advise when it is broken."""
+    """A row of the table: how to try a law on a case, how to write it, and what to advise when it is broken.
+
+    >>> from monoidreduce.algebra.laws import LAWS
+    >>> [law.name for law in LAWS][:2]
+    ['associativity', 'commutativity']
+    """
 
     name: str
     run: Callable[[Any, Case], Sides]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import report, terminal
-from .command import Command, CommandError
+import click
+
+from . import files, options, report, terminal
+from .command import Answer, Command
 from .environment import Environment, surroundings
 from .layers import LAYERS
 from .measure import STAGES, Result, measure
@@ -23,31 +21,24 @@ SECONDS = 75.0  # what the whole should take,
 TIMED = 0.35  # this part of it timed runs; the rest is the truth in float64, first calls and profiles
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, a few seconds; the numbers mean little")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("report"), help="where the page goes (report)")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+def run(quick: bool, out: Path) -> Answer:
+    """Show what it does: ten layers beside their dense forms.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure every layer, show the table, write the page."""
-    terminal.require()
-    page = _door(arguments.out)
+    The papers' layers are measured here and now, ours and naive: time, peak extra memory, error against float64.
+    Writes a page, index.html.
+    """
+    folder = files.folder(out)
     start = time.perf_counter()
-    results = _measured(arguments.quick)
+    results = _measured(quick)
     seconds = time.perf_counter() - start
     environment = surroundings()
-    try:
-        page.write_text(report.render(results, environment, seconds, arguments.quick), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {page}: {error.strerror}. Give another folder with --out") from None
-    if arguments.json:
-        print(json.dumps(as_data(results, environment, seconds, page), indent=2))
-    else:
-        terminal.show(results, _footnotes(results, seconds))
-        print(f"report: {page}")
-    sys.stdout.flush()
-    return 0
+    page = files.write(folder / PAGE, report.render(results, environment, seconds, quick))
+
+    def show(console: Any) -> None:
+        terminal.show(console, results, _footnotes(results, seconds))
+        console.print(f"report: {page}", soft_wrap=True, markup=False)
+
+    return Answer(as_data(results, environment, seconds, page), show)
 
 
 def _measured(quick: bool) -> list[Result]:
@@ -60,19 +51,6 @@ def _measured(quick: bool) -> list[Result]:
             tell = lambda stage, name=layer.name: begin(f"{name}: {stage}")
             results.append(measure(layer, layer.quick if quick else layer.full, share * TIMED, tell))
     return results
-
-
-def _door(folder: Path) -> Path:
-    """The page's path, after making sure that it can be written: the measurements take a while."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise CommandError(f"--out {folder} is a file. Give a folder") from None
-    except OSError as error:
-        raise CommandError(f"cannot make the folder {folder}: {error.strerror}. Give another one with --out") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise CommandError(f"cannot write into the folder {folder}. Give another one with --out")
-    return folder / PAGE
 
 
 def _footnotes(results: Sequence[Result], seconds: float) -> list[str]:
@@ -109,5 +87,10 @@ def as_data(results: Sequence[Result], environment: Environment, seconds: float,
 
 
 COMMAND = Command(
-    "demo", "measure the papers' layers beside their dense forms and write a page about it", configure, run
+    "demo",
+    run,
+    (
+        click.Option(["--quick"], is_flag=True, help="tiny sizes, a few seconds; the numbers mean little"),
+        options.out(),
+    ),
 )

@@ -23,13 +23,15 @@ class Environment:
     cpu: str
     threads: str
     date: str
+    gpu: str = ""  # where one was used
 
 
-def surroundings() -> Environment:
-    """The environment of this process."""
+def surroundings(device: torch.device | None = None) -> Environment:
+    """The environment of this process, for something that ran on ``device`` (the CPU, if left out)."""
     date = f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    return Environment(__version__, platform.python_version(), torch.__version__, _cpu(), threads, date)
+    gpu = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else ""
+    return Environment(__version__, platform.python_version(), torch.__version__, _cpu(), threads, date, gpu)
 
 
 def _cpu() -> str:

@@ -63,30 +63,30 @@ def _inset(profile: Profile, box: Box) -> Iterator[str]:
     )
     frame = (own.left - 46, own.top - 24, own.right - own.left + 58, own.bottom - own.top + 36)
     yield '<rect class="frame" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="4"/>'.format(*frame)
-    yield _text(own.left - 38, own.top - 9, "the same, enlarged", "start", "strong")
+    yield text(own.left - 38, own.top - 9, "the same, enlarged", "start", "strong")
     yield from _grid(own, most=3, times=False)
     yield from _areas(profile, own)
-    yield _line(own.x(profile.forward_end), own.top, own.x(profile.forward_end), own.bottom, "phase")
+    yield line(own.x(profile.forward_end), own.top, own.x(profile.forward_end), own.bottom, "phase")
 
 
 def _grid(box: Box, most: int = 5, times: bool = True) -> Iterator[str]:
     for megabytes in ticks(box.bytes / 1e6, most):
         y = box.y(megabytes * 1e6)
-        yield _line(box.left, y, box.right, y, "grid")
-        yield _text(box.left - 6, y + 4, f"{megabytes:g}", "end")
+        yield line(box.left, y, box.right, y, "grid")
+        yield text(box.left - 6, y + 4, f"{megabytes:g}", "end")
     if not times:
         return
-    yield _text(box.left - 6, box.top - 8, "MB", "end")
+    yield text(box.left - 6, box.top - 8, "MB", "end")
     for milliseconds in ticks(box.seconds * 1e3):
         x = box.x(milliseconds / 1e3)
-        yield _line(x, box.bottom, x, box.bottom + 4, "axis")
-        yield _text(x, box.bottom + 18, f"{milliseconds:g}", "middle")
-    yield _text(box.right, box.bottom + 34, "ms", "end")
+        yield line(x, box.bottom, x, box.bottom + 4, "axis")
+        yield text(x, box.bottom + 18, f"{milliseconds:g}", "middle")
+    yield text(box.right, box.bottom + 34, "ms", "end")
 
 
 def _areas(profile: Profile, box: Box) -> Iterator[str]:
     """From the back to the front: everything, then all but the temporary, then inputs and gradients alone."""
-    columns = list(_columns(profile, int((box.right - box.left) * 2)))
+    columns = list(spans(profile, int((box.right - box.left) * 2)))
     names = list(CATEGORIES)
     for k in range(len(names) - 1, -1, -1):
         path = [f"M{box.left:.1f} {box.bottom:.1f}"]
@@ -100,7 +100,7 @@ def _areas(profile: Profile, box: Box) -> Iterator[str]:
         yield f'<path class="{names[k]}" d="{"".join(path)}"/>'
 
 
-def _columns(profile: Profile, count: int) -> Iterator[tuple[float, Moment]]:
+def spans(profile: Profile, count: int) -> Iterator[tuple[float, Moment]]:
     """So many equal spans of time, each as its highest moment: nothing shorter than a span is lost."""
     moments, k = profile.moments, 0
     for column in range(count):
@@ -115,24 +115,24 @@ def _columns(profile: Profile, count: int) -> Iterator[tuple[float, Moment]]:
 
 def _phases(profile: Profile, box: Box) -> Iterator[str]:
     middle = box.x(profile.forward_end)
-    yield _line(middle, box.top - 4, middle, box.bottom, "phase")
-    yield _text(middle - 5, box.top - 8, "forward", "end") if middle - box.left > 80 else ""
-    yield _text(middle + 5, box.top - 8, "backward", "start")
+    yield line(middle, box.top - 4, middle, box.bottom, "phase")
+    yield text(middle - 5, box.top - 8, "forward", "end") if middle - box.left > 80 else ""
+    yield text(middle + 5, box.top - 8, "backward", "start")
 
 
 def _peak(profile: Profile, box: Box, mark: bool = True) -> Iterator[str]:
     peak = profile.peak
     x, y = box.x(peak.seconds), box.y(peak.total)
     late = x > (box.left + box.right) / 2
-    yield _line(box.left, y, box.right, y, "peak")
+    yield line(box.left, y, box.right, y, "peak")
     yield f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' if mark else ""
     where, anchor = (box.right - 4, "end") if late or not mark else (box.left + 4, "start")
-    yield _text(where, y - 6, f"peak {short(peak.total / 1e6)} MB", anchor, "strong")
+    yield text(where, y - 6, f"peak {short(peak.total / 1e6)} MB", anchor, "strong")
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def _text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
+def text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'

@@ -1,4 +1,6 @@
-"""The papers' layers as the demo shows them: ours, the dense form it equals, inputs and sizes. One row each.
+"""Layers that one can name on the command line: ours, the dense form it equals, inputs and sizes. One row each.
+
+LAYERS are the papers', which the demo shows; MORE are those that only ``bench`` and ``profile`` know.
 
 Ours are the ready-made layers; losses come as one number per row, so that every row's gradient is looked at.
 
@@ -39,6 +41,7 @@ class Size:
 class Layer:
     """A layer twice: ``ours`` and ``naive`` take the same inputs and give the same values."""
 
+    key: str  # what one types
     name: str
     formula: str
     dense: str
@@ -96,6 +99,15 @@ def _contrastive(x: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(s, own, reduction="none") + F.cross_entropy(s.T, own, reduction="none")) / 2
 
 
+def _mean_cross_entropy(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x @ w.T, target)
+
+
+def _kernel_sum(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    square = (x * x).sum(-1)[:, None] + (y * y).sum(-1) - 2 * (x @ y.T)
+    return torch.exp(-square / 2) @ b
+
+
 # Inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,12 +158,14 @@ _SMALL = Size(96, 128, 16)
 LAYERS: tuple[Layer, ...] = (
     Layer(
         "attention",
+        "attention",
         "Σⱼ softmaxⱼ(q·kⱼ) vⱼ",
         "(q @ k.T).softmax(-1) @ v",
         partial(ops.attention, scale=1.0), _attention,
         _matrices("rows", "cols", "cols"), _SQUARE, _SMALL,
     ),
     Layer(
+        "cross-entropy-rows",
         "cross-entropy, classes",
         "log Σⱼ exp(x·wⱼ) − x·wₜ",
         "F.cross_entropy(x @ w.T, t)",
@@ -159,6 +173,7 @@ LAYERS: tuple[Layer, ...] = (
         _class_inputs, _VOCABULARY, _SMALL,
     ),
     Layer(
+        "cross-entropy-given",
         "cross-entropy, given distribution",
         "log Σⱼ exp(x·wⱼ) − Σⱼ pⱼ x·wⱼ",
         "F.cross_entropy(x @ w.T, p)",
@@ -166,6 +181,7 @@ LAYERS: tuple[Layer, ...] = (
         _given_inputs, _VOCABULARY, _SMALL,
     ),
     Layer(
+        "cross-entropy-two",
         "cross-entropy, two parameterised",
         "log Σⱼ exp(p·cⱼ) − Σⱼ softmaxⱼ(q·tⱼ) p·cⱼ",
         "F.cross_entropy(p @ c.T, (q @ t.T).softmax(-1))",
@@ -174,12 +190,14 @@ LAYERS: tuple[Layer, ...] = (
     ),
     Layer(
         "entropy",
+        "entropy",
         "log Σⱼ exp(x·wⱼ) − Σⱼ softmaxⱼ(x·wⱼ) x·wⱼ",
         "l = (x @ w.T).log_softmax(-1); -(l.exp() * l).sum(-1)",
         ops.entropy, _entropy,
         _matrices("rows", "cols"), _VOCABULARY, _SMALL,
     ),
     Layer(
+        "mlp",
         "two-layer MLP",
         "Σⱼ relu(x·pⱼ) qⱼ",
         "torch.relu(x @ p.T) @ q",
@@ -187,6 +205,7 @@ LAYERS: tuple[Layer, ...] = (
         _matrices("rows", "cols", "cols"), _SQUARE, _SMALL,
     ),
     Layer(
+        "gated-mlp",
         "gated MLP",
         "Σⱼ silu(x·gⱼ) (x·uⱼ) oⱼ",
         "(F.silu(x @ g.T) * (x @ u.T)) @ o",
@@ -194,6 +213,7 @@ LAYERS: tuple[Layer, ...] = (
         _matrices("rows", "cols", "cols", "cols"), _SQUARE, _SMALL,
     ),
     Layer(
+        "sample",
         "sampling, with its probability",
         "j ~ softmax(x·w), and x·wⱼ − log Σₖ exp(x·wₖ)",
         "l = (x @ w.T).log_softmax(-1); j = l.exp().multinomial(1); l.gather(1, j)",
@@ -201,6 +221,7 @@ LAYERS: tuple[Layer, ...] = (
         _sample_inputs, Size(256, 16384, 128), _SMALL, backward=False, judge=_judge_sample,
     ),
     Layer(
+        "max-pool",
         "max-pooling over a product",
         "maxⱼ x·wⱼ",
         "(x @ w.T).max(-1).values",
@@ -208,6 +229,7 @@ LAYERS: tuple[Layer, ...] = (
         _matrices("rows", "cols"), _SQUARE, _SMALL,
     ),
     Layer(
+        "contrastive",
         "contrastive loss, both ways",
         "½ log Σⱼ exp(xᵢ·yⱼ) + ½ log Σⱼ exp(xⱼ·yᵢ) − xᵢ·yᵢ",
         "s = x @ y.T; (F.cross_entropy(s, own) + F.cross_entropy(s.T, own)) / 2",
@@ -215,3 +237,25 @@ LAYERS: tuple[Layer, ...] = (
         _matrices("rows", "cols"), Size(4096, 4096, 128), Size(128, 128, 16),
     ),
 )  # fmt: skip
+
+# Losses as one trains with them, and the kernel sum: what other libraries have a function for.
+MORE: tuple[Layer, ...] = (
+    Layer(
+        "cross-entropy",
+        "cross-entropy, mean",
+        "mean of log Σⱼ exp(x·wⱼ) − x·wₜ",
+        "F.cross_entropy(x @ w.T, t)",
+        ops.cross_entropy, _mean_cross_entropy,
+        _class_inputs, _VOCABULARY, _SMALL,
+    ),
+    Layer(
+        "kernel-sum",
+        "Gaussian kernel sum",
+        "Σⱼ exp(−|x − yⱼ|²/2) bⱼ",
+        "torch.exp(-(x² + y² - 2 x @ y.T) / 2) @ b",
+        ops.kernel_sum, _kernel_sum,
+        _matrices("rows", "cols", "cols"), Size(4096, 4096, 3), Size(96, 128, 3),
+    ),
+)  # fmt: skip
+
+NAMED = {layer.key: layer for layer in (*LAYERS, *MORE)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from . import memory
-from .layers import SEED, Layer, Size
-from .memory import Profile, Tensors
+from . import trial
+from .contest import take_turns
+from .layers import Layer, Size
+from .memory import Profile
+from .trial import Trial
 
 STAGES = ("float64 truth", "time", "memory")  # what ``measure`` tells of, in this order
 LEAST, MOST = 2, 5  # timed runs of each
@@ -53,87 +50,36 @@ class Result:
         return self.naive.profile.extra / max(1, self.ours.profile.extra)
 
 
-class _Trial:
-    """One implementation with its inputs: runs forward and backward, and keeps the best times."""
-
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], backward: bool):
-        self.function, self.inputs, self.backward = function, inputs, backward
-        self.learned = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-        self.forward_s = self.total_s = float("inf")
-        self.cotangents: Tensors = ()
-
-    def forward(self) -> Tensors:
-        outputs = self.function(*self.inputs)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
-
-    def gradients(self, outputs: Tensors) -> Tensors:
-        if not self.cotangents:
-            generator = torch.Generator().manual_seed(SEED)
-            self.cotangents = tuple(torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs)
-        return torch.autograd.grad(outputs, self.learned, self.cotangents)
-
-    def once(self) -> tuple[Tensors, Tensors]:
-        outputs = self.forward()
-        return tuple(y.detach() for y in outputs), self.gradients(outputs) if self.backward else ()
-
-    def timed(self) -> None:
-        start = time.perf_counter()
-        outputs = self.forward()
-        middle = time.perf_counter()
-        if self.backward:
-            self.gradients(outputs)
-        end = time.perf_counter()
-        self.forward_s, self.total_s = min(self.forward_s, middle - start), min(self.total_s, end - start)
-
-    def profiled(self) -> Profile:
-        tensors = [t for t in (*self.inputs, *self.cotangents) if isinstance(t, Tensor)]
-        return memory.record(self.forward, self.gradients if self.backward else None, tensors)
-
-    def side(self, error: float) -> Side:
-        return Side(self.forward_s * 1e3, self.total_s * 1e3, self.profiled(), error)
-
-
 def measure(layer: Layer, size: Size, seconds: float = 2.5, tell: Callable[[str], None] = lambda stage: None) -> Result:
     """Measure a layer at a size. ``tell`` is called as each of the STAGES begins.
 
     No timed run begins after so many ``seconds`` of them, but each side gets at least LEAST; one, if there are none.
     """
     inputs = layer.inputs(size)
-    ours, naive = (_Trial(f, inputs, layer.backward) for f in (layer.ours, layer.naive))
+    ours, naive = (Trial(f, inputs, backward=layer.backward) for f in (layer.ours, layer.naive))
     tell(STAGES[0])
     errors = _errors(layer, ours, naive)  # also the first call of both, which may trace or allocate for good
     tell(STAGES[1])
-    rounds, least, start = 0, LEAST if seconds > 0 else 1, time.perf_counter()
-    while rounds < least or (rounds < MOST and time.perf_counter() - start < seconds):
-        ours.timed()  # in turns: a busy moment of the machine meets both
-        naive.timed()
-        rounds += 1
+    rounds = take_turns((ours, naive), seconds, LEAST if seconds > 0 else 1, MOST)
     tell(STAGES[2])
-    return Result(layer, size, ours.side(errors[0]), naive.side(errors[1]), rounds)
+    return Result(layer, size, _side(ours, errors[0]), _side(naive, errors[1]), rounds)
 
 
-def _errors(layer: Layer, *trials: _Trial) -> list[float]:
-    """The largest relative error (‖x − truth‖ / ‖truth‖) of any output or gradient, for each trial."""
-    exact = tuple(_double(x) for x in trials[0].inputs)
-    truth: Tensors = ()
-    if layer.judge is None:
-        outputs, gradients = _Trial(layer.naive, exact, layer.backward).once()
-        truth = outputs + gradients
+def _side(runner: Trial, error: float) -> Side:
+    return Side(runner.forward_seconds * 1e3, runner.seconds * 1e3, runner.profiled(), error)
+
+
+def _errors(layer: Layer, *runners: Trial) -> list[float]:
+    """The largest relative error of any output or gradient against the dense form in float64, for each of them."""
+    exact = trial.double(runners[0].args)
+    truth = None if layer.judge else trial.run(layer.naive, exact, layer.backward)
     found = []
-    for trial in trials:
-        outputs, gradients = trial.once()
-        pairs = (
-            list(zip(outputs + gradients, truth, strict=True)) if layer.judge is None else layer.judge(exact, outputs)
-        )
-        found.append(max(_relative(value, true) for value, true in pairs))
+    for runner in runners:
+        outcome = runner.once()
+        if truth is not None:
+            pairs = [(outcome.values, truth.values), (outcome.gradients, truth.gradients)]
+        elif layer.judge is not None:
+            judged = layer.judge(exact, (*outcome.choices, *outcome.values))
+            pairs = [((value,), (true,)) for value, true in judged]
+        found.append(max(trial.apart(value, true) for value, true in pairs))
     return found
-
-
-def _double(x: Any) -> Any:
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.detach().double().requires_grad_(x.requires_grad)
-    return x
-
-
-def _relative(value: Tensor, truth: Tensor) -> float:
-    return float((value.double() - truth).norm() / truth.norm().clamp_min(torch.finfo(torch.float64).tiny))

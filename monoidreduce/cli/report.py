@@ -1,20 +1,15 @@
-"""The demo's page: one HTML file that needs nothing else. No script, no font, no image from anywhere.
-
-``render`` is a function of the results alone; the style sheet is ``style.py``.
-"""
+"""The demo's page: ``render`` is a function of the results alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from . import figures
+from . import page
 from .environment import Environment
 from .layers import LOGIT
 from .measure import Result, Side
-from .memory import CATEGORIES
 from .numbers import factor, geometric, short
-from .style import CSS
 
 _EXAMPLE = """\
 @mr.op
@@ -28,40 +23,10 @@ def render(results: Sequence[Result], environment: Environment, seconds: float, 
     """The whole page. The figures show the first result, attention."""
     parts = [_header(results, environment, seconds), _layers(results, quick), _figures(results[0])]
     parts.append(_method(results, "python -m monoidreduce demo" + (" --quick" if quick else "")))
-    return _PAGE.format(css=CSS, body="\n".join(parts))
-
-
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>MonoidReduce: the demo</title>
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
+    return page.whole("the demo", parts)
 
 
 def _header(results: Sequence[Result], environment: Environment, seconds: float) -> str:
-    facts = {
-        "monoidreduce": environment.version,
-        "Python": environment.python,
-        "torch": environment.torch,
-        "processor": environment.cpu,
-        "threads": environment.threads,
-        "date": environment.date,
-        "measured in": f"{seconds:.0f} s",
-    }
-    listed = "\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
     error = max(r.ours.error / max(r.naive.error, 1e-30) for r in results)
     tiles = (
         (factor(geometric([r.smaller for r in results])), "less extra memory", "geometric mean of the layers below"),
@@ -83,9 +48,7 @@ beside the same layers in plain torch, measured on this machine.</p>
 <ul class="tiles">
 {cells}
 </ul>
-<dl>
-{listed}
-</dl>
+{page.facts(environment, seconds)}
 </header>"""
 
 
@@ -95,7 +58,7 @@ def _layers(results: Sequence[Result], quick: bool) -> str:
     rows = "\n".join(_row(r) for r in results)
     return f"""<section>
 <h2>The layers</h2>
-{caution}<p class="key">{_entry("ours", "MonoidReduce")} {_entry("naive", "dense torch")}
+{caution}<p class="key">{page.entry("ours", "MonoidReduce")} {page.entry("naive", "dense torch")}
 Bars are relative within a cell.</p>
 <table>
 <thead><tr>{headings}</tr></thead>
@@ -148,33 +111,12 @@ def _error(side: Side) -> str:
 
 
 def _figures(r: Result) -> str:
-    top = figures.axis_top(r.ours.profile, r.naive.profile)
-    legend = "\n".join(_entry(name, words) for name, words in CATEGORIES.items())
-    ours = _figure(r.ours, top, "Memory of MonoidReduce attention", "One tile of pairs exists at a time.")
     dense = f"<code>{escape(r.layer.dense)}</code> holds all pairs, their softmax, and the gradients of both."
-    return f"""<section>
-<h2>Memory over time</h2>
-<p>Bytes alive during one forward and backward of {escape(r.layer.name)} ({escape(str(r.size))}), as recorded by
-<code>torch.profiler</code>. Both figures have the same vertical scale; each has its own time, and
-no peak is too short to be drawn.</p>
-<p class="key">{legend}</p>
-<div class="figures">
-{ours}
-{_figure(r.naive, top, "Memory of naive attention", dense)}
-</div>
-</section>"""
-
-
-def _entry(kind: str, words: str) -> str:
-    """A line of a legend."""
-    return f'<span class="entry"><span class="swatch {kind}"></span> {words}</span>'
-
-
-def _figure(side: Side, top: float, title: str, words: str) -> str:
-    return f"""<figure>
-{figures.timeline(side.profile, top, title)}
-<figcaption><b>{title}</b>: {short(side.extra_mb)} MB beyond inputs and gradients. {words}</figcaption>
-</figure>"""
+    sides = (
+        (r.ours.profile, "Memory of MonoidReduce attention", "One tile of pairs exists at a time."),
+        (r.naive.profile, "Memory of naive attention", dense),
+    )
+    return page.profiles(f"{r.layer.name} ({r.size})", sides)
 
 
 def _method(results: Sequence[Result], command: str) -> str:
@@ -192,7 +134,7 @@ on the same inputs. A sampler is judged by the log-probability of what it drew.<
 <li>Inputs are random with a fixed seed; logits have a standard deviation of {LOGIT:g}.</li>
 </ul>
 <h2>How to reproduce it</h2>
-<pre><code>pip install "monoidreduce[demo]"
+<pre><code>pip install "monoidreduce[cli]"
 {escape(command)}</code></pre>
 <p>or <code>make demo</code> in a clone of the repository. <code>--json</code> prints the numbers, <code>--out
 DIR</code> puts this page elsewhere.</p>

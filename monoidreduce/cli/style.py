@@ -6,12 +6,16 @@ CSS = """\
   --paper: #fbfbf9; --card: #ffffff; --ink: #1c2024; --quiet: #60656c; --rule: #e2e3e0; --track: #eeefec;
   --ours: #0d74ce; --naive: #a3a8ae; --good: #1d7a4f; --bad: #a8570a;
   --gradients: #8b9299; --kept: #0d74ce; --temporary: #f0a63a;
+  --k0: #0d74ce; --k1: #6f767d; --k2: #b25e09; --k3: #1d7a4f;
+  --k4: #7a3db8; --k5: #b3264a; --k6: #0a7a86; --k7: #6b6a12;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #15171a; --card: #1c1f23; --ink: #e9ebed; --quiet: #a1a7ae; --rule: #33373c; --track: #282c31;
     --ours: #4ea3f1; --naive: #727982; --good: #5ec48f; --bad: #e5a55a;
     --gradients: #767d85; --kept: #4ea3f1; --temporary: #d9932f;
+    --k0: #4ea3f1; --k1: #a1a7ae; --k2: #e5a55a; --k3: #5ec48f;
+    --k4: #b98af0; --k5: #f0829c; --k6: #5cc6d0; --k7: #c9c85a;
   }
 }
 * { box-sizing: border-box; }
@@ -72,7 +76,23 @@ svg text.strong { fill: var(--ink); font-weight: 600; }
 path.gradients { fill: var(--gradients); } path.kept { fill: var(--kept); } path.temporary { fill: var(--temporary); }
 line.grid { stroke: var(--rule); } line.axis { stroke: var(--quiet); }
 line.phase { stroke: var(--quiet); stroke-dasharray: 2 3; } line.peak { stroke: var(--ink); stroke-dasharray: 5 4; }
+.swatch.k0 { background: var(--k0); } .curve.k0 { stroke: var(--k0); } .mark.k0 { fill: var(--k0); }
+.swatch.k1 { background: var(--k1); } .curve.k1 { stroke: var(--k1); } .mark.k1 { fill: var(--k1); }
+.swatch.k2 { background: var(--k2); } .curve.k2 { stroke: var(--k2); } .mark.k2 { fill: var(--k2); }
+.swatch.k3 { background: var(--k3); } .curve.k3 { stroke: var(--k3); } .mark.k3 { fill: var(--k3); }
+.swatch.k4 { background: var(--k4); } .curve.k4 { stroke: var(--k4); } .mark.k4 { fill: var(--k4); }
+.swatch.k5 { background: var(--k5); } .curve.k5 { stroke: var(--k5); } .mark.k5 { fill: var(--k5); }
+.swatch.k6 { background: var(--k6); } .curve.k6 { stroke: var(--k6); } .mark.k6 { fill: var(--k6); }
+.swatch.k7 { background: var(--k7); } .curve.k7 { stroke: var(--k7); } .mark.k7 { fill: var(--k7); }
+.curve { fill: none; stroke-width: 1.6; } .curve.k0 { stroke-width: 3; }
+.curve.k2, .curve.k6 { stroke-dasharray: 7 3; } .curve.k3, .curve.k7 { stroke-dasharray: 2 3; }
+.curve.k4 { stroke-dasharray: 8 3 2 3; } .curve.k5 { stroke-dasharray: 12 4; }
 .dot { fill: var(--ink); } .frame { fill: var(--card); stroke: var(--rule); }
+
+table.numbers { table-layout: auto; margin-top: 1rem; font-variant-numeric: tabular-nums; }
+.numbers th, .numbers td, .numbers thead th { padding: .3rem .8rem .3rem 0; } .numbers thead th { width: auto; }
+.numbers .us td, .numbers .us th { font-weight: 600; }
+.numbers td:last-child { font-weight: 400; overflow-wrap: anywhere; }
 
 dl { display: flex; flex-wrap: wrap; gap: .2rem 1.5rem; margin: 1.25rem 0 0; font-size: .92rem; }
 dl div { display: flex; gap: .4rem; } dd { margin: 0; overflow-wrap: anywhere; }
@@ -84,6 +104,7 @@ dl div { display: flex; gap: .4rem; } dd { margin: 0; overflow-wrap: anywhere; }
   tr { border-bottom: 1px solid var(--rule); padding: .9rem 0; }
   tbody th, td { border: 0; padding: .2rem 0; }
   td::before { content: attr(data-label); display: block; color: var(--quiet); font-size: .85em; margin-top: .3rem; }
+  .numbers td { display: flex; justify-content: space-between; gap: 1em; } .numbers td:empty { display: none; }
   .errors span { display: inline; margin-right: 1em; }
 }
 @media print { details { display: none; } }

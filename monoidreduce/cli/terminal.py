@@ -1,4 +1,4 @@
-"""What the terminal shows. The only place that imports rich, an optional dependency.
+"""What the terminal shows: the only file that knows rich.
 
 rich looks at the terminal for us: no colour with NO_COLOR or into a pipe, no moving bar into a pipe, tables as narrow
 as the window. Progress goes to stderr, so that stdout holds results alone.
@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .command import CommandError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
 from .measure import Result
 from .numbers import factor, short
 
+if TYPE_CHECKING:
+    from .checks import Verdict
 
-def require() -> None:
-    """Say what to install, before any work is done."""
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        raise CommandError("this command needs rich, which is not installed: pip install monoidreduce[demo]") from None
+COLOURS = {"ok": "green", "FAILED": "bold red", "not tried": "dim", "missing": "yellow"}
 
 
-def console(*, stderr: bool = False) -> Any:
+def console(*, stderr: bool = False) -> Console:
     """A rich console on stdout, or on stderr."""
-    from rich.console import Console
-
     return Console(stderr=stderr, highlight=False, soft_wrap=False)
 
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
     """A bar of so many steps on stderr; call what it gives as each step begins, with its name."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     screen = console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
     bar = Progress(
@@ -43,15 +42,57 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
     task = bar.add_task("", total=steps, completed=-1)  # a step counts as done when the next begins
 
     def begin(name: str) -> None:
-        bar.update(task, description=name, advance=1)
+        bar.update(task, description=escape(name), advance=1)
 
     with bar:
         yield begin
 
 
-def show(results: Sequence[Result], footnotes: Sequence[str]) -> None:
-    """The results in the roomiest shape that fits the window, and notes under them."""
-    screen = console()
+def table(screen: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """A plain table, as wide as what it holds or as the window; ``right`` are the columns of numbers."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for k, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if k in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(escape, row))
+    screen.print(made)
+
+
+def named(screen: Console, lines: Sequence[tuple[str, str, str]]) -> None:
+    """Lines of (a name, a word of COLOURS or none, what there is to say), the words under each other if they fit."""
+    width = max(len(name) for name, _, _ in lines)
+    marks = max(len(mark) for _, mark, _ in lines)
+    indent = width + marks + 4
+    for name, mark, words in lines:
+        if screen.width >= indent + 32:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(width=width, no_wrap=True)
+            grid.add_column(width=marks, no_wrap=True)
+            grid.add_column(overflow="fold")
+            grid.add_row(escape(name), _coloured(mark), escape(words))
+            screen.print(grid)
+        else:  # too narrow for columns: the words below
+            screen.print(f"{escape(name)}  {_coloured(mark)}")
+            screen.print(Padding(escape(words), (0, 0, 0, 2)))
+
+
+def _coloured(mark: str) -> str:
+    return f"[{COLOURS[mark]}]{mark}[/]" if mark in COLOURS else mark
+
+
+def verdicts(screen: Console, title: str, found: Sequence[Verdict]) -> None:
+    """Verdicts, one under the other, and what they come to."""
+    screen.print(escape(title), style="bold")
+    named(screen, [(v.name, v.answer, v.words) for v in found])
+    failed = sum(v.answer == "FAILED" for v in found)
+    tried = sum(v.answer != "not tried" for v in found)
+    screen.print(
+        f"[bold red]{failed} of {tried} failed[/]" if failed else f"[green]nothing wrong was found[/] ({tried} checks)"
+    )
+
+
+def show(screen: Console, results: Sequence[Result], footnotes: Sequence[str]) -> None:
+    """The demo's results in the roomiest shape that fits the window, and notes under them."""
     screen.print()
     if screen.width >= _LEAST_WIDE:
         screen.print(_table(results, _WIDE, _wide_cells))
@@ -70,17 +111,14 @@ _WIDE = ("ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, our
 _NARROW = ("ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive")
 
 
-def _table(results: Sequence[Result], headings: Sequence[str], cells: Callable[[Result], list[str]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("layer", overflow="fold")
+def _table(results: Sequence[Result], headings: Sequence[str], cells: Callable[[Result], list[str]]) -> Table:
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    made.add_column("layer", overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        made.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(_title(result), *cells(result))
-    return table
+        made.add_row(_title(result), *cells(result))
+    return made
 
 
 def _title(r: Result) -> str:

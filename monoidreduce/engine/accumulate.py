@@ -8,15 +8,17 @@ maximum, a sum and unnormalised values), not the one users see.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..algebra import fold as fold_monoid
+from ..program.contract import Contraction
 from ..program.expr import Expr
 from . import hardware
-from .tilecode import Contraction, Reducer
+from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun
 
 
@@ -26,12 +28,20 @@ class Accumulator:
     into: Tensor | None = None  # where a number per pair goes, which is not folded
 
     def __init__(
-        self, reduction: Expr, batch: int, length: int, widths: list[int], compute: torch.dtype, device: torch.device
+        self,
+        reduction: Expr,
+        batch: int,
+        length: int,
+        widths: list[int],
+        compute: torch.dtype,
+        device: torch.device,
+        homes: Sequence[Tensor] = (),
     ):
+        """``homes``: where the results will lie, in the order of ``finish``; totals that are results are kept there."""
         self.kind, self.over, self.params = reduction.attrs
         self.fields = reduction.args
         self.batch, self.length, self.widths = batch, length, widths
-        self.compute, self.device = compute, device
+        self.compute, self.device, self.homes = compute, device, homes
         self.dim = -1 if self.over == "cols" else -2
         self.start()
 
@@ -48,7 +58,10 @@ class Accumulator:
     def numbers(self, value: float, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full((self.batch, self.length), value, dtype=dtype or self.compute, device=self.device)
 
-    def totals(self, width: int) -> Tensor:
+    def totals(self, width: int, result: int = -1) -> Tensor:
+        """Zeros, of numbers where ``width`` is below 0; ``result``: which result they become, if they do."""
+        if 0 <= result < len(self.homes):
+            return self.homes[result].zero_()
         shape = (self.batch, self.length) if width < 0 else (self.batch, self.length, width)
         return torch.zeros(shape, dtype=self.compute, device=self.device)
 
@@ -89,7 +102,7 @@ class Accumulator:
 class Sum(Accumulator):
     def start(self) -> None:
         whole = self.fields[0].dtype != "float"
-        self.total = self.numbers(0, torch.int64) if whole else self.totals(self.widths[0])
+        self.total = self.numbers(0, torch.int64) if whole else self.totals(self.widths[0], result=0)
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
         for c in reducer.values[0]:
@@ -106,7 +119,7 @@ class Soft(Accumulator):
     def start(self) -> None:
         self.peak = self.numbers(-math.inf)
         self.total = self.totals(-1)
-        self.values = [self.totals(w) for w in self.widths[1:]]
+        self.values = [self.totals(w, result=k) for k, w in enumerate(self.widths[1:], 1)]
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
         root = reducer.roots[0]

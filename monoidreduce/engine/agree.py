@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,12 @@ class Layout:
     cols: Group = None
     order: str = "contiguous"
     batch: tuple[tuple[int, int, int], ...] = ()  # of divided batch dimensions: see Shard.batch
+    slices: int | str | None = None  # see Shard.slices
+    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of what is given per pair and known to be shared
+
+    @property
+    def ring(self) -> bool:
+        return self.rows is not None and self.rows is self.cols
 
     @property
     def groups(self) -> list[Group]:
@@ -57,13 +64,18 @@ def current() -> Layout | None:
 
 
 @contextlib.contextmanager
-def shard(*, rows: Any = None, cols: Any = None, order: str = "contiguous") -> Iterator[None]:
+def shard(
+    *, rows: Any = None, cols: Any = None, order: str = "contiguous", slices: int | str | None = None
+) -> Iterator[None]:
     """Inside the block every op sees its rows, its columns or both divided over the ranks of a group.
 
     ``rows`` and ``cols`` are process groups (or one-dimensional device meshes: ``mesh["cp"]``). Tensors stay local: a
     rank passes its own part, of any length, and gets its own part of the results. What has no divided axis is the same
     on all ranks, and so is its gradient. Both over one group make a ring. With ``order="zigzag"`` a rank's part is the
-    r-th and the r-th last of twice as many stretches as ranks, which balances causal work.
+    r-th and the r-th last of twice as many stretches as ranks, which balances causal work. ``slices=W``, a divisor of
+    the number of ranks, makes a grid of a ring: each rank takes the columns of W ranks and the rows of as many as
+    remain, which sends less and holds more; ``"best"`` sends least. What is given per pair holds this rank's rows and
+    columns; in a ring, its rows and all columns.
 
     Raises ShardError on every rank where the ranks disagree, RankError where one is lost.
 
@@ -74,8 +86,24 @@ def shard(*, rows: Any = None, cols: Any = None, order: str = "contiguous") -> I
     """
     if order not in ORDERS:
         raise ArgumentError(detail=f"mr.shard was given order={order!r}", fix=f"Use one of {', '.join(ORDERS)}")
-    with dividing(Layout(_group("rows", rows), _group("cols", cols), order)):
+    layout = Layout(*_apart(_group("rows", rows), _group("cols", cols)), order, slices=slices)
+    if rows is not None or cols is not None:  # else it is said of DTensors, whose placements are not known yet
+        check_slices(layout)
+    with dividing(layout):
         yield
+
+
+def check_slices(layout: Layout) -> None:
+    """Whether the ranks can stand in a grid of so many slices."""
+    asked, ranks = layout.slices, layout.rows.size() if layout.ring else 1
+    whole = isinstance(asked, int) and not isinstance(asked, bool)
+    if asked not in (None, "best") and not (whole and 0 < int(asked) <= ranks and ranks % int(asked) == 0):
+        there = f"a ring of {ranks} ranks" if layout.ring else "rows and columns that make no ring"
+        good = [w for w in range(1, ranks + 1) if ranks % w == 0]
+        raise ArgumentError(
+            detail=f"mr.shard was given slices={asked!r} for {there}",
+            fix=f'Use "best" or one of {", ".join(map(str, good))}, with rows and columns over one group',
+        )
 
 
 @contextlib.contextmanager
@@ -105,6 +133,21 @@ def _group(name: str, given: Any) -> Group:
     return given if given.size() > 1 else None
 
 
+def _apart(rows: Group, cols: Group) -> tuple[Group, Group]:
+    """Two groups as they are, or one for both where they have the same ranks; what lies between makes no sense."""
+    if rows is None or cols is None or rows is cols:
+        return rows, cols
+    common = set(dist.get_process_group_ranks(rows)) & set(dist.get_process_group_ranks(cols))
+    if len(common) == 1:
+        return rows, cols
+    if len(common) == rows.size() == cols.size():
+        return rows, rows
+    raise ArgumentError(
+        detail=f"mr.shard was given groups for rows and columns that share the ranks {sorted(common)}",
+        fix="Give one group for both, or two dimensions of a mesh, which share one rank",
+    )
+
+
 # Agreeing ---------------------------------------------------------------------------------------------------
 
 
@@ -113,18 +156,71 @@ def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) ->
     layout = current()
     if layout is None or not (layout.groups or layout.batch):
         return sizes
-    if any(e.op == "input" and e.is_pair for e in topological(outputs)):
-        raise ArgumentError(
-            detail="an argument is given for every pair, which cannot be divided over ranks",
-            fix="Say it with indices, or with numbers per row and per column",
-        )
     here = {"rows": sizes.rows, "cols": sizes.cols}
+    given = PerPair.of(layout, here, outputs, values)
     axes = {name: Axis((((0, here[name]),),)) for name in here}
-    lengths = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device)
+    lengths, given = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device, given=given)
     for name in here:
         if getattr(layout, name) is not None:
             axes[name] = Axis(_pieces(lengths[name], layout.order), getattr(layout, name))
-    return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch))
+    shared = given.checked(axes["cols"].total)
+    groups = tuple((name, getattr(layout, axis)) for name, axis in shared)
+    return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch, layout.slices, groups))
+
+
+def pairs_are_wide() -> bool:
+    """Whether what is given per pair holds all columns although they are divided: in a ring, where they travel."""
+    layout = current()
+    return layout is not None and layout.ring
+
+
+@dataclass(frozen=True)
+class PerPair:
+    """What is given per pair: which of its axes are a rank's own, and which are of size 1 and shared by all ranks.
+
+    ``own`` and ``shared`` have a bit for each of ``axes``; where a rank's part has length 1 it may be either, and the
+    others know. ``wide`` is how many columns it holds in a ring, 0 where it does not vary along them."""
+
+    axes: tuple[tuple[str, str], ...] = ()
+    own: int = 0
+    shared: int = 0
+    wide: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(layout: Layout, here: Mapping[str, int], outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> PerPair:
+        names = sorted(e.attrs[0] for e in topological(outputs) if e.op == "input" and e.is_pair)
+        divided = [a for a in here if getattr(layout, a) is not None and not (layout.ring and a == "cols")]
+        axes = tuple((name, axis) for name in names for axis in divided)
+        own = shared = 0
+        for k, (name, axis) in enumerate(axes):
+            size = values[name].shape[-2 if axis == "rows" else -1]
+            if (name, axis) in layout.shared or size != here[axis]:
+                shared |= 1 << k
+            elif size != 1:
+                own |= 1 << k
+        lengths = {values[name].shape[-1] for name in names if values[name].shape[-1] != 1} if layout.ring else ()
+        return PerPair(axes, own, shared, tuple(lengths))
+
+    def met(self, headers: list[list[int]]) -> PerPair:
+        """With what the headers of other ranks say."""
+        own, shared = (functools.reduce(operator.or_, (h[k] for h in headers)) for k in (4, 5))
+        return replace(self, own=own, shared=shared, wide=tuple({h[6] for h in headers if h[6]}))
+
+    def checked(self, cols: int) -> list[tuple[str, str]]:
+        """(name, axis) of what is shared; the same error on every rank where they do not fit together."""
+        for k, (name, axis) in enumerate(self.axes):
+            if self.own >> k & self.shared >> k & 1:
+                raise ShardError(
+                    detail=f"{name} is given for every pair: some ranks have its own {axis}, others one for all {axis}",
+                    fix=f"Give every rank its own {axis} of it, or every rank the same, of size 1",
+                )
+        if any(n != cols for n in self.wide):
+            raise ShardError(
+                detail=f"what is given for every pair has {' or '.join(map(str, sorted(self.wide)))} columns, but "
+                f"there are {cols} on all ranks together",
+                fix="In a ring, give every rank its own rows of it and all columns",
+            )
+        return [a for k, a in enumerate(self.axes) if self.shared >> k & 1]
 
 
 def withdraw(error: MonoidReduceError) -> None:
@@ -136,12 +232,13 @@ def withdraw(error: MonoidReduceError) -> None:
             _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
 
 
-def whole_cols(rows: int, cols: int) -> int:
-    """How many columns there are on all ranks together, for a check that comes before the op; asked by all ranks."""
+def whole(rows: int, cols: int) -> tuple[int, int]:
+    """How many rows and columns there are on all ranks together, for what comes before the op; asked by all ranks."""
     layout = current()
-    if layout is None or layout.cols is None:
-        return cols
-    return sum(_agreed(layout, "a check of columns", {"rows": rows, "cols": cols}, None)["cols"])
+    if layout is None or not layout.groups:
+        return rows, cols
+    found, _ = _agreed(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
+    return sum(found.get("rows", [rows])), sum(found.get("cols", [cols]))
 
 
 def divides_cols() -> bool:
@@ -150,24 +247,46 @@ def divides_cols() -> bool:
     return layout is not None and layout.cols is not None
 
 
-def over_rows(total: Tensor) -> Tensor:
-    """A sum over this rank's rows as that over all rows; differentiable."""
+def over(axis: str, total: Tensor) -> Tensor:
+    """A sum over this rank's rows (or columns) as that over all of them; differentiable."""
+    group = getattr(current() or Layout(), axis)
+    return total if group is None else exchange.Totalled.apply(total, group)
+
+
+def greatest(axis: str, value: Tensor) -> Tensor:
+    """The largest number of this rank's rows (or columns) as that of all."""
+    group = getattr(current() or Layout(), axis)
+    return value if group is None else exchange.reduce(value.detach().clone(), "MAX", group)
+
+
+def swapped() -> contextlib.AbstractContextManager[None]:
+    """Inside the block rows are what columns were: for a layer that folds both ways with two calls."""
     layout = current()
-    return total if layout is None or layout.rows is None else exchange.Totalled.apply(total, layout.rows)
+    if layout is None:
+        return contextlib.nullcontext()
+    return dividing(replace(layout, rows=layout.cols, cols=layout.rows))
 
 
 def _agreed(
-    layout: Layout, told: str, here: Mapping[str, int], device: torch.device | None, failed: bool = False
-) -> dict[str, list[int]]:
-    """How many rows and columns every rank has. A disagreement in one group is carried into the others."""
+    layout: Layout,
+    told: str,
+    here: Mapping[str, int],
+    device: torch.device | None,
+    failed: bool = False,
+    given: PerPair | None = None,
+) -> tuple[dict[str, list[int]], PerPair]:
+    """How many rows and columns every rank has, and what all say of what is given per pair. A disagreement in one group
+    is carried into the others."""
+    given = given or PerPair()
     found: dict[str, list[int]] = {}
     problem: ShardError | None = None
     try:
         for group in layout.rounds:
             try:
-                headers = _headers(group, failed, told, here, device or _device(group))
+                headers = _headers(group, failed, told, here, given, device or _device(group))
+                given = given.met(headers)
                 for name in here:
-                    lengths = headers[:, 2 if name == "rows" else 3].tolist()
+                    lengths = [h[2 if name == "rows" else 3] for h in headers]
                     if getattr(layout, name) is group:
                         found[name] = lengths
                     elif len(set(lengths)) > 1:
@@ -180,7 +299,7 @@ def _agreed(
         raise
     if problem is not None:
         raise problem
-    return found
+    return found, given
 
 
 def _uneven(name: str, lengths: list[int]) -> ShardError:
@@ -195,13 +314,16 @@ def _device(group: Group) -> torch.device:
     return torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
 
 
-def _headers(group: Group, failed: bool, told: str, here: Mapping[str, int], device: torch.device) -> Tensor:
-    """Everybody's [status, what was told (hashed), rows, cols]; an error on all ranks unless all tell the same."""
+def _headers(
+    group: Group, failed: bool, told: str, here: Mapping[str, int], given: PerPair, device: torch.device
+) -> list[list[int]]:
+    """Everybody's [status, what was told (hashed), rows, cols, and of pairs: own, shared, wide]; an error on all ranks
+    unless all tell the same."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-    header = torch.tensor([int(failed), _digest(told), here["rows"], here["cols"]], device=device)
-    found = exchange.gather(header, group).cpu()
-    if bool(found[:, 0].any()) or bool((found[:, 1] != found[0, 1]).any()):
-        _raise(found[:, 0].tolist(), exchange.texts(told, group))
+    mine = [int(failed), _digest(told), here["rows"], here["cols"], given.own, given.shared, max(given.wide, default=0)]
+    found = exchange.gather(torch.tensor(mine, device=device), group).tolist()
+    if any(h[0] for h in found) or any(h[1] != found[0][1] for h in found):
+        _raise([h[0] for h in found], exchange.texts(told, group))
     return found
 
 
@@ -223,7 +345,7 @@ def _raise(status: list[int], told: list[str]) -> None:
 def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
     """All that must be equal on every rank, as lines of text."""
     lines = [f"program {fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
-    lines += [f"order {layout.order}"]
+    lines += [f"order {layout.order}", f"slices {layout.slices}"]
     for name, value in values.items():
         if isinstance(value, Tensor):
             lines.append(f"{name} of {str(value.dtype)[6:]} and {value.dim()} dimensions")

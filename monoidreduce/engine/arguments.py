@@ -15,6 +15,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from .evaluate import Sizes
 
+_ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -72,8 +73,11 @@ def inputs_of(parameters: dict[str, Parameter], values: dict[str, Any], sizes: S
     return {n: padded(v, parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
 
 
-def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[Sizes, torch.dtype | None]:
-    """Check that sizes, types and devices agree, and say what they are."""
+def sizes_of(
+    parameters: dict[str, Parameter], values: dict[str, Any], wide: bool = False
+) -> tuple[Sizes, torch.dtype | None]:
+    """Check that sizes, types and devices agree, and say what they are. Where ``wide``, what is given per pair has more
+    columns than are here."""
     found: dict[str, tuple[str, int]] = {}
     batch: tuple[int, ...] = ()
     batch_of = ""
@@ -93,7 +97,7 @@ def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[
         own = tuple(value.shape[: value.dim() - len(p.tail)])
         for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
             if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
-                _agree(found, axis, name, length)
+                _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
             batch = torch.broadcast_shapes(batch, own)
         except RuntimeError:
@@ -120,7 +124,12 @@ def sizes_of(parameters: dict[str, Parameter], values: dict[str, Any]) -> tuple[
             fix="Use float64, float32, float16 or bfloat16",
         )
     device = next(iter(devices.values()), torch.device("cpu"))
-    sizes = {k: s for k, (_, s) in found.items()}
+    if _ALL in found and "cols" not in found:
+        raise ShapeError(
+            detail=f"columns are divided, but only {found[_ALL][0]} says how many there are, for every pair",
+            fix="Divide the rows alone: mr.shard(rows=...)",
+        )
+    sizes = {k: s for k, (_, s) in found.items() if k != _ALL}
     return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
 
 
@@ -129,11 +138,11 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
     if axis.isdigit() and length != int(axis):
         raise ShapeError(detail=f"{name} is declared with {axis} features, but has {length}", fix="Change one of them")
     if size != length:
-        what = {"rows": "rows", "cols": "columns"}.get(axis, f'features "{axis}"')
+        what = {"rows": "rows", "cols": "columns", _ALL: "columns"}.get(axis, f'features "{axis}"')
         raise ShapeError(
             detail=f"{first} has {size} {what}, but {name} has {length}",
             fix="They must be equal"
-            if axis in ("rows", "cols")
+            if axis in ("rows", "cols", _ALL)
             else "Equal letters must be equal sizes; use two letters if they differ",
         )
 

@@ -1,37 +1,35 @@
 """What was asked of a forward holds in its backward.
 
-``mr.budget`` and ``mr.use(precision=, strict=)`` are context variables, and torch runs a backward on a GPU in a thread
-of its own, where no block of the caller's is open. What the forward was asked is kept with it; what is asked around
-the backward itself goes first, where that is seen.
+``mr.budget``, ``mr.use(precision=, strict=, tune=)`` and the plans that are followed are context variables, and torch
+runs a backward on a GPU in a thread of its own, where no block of the caller's is open. So what the forward was asked
+is kept with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-from ..plan import budget
+from ..plan import budget, choice
 from . import hardware
 
-Asked = tuple[int | None, tuple[str | None, bool]]  # a budget; precision, strict
-NOTHING: Asked = (None, (None, False))
+Asked = tuple[int | None, tuple, Any]
 
 
 def now() -> Asked:
     """What is asked here."""
-    return budget.asked(), hardware.asked.get()
+    return budget.asked(), hardware.asked.get(), choice.followed.get()
 
 
 @contextlib.contextmanager
 def again(then: Asked) -> Iterator[None]:
-    """Ask the same once more, but for what is asked here already."""
-    here = now()
-    token = hardware.asked.set(here[1] if here[1] != NOTHING[1] else then[1])
+    """Ask the same once more."""
+    limit, settings, followed = then
+    before, token = hardware.asked.set(settings), choice.followed.set(followed)
     try:
-        if then[0] is None or here[0] is not None:
+        with budget.kept(limit):
             yield
-        else:
-            with budget.budget(then[0]):
-                yield
     finally:
-        hardware.asked.reset(token)
+        hardware.asked.reset(before)
+        choice.followed.reset(token)

@@ -23,12 +23,13 @@ from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import asked, autocast, library
+from . import asked, autocast, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if not plain(leaves):
+    if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
     if asks and torch.is_grad_enabled():
@@ -76,7 +77,7 @@ def straight() -> bool:
 
 def plain(values: Sequence[Any]) -> bool:
     """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
-    return straight() and all(type(v) in _PLAIN for v in values if isinstance(v, Tensor))
+    return straight() and all(type(v) in PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -147,7 +148,8 @@ def _primal(value: Any) -> Any:
 
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    ctx.context, ctx.asked = context, asked.now()
+    ctx.context = context
+    ctx.asked = asked.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -170,12 +172,11 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     wanted = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    with contextlib.ExitStack() as around:
-        if ctx.asked != asked.NOTHING:
-            around.enter_context(asked.again(ctx.asked))
-        if autocast.region(results) is not None:  # a backward called inside a region
-            around.enter_context(torch.autocast(context.sizes.device.type, enabled=False))
-        return None, *_gradients(context, leaves, results, wanted, cotangents)
+    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents)
+    if region is None and ctx.asked == asked.now():
+        return None, *recover.typed(_gradients, given, context.sizes)
+    with asked.again(ctx.asked), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
+        return None, *recover.typed(_gradients, given, context.sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,4 +250,5 @@ def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtyp
         value = value.unsqueeze(at)
     if value.shape != leaf.shape:
         value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    return value.to(dtype or leaf.dtype)
+    dtype = dtype or leaf.dtype
+    return value if value.dtype is dtype else value.to(dtype)  # even an idle .to takes a microsecond

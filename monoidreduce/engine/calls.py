@@ -19,10 +19,11 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import reference, registry
+from . import recover, reference, registry
 from .arguments import padded
 from .autograd import Walk
 from .evaluate import Sizes, from_layout
+from .roads import Roads
 from .script import inputs, script
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
@@ -92,7 +93,8 @@ class Plan:
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        found = self.run(*(values[at] if view is None else view(values[at]) for at, view in self.given))
+        given = tuple(values[at] if view is None else view(values[at]) for at, view in self.given)
+        found = recover.typed(self.run, given, self.sizes)
         return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
 
 
@@ -101,7 +103,8 @@ def _walk(traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str) -> 
     program = lower(traced.outputs)
     numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
     made = script(program, numbers)
-    return made.inputs, functools.partial(made.run, sizes, Walk(engine))
+    passes = functools.partial(made.run, sizes, Walk(engine))
+    return made.inputs, Roads(program, made.inputs, sizes, numbers, passes) if engine == "auto" else passes
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:

@@ -240,4 +240,5 @@ COMBINERS: dict[str, Combiner] = {
     "topk": Combiner(_topk_open, _topk_merge, _topk_close),
     "moments": Combiner(_moments_open, _moments_merge, _moments_close),
     "user": Combiner(_as_is, _user, _as_is),
+    "pair": Combiner(_as_is, _as_is, _as_is),  # every pair is in one part: written there, never merged
 }

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import Monoid
+from ..errors import TraceError
+from ..program.declare import Parameter
+from . import autocast, registry
 
 Choices = tuple[tuple[str, Any], ...]
 Run = Callable[..., tuple[list[Tensor], Any]]  # (choices, *args, **kwargs) -> results, their form
@@ -104,3 +107,53 @@ def filled(form: Any, results: tuple[Tensor, ...]) -> Any:
         return type(form)(**{field: filled(getattr(form, field), results) for field in type(form).fields()})
     inside = [filled(value, results) for value in form]
     return type(form)(*inside) if hasattr(form, "_fields") else type(form)(inside)
+
+
+class Compiled:
+    """What an op does when dynamo reads a call of it."""
+
+    parameters: dict[str, Parameter]
+    _choices: tuple[str | None, ...]  # the names of the parameters that are fixed choices, by place
+
+    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def _compiled(self, args: tuple, kwargs: dict) -> Any:
+        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
+        choices: list[Any] = []
+        values, named = list(args), dict(kwargs)
+        for at, chosen in enumerate(self._choices):
+            if chosen is not None and at < len(values):
+                choices += (chosen, values[at])
+                values[at] = None
+            elif chosen is not None and chosen in named:
+                choices += (chosen, named.pop(chosen))
+        call = self._call_name(*choices)
+        results = in_graph(call, *values, **named)
+        return filled(getattr(self, self._form_name()), results)
+
+    @constant
+    def _call_name(self, *choices: Any) -> str:
+        return name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
+
+    @constant
+    def _form_name(self) -> str:
+        """The attribute where the form of the last results is kept: there dynamo can guard it."""
+        form = last_form()
+        place = f"_form_{form!r}"
+        setattr(self, place, form)
+        return place
+
+    def _run_in_graph(self, choices: Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+        chosen = dict(choices)
+        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
+        given, named = (*values, *args[len(values) :]), kwargs | chosen
+        device = autocast.region((*given, *named.values()))
+        if device is not None:
+            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
+        try:
+            plan, bound = self._planned(*opened(given, named), registry.engine())
+        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
+            plan, bound = self._planned(*closed(given, named), registry.engine())
+        results = plan.results(bound)
+        return results, plan.traced.pack(list(range(len(results))))

@@ -2,8 +2,8 @@
 
 Each rank folds the pairs it has with the inner engine; then results over a divided axis meet. Where the combination
 factors into maxima and sums (sums, softmax, best) it is an all-reduce of whole buffers; else states are gathered and
-combined in the order of ranks. Rows and columns divided over one group make a ring: one side travels, with the results
-that belong to it, while the work goes on. States are float32 or wider, so that errors do not grow with the ranks.
+combined in the order of ranks. Rows and columns divided over one group make a ring, or a grid (``grid.py``). States are
+float32 or wider, so that errors do not grow with the ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import communication
 from ..program.expr import Expr
 from ..program.lower import Fold
 from . import combine, exchange, parts
 from .combine import State
 from .evaluate import Sizes
-from .exchange import Group, Passing
+from .exchange import Group
+from .grid import Grid
 from .parts import Engine, Part
-from .shard import Shard, length
+from .shard import Shard
 
 Protocol = Generator[tuple[str, list[Tensor]], list[Tensor], State]  # yields (operation, tensors), gets the outcome
 
@@ -37,7 +37,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
     inner = replace(sizes, shard=None)
     try:
         if shard.ring:
-            states = _Ring(fold, leaves, inner, shard, engine).run()
+            states = Grid(fold, leaves, inner, shard, engine).run()
         else:
             states = parts.run(fold, leaves, inner, Part(shard.rows.own, shard.cols.own, shard.totals), engine)
             states = _reduced(fold, states, shard)
@@ -138,77 +138,3 @@ def _gathered(r: Expr, state: State) -> Protocol:
 
 
 _PROTOCOLS = {"sum": _sum, "pick": _sum, "soft": _soft, "best": _best}
-
-
-# Rows and columns divided over one group: a ring ---------------------------------------------------------------
-
-
-class _Ring:
-    """One side travels: its leaves, and behind them the results that belong to it, which are home after a turn."""
-
-    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shard: Shard, engine: Engine):
-        self.fold, self.leaves, self.sizes, self.shard, self.engine = fold, leaves, sizes, shard, engine
-        self.group = shard.rows.group
-        self.me, self.count = self.group.rank(), self.group.size()
-        self.travels = communication.travels(
-            fold, sizes.of, _widths(fold, leaves), sizes.compute.itemsize, shard.totals
-        )
-        moving = [e.rows if self.travels == "rows" else e.cols for e in fold.leaves]
-        self.moving = [k for k, moves in enumerate(moving) if moves and isinstance(leaves[k], Tensor)]
-        self.kept = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == self.travels]  # fold the travellers
-        self.carried = [k for k, r in enumerate(fold.reductions) if r.attrs[1] != self.travels]  # belong to them
-
-    def run(self) -> list[State]:
-        held = [self.leaves[k].contiguous() for k in self.moving]
-        axes = [t.dim() - 1 - (self.fold.leaves[k].feature is not None) for k, t in zip(self.moving, held, strict=True)]
-        kept: list[State] = []
-        coming: Passing | None = None
-        for step in range(self.count):
-            owner = (self.me - step) % self.count
-            after = (owner - 1) % self.count  # whose come next
-            leaving = Passing(held, self._room(held, axes, after), self.group) if step < self.count - 1 else None
-            states = self._fold(held, owner)
-            kept = self._merged(self.kept, kept, states) if step else [states[k] for k in self.kept]
-            load = [states[k] for k in self.carried]
-            if coming is not None:
-                load = self._merged(self.carried, _shaped(coming.done(), load), states)
-            flat = [t for state in load for t in state]
-            at = [1 + len(self.sizes.batch)] * len(flat)
-            coming = Passing(flat, self._room(flat, at, after), self.group) if flat else None
-            held = leaving.done() if leaving is not None else held
-        home = _shaped(coming.done(), load) if coming is not None else []
-        found = dict(zip(self.kept + self.carried, kept + home, strict=True))
-        return [found[k] for k in range(len(states))]
-
-    def _merged(self, which: list[int], before: list[State], states: list[State]) -> list[State]:
-        return [combine.merged(self.fold.reductions[k], [old, states[k]]) for k, old in zip(which, before, strict=True)]
-
-    def _fold(self, held: list[Tensor], owner: int) -> list[State]:
-        leaves = list(self.leaves)
-        for k, t in zip(self.moving, held, strict=True):
-            leaves[k] = t
-        there = self.shard.axis(self.travels).pieces[owner]
-        rows, cols = (there, self.shard.cols.own) if self.travels == "rows" else (self.shard.rows.own, there)
-        sizes = replace(self.sizes, rows=length(rows), cols=length(cols))
-        return parts.run(self.fold, leaves, sizes, Part(rows, cols, self.shard.totals), self.engine)
-
-    def _room(self, like: list[Tensor], axes: list[int], owner: int) -> list[Tensor]:
-        """Where another rank's leaves (or results) will come to lie: as these, but of its length."""
-        there = length(self.shard.axis(self.travels).pieces[owner])
-        return [t.new_empty(*t.shape[:at], there, *t.shape[at + 1 :]) for t, at in zip(like, axes, strict=True)]
-
-
-def _shaped(flat: list[Tensor], like: list[State]) -> list[State]:
-    rest = iter(flat)
-    return [[next(rest) for _ in state] for state in like]
-
-
-def _widths(fold: Fold, leaves: list[Any]) -> dict[str, int]:
-    """Bytes of all leaves per row and per column."""
-    found = {"rows": 0, "cols": 0}
-    for e, v in zip(fold.leaves, leaves, strict=True):
-        if isinstance(v, Tensor) and (e.rows or e.cols):
-            shape = list(v.shape)
-            del shape[v.dim() - 1 - (e.feature is not None)]
-            found["rows" if e.rows else "cols"] += torch.Size(shape).numel() * v.element_size()
-    return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
+from ..program.declare import AXES
 from ..program.expr import Expr
 from . import agree
 from .evaluate import Sizes
@@ -49,7 +50,7 @@ def call(parameters: Mapping[str, Any], values: Mapping[str, Any], run: _Run) ->
         p = parameters[name]
         if isinstance(value, dtensor.DTensor):
             local[name] = _local(dtensor, mesh, roles, p, value)
-        elif isinstance(value, Tensor) and p.axis in ("rows", "cols", "batch"):
+        elif isinstance(value, Tensor) and p.is_tensor:
             raise ShardError(
                 detail=f"{name} is a plain tensor, but others are DTensors",
                 fix="Make it one: distribute_tensor(x, mesh, placements), Replicate() where all ranks have it all",
@@ -58,7 +59,12 @@ def call(parameters: Mapping[str, Any], values: Mapping[str, Any], run: _Run) ->
             local[name] = value
     groups = {a: mesh.get_group(m) for m, axes in roles.axis.items() for a in axes}
     batch = _batch(mesh, roles, parameters, values)
-    with agree.dividing(agree.Layout(groups.get("rows"), groups.get("cols"), batch=batch)):
+    per_pair = [n for n, v in values.items() if isinstance(v, Tensor) and parameters[n].axis == "pairs"]
+    shared = frozenset((n, a) for n in per_pair for a in groups if a not in _axes(parameters[n], values[n]))
+    around = agree.current() or agree.Layout()
+    layout = agree.Layout(groups.get("rows"), groups.get("cols"), "contiguous", batch, around.slices, shared)
+    agree.check_slices(layout)
+    with agree.dividing(layout):
         outputs, results, sizes, pack = run(local)
     return pack([_wrapped(dtensor, mesh, roles, e, v, sizes) for e, v in zip(outputs, results, strict=True)])
 
@@ -75,8 +81,14 @@ def _mesh(dtensor: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _side(p: Any, value: Tensor) -> int:
-    """The dimension of a tensor that is its rows or columns; for one of a batch, the end of its batch dimensions."""
-    return value.dim() - (p.axis in ("rows", "cols")) - (p.feature is not None)
+    """The end of a tensor's batch dimensions: its rows or columns, if it has them, come next."""
+    return value.dim() - len(p.tail)
+
+
+def _axes(p: Any, value: Tensor) -> dict[str, int]:
+    """Its rows and columns, and the dimensions they are; of what is given per pair, none that is broadcast."""
+    found = {axis: _side(p, value) + k for k, axis in enumerate(AXES.get(p.axis, ()))}
+    return {axis: at for axis, at in found.items() if p.axis != "pairs" or value.shape[at] != 1}
 
 
 def _roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: Mapping[str, Any]) -> _Roles:
@@ -90,9 +102,8 @@ def _roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: Mappi
                 continue
             p, at = parameters[name], _side(parameters[name], value)
             dim = placement.dim % value.dim()
-            if dim == at and p.axis in ("rows", "cols"):
-                found.add(p.axis)
-            elif dim < at:
+            found |= {axis for axis, where in _axes(p, value).items() if where == dim}
+            if dim < at:
                 roles.batch.setdefault(m, at - dim)
         found -= taken  # an axis lies on one dimension of the mesh
         if found:
@@ -102,13 +113,14 @@ def _roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: Mappi
     return roles
 
 
-def _placements(dtensor: Any, mesh: Any, roles: _Roles, axis: str | None, at: int, shape: Any) -> list[Any]:
-    """Where a tensor goes whose rows or columns are dimension ``at``."""
+def _placements(dtensor: Any, mesh: Any, roles: _Roles, axes: Mapping[str, int], at: int, shape: Any) -> list[Any]:
+    """Where a tensor goes whose batch dimensions end at ``at``; in a ring, what has both axes is divided by rows."""
     found: list[Any] = []
     for m in range(mesh.ndim):
         dim = at - roles.batch[m] if m in roles.batch else -1
-        if axis in roles.axis.get(m, ()):
-            found.append(dtensor.Shard(at))
+        divided = [axes[a] for a in ("rows", "cols") if a in axes and a in roles.axis.get(m, ())]
+        if divided:
+            found.append(dtensor.Shard(divided[0]))
         elif m in roles.batch and dim >= 0 and shape[dim] > 1:
             found.append(dtensor.Shard(dim))
         else:
@@ -117,8 +129,7 @@ def _placements(dtensor: Any, mesh: Any, roles: _Roles, axis: str | None, at: in
 
 
 def _local(dtensor: Any, mesh: Any, roles: _Roles, p: Any, value: Any) -> Tensor:
-    at = _side(p, value)
-    placements = _placements(dtensor, mesh, roles, p.axis, at, value.shape)
+    placements = _placements(dtensor, mesh, roles, _axes(p, value), _side(p, value), value.shape)
     part = value.redistribute(mesh, placements).to_local(grad_placements=placements)
     for m in roles.batch:
         if isinstance(placements[m], dtensor.Replicate):
@@ -148,8 +159,8 @@ def _wrapped(dtensor: Any, mesh: Any, roles: _Roles, e: Expr, value: Tensor, siz
         shape[at - right] = whole
     if e.rows or e.cols:
         shape[at] = sizes.of("rows" if e.rows else "cols")
-    axis = "rows" if e.rows else "cols" if e.cols else None
-    placements = _placements(dtensor, mesh, roles, axis, at, shape)
+    axes = {axis: at for axis, has in (("rows", e.rows), ("cols", e.cols)) if has}
+    placements = _placements(dtensor, mesh, roles, axes, at, shape)
     stride = torch.empty(shape, device="meta").stride()
     return dtensor.DTensor.from_local(
         value.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

@@ -8,8 +8,8 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ..plan import tiles as plan
 from ..program.build import ONE
+from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
-from ..program.reductions import KINDS
 from . import batching, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
-from .evaluate import Sizes, as_number
+from .evaluate import Sizes, as_number, form, pair_form
 from .pick import run_pick
-from .tilecode import Code, Reducer, compile_variant, conditions, in_tiles, interval, ranged
+from .tilecode import Code, Reducer, compile_variant
 from .tilerun import Buffers, TileRun
 
 
@@ -70,7 +70,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
     written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}
     whole = [_whole(t, r, sizes) for r, t in written.items()]
     shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
-    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, _width(fold, sizes))
+    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, width(fold, sizes))
+    tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
     kept = [(r, k) for r, k in fold.outputs if r not in written]
     outputs = [_empty(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
@@ -80,12 +81,22 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}
-            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers).run()
-            for out, value in zip(outputs, results, strict=True):
-                out[where][chunk] = value
+            homes = [o[where][chunk] for o in outputs]
+            own = _by_reduction(kept, homes)
+            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers, homes=own).run()
+            for home, value in zip(homes, results, strict=True):
+                if value is not home:  # totals are kept where the result lies
+                    home.copy_(value)
     _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
+
+
+def _by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) -> dict[Expr, list[Tensor]]:
+    found: dict[Expr, list[Tensor]] = {}
+    for (r, _), home in zip(outputs, homes, strict=True):
+        found.setdefault(r, []).append(home)
+    return found
 
 
 def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
@@ -94,9 +105,15 @@ def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
 
 
 def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
-    """Where a number per pair is written in the shape of an argument: in its type, unless sums are kept there."""
-    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
-    return torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+    """Where a number per pair is written."""
+    shape, dtype = pair_form(like, sizes)
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def written(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
+    """Bytes of the results per pair, in the shape of the arguments they are gradients of."""
+    pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if r.attrs[0] == "pair"]
+    return sum(t.numel() * sizes.compute.itemsize for t in pairs)
 
 
 def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
@@ -111,27 +128,22 @@ def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Exp
             out *= factor
 
 
-def _width(fold: Fold, sizes: Sizes) -> int:
+def width(fold: Fold, sizes: Sizes) -> int:
     """How many numbers a pair holds: more than one only for a user monoid's vectors, which are folded whole."""
     users = [a for r in fold.reductions if r.attrs[0] == "user" for a in r.args]
     return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
 
 
-def _empty(reduction: Expr, k: int, shape: tuple[int, ...], sizes: Sizes) -> Tensor:
-    kind, over, params = reduction.attrs
-    feature, dtype = KINDS[kind].outputs(reduction.args, params)[k]
-    length = sizes.rows if over == "cols" else sizes.cols
-    tail = () if feature is None else (sizes.of(str(feature)),)
-    return torch.empty(
-        *shape, length, *tail, dtype=sizes.compute if dtype == "float" else torch.int64, device=sizes.device
-    )
+def _empty(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
+    shape, dtype = form(reduction, k, sizes, batch)
+    return torch.empty(shape, dtype=dtype, device=sizes.device)
 
 
 class Chunk:
     """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
 
     With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
-    rows that were begun by the parts before.
+    rows that were begun by the parts before. ``homes``: where each reduction's results will lie.
     """
 
     def __init__(
@@ -144,6 +156,7 @@ class Chunk:
         buffers: Buffers,
         rows: slice | None = None,
         kept: Mapping[int, Accumulator] | None = None,
+        homes: Mapping[Expr, list[Tensor]] | None = None,
     ):
         self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
         self.buffers = buffers
@@ -162,7 +175,8 @@ class Chunk:
                 self.picked[place] = self._pick(r, length)
             else:
                 widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
-                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device)
+                own = (homes or {}).get(r, ())
+                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device, own)
                 accumulator.into = leaves.get(r)
                 self.accumulators.append(accumulator)
 
@@ -265,11 +279,10 @@ class Chunk:
         return row_ranges, col_ranges, fixed
 
 
+def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
+    """The code of tiles of which nothing is known beforehand."""
+    return code_of(fold, scalars).variant({}) or Code((), ())
+
+
 def slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
-
-
-def walk(fold: Fold, sizes: Sizes) -> Iterator[str]:
-    """How this engine would walk the fold, in words."""
-    tiles = plan.choose(torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols, _width(fold, sizes))
-    yield f"tiles of {tiles.rows} rows × {tiles.cols} columns, {tiles.batch} of the batch at a time"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..program.expr import Expr, topological
 from ..program.primitives import PRIMITIVES
+from ..program.reductions import KINDS
 from .dense import REDUCERS
 from .shard import Shard
 
@@ -46,6 +47,25 @@ class Sizes:
 
     def here(self, axis: str) -> int:
         return self.rows if axis == "rows" else self.cols
+
+
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+
+
+def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
+    """Shape and type of a reduction's k-th result, for the batch of the sizes or for another."""
+    kind, over, params = r.attrs
+    feature, number = KINDS[kind].outputs(r.args, params)[k]
+    length = sizes.rows if over == "cols" else sizes.cols
+    tail = () if feature is None else (sizes.of(str(feature)),)
+    dtype = sizes.compute if number == "float" else torch.int64
+    return (*(sizes.batch if batch is None else batch), length, *tail), dtype
+
+
+def pair_form(like: Tensor, sizes: Sizes) -> Form:
+    """Of a number per pair, written in the shape of an argument: in its type, unless sums are kept there."""
+    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
+    return tuple(like.shape), like.dtype if once else sizes.compute
 
 
 def to_layout(t: Value, e: Expr) -> Value:

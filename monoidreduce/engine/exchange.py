@@ -44,12 +44,12 @@ def texts(text: str, group: Group) -> list[str]:
 
 
 class Passing:
-    """Tensors on their way round a ring: sent to the next rank, received from the one before, while work goes on."""
+    """Tensors on their way round a circle: sent to the rank ``after``, received from that ``before``, while work goes
+    on."""
 
-    def __init__(self, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group):
+    def __init__(self, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group, after: int, before: int):
         self.group, self.received, self.sent = group, list(receive), [t.contiguous() for t in send]
-        me, count = group.rank(), group.size()
-        after, before = (dist.get_global_rank(group, (me + step) % count) for step in (1, -1))
+        after, before = (dist.get_global_rank(group, rank) for rank in (after, before))
         moves = [dist.P2POp(dist.isend, _bytes(t), after, group) for t in self.sent if t.numel()]
         moves += [dist.P2POp(dist.irecv, _bytes(t), before, group) for t in self.received if t.numel()]
         self.works = _checked(lambda: dist.batch_isend_irecv(moves), group) if moves else []

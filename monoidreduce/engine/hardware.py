@@ -19,7 +19,8 @@ from torch import Tensor
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-asked: ContextVar[tuple[str | None, bool]] = ContextVar("asked", default=(None, False))  # precision, strict
+# What mr.use says of precision, strict and tune: kept by a backward.
+asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:
@@ -83,7 +84,8 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
         found = ROW_DOT[0](x, y)
         if found is not None:
             return found
-    return (x.to(compute) * y.to(compute)).sum(-1)
+    x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
+    return (x * y).sum(-1)
 
 
 SCALE: list[Callable[[Tensor, Tensor], bool]] = []  # the GPU engine's own, if it is there
@@ -120,6 +122,15 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
         torch.mm(x[0], yt[0], out=out[0])
         return out
     return torch.bmm(x, yt, out=out)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL
+    return x @ (y.mT.contiguous() if first else y.mT)
+
+
+_SMALL = 256
 
 
 def is_narrow(x: Tensor, y: Tensor) -> bool:

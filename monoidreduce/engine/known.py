@@ -20,7 +20,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered, lower
 from ..program.total import Total, total
-from . import asked, autograd, hardware, panel
+from . import asked, autograd, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -46,22 +46,30 @@ def summed(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.Maker
 ) -> list[Tensor] | None:
     """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
+    program = planned(outputs, inputs, sizes, make) if torch.is_grad_enabled() else None
+    if program is None:
+        return None
+    exprs = inputs_of(outputs)
+    tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
+    numbers = {n: inputs[n] for n in exprs if n not in tensors}
+    asked = tuple(exprs[n] for n, v in tensors.items() if v.requires_grad)
+    context = _Context(outputs, asked, tuple(tensors), numbers, sizes, engine, make, program)
+    return list(_Sum.apply(context, *tensors.values()))
+
+
+def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> Total | None:
+    """The program of sums and gradients, where there is one and it is the better road."""
     exprs = inputs_of(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
     wanted = [n for n, v in tensors.items() if v.requires_grad]
-    if not wanted or not torch.is_grad_enabled() or sizes.batch or not sizes.rows or not sizes.cols:
+    if not wanted or sizes.batch or not sizes.rows or not sizes.cols:
         return None
     try:
         program = total(outputs, tuple(exprs[n] for n in wanted))
     except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
         return None
     kinds = {v.dtype for n, v in tensors.items() if exprs[n].cols and exprs[n].feature is not None}
-    if program is None or not _worthwhile(program.program, kinds, sizes, make):
-        return None
-    numbers = {n: inputs[n] for n in exprs if n not in tensors}
-    asked = tuple(exprs[n] for n in wanted)
-    context = _Context(outputs, asked, tuple(tensors), numbers, sizes, engine, make, program)
-    return list(_Sum.apply(context, *tensors.values()))
+    return program if program is not None and _worthwhile(program.program, kinds, sizes, make) else None
 
 
 def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: panel.Maker) -> bool:
@@ -85,7 +93,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
-        found = panel.execute(program, context.numbers | inputs, context.sizes, context.make)
+        given = (program, context.numbers | inputs, context.sizes, context.make)
+        found = recover.twice(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
         context.waiting = {}

@@ -8,9 +8,7 @@ process, or is not found in its cache at all.
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
-from ..program.expr import Expr, topological
+from ..program.digest import digest
 from ..program.lower import Fold
-from ..program.reductions import KINDS
-from .evaluate import Sizes
+from .evaluate import Form, Sizes, form, pair_form
 from .registry import FOLDERS
 
 _SCHEMA = (
@@ -30,7 +27,6 @@ _SCHEMA = (
 )
 _lock = threading.Lock()
 _FOLDS: dict[str, Fold] = {}  # kept: a compiled graph may hold the name for as long as the process lives
-_PROCESS = uuid.uuid4().hex  # part of the names of folds over a user's own classes, whose text is not their meaning
 
 library = torch.library.Library("monoidreduce", "DEF")
 library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
@@ -55,28 +51,21 @@ def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[T
     )
 
 
-def _run(
-    fold: str,
-    engine: str,
-    leaves: list[Tensor],
-    numbers: list[Any],
-    places: list[int],
-    rows: int,
-    cols: int,
-    batch: list[int],
-    letters: str,
-    lengths: list[int],
-    compute: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
+def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
+    known, leaves, sizes = _opened(fold, *given)
     with torch.no_grad():  # gradients are autograd.py's business
-        return list(FOLDERS[engine](_known(fold), _joined(leaves, numbers, places), sizes))
+        found = FOLDERS[engine](known, leaves, sizes)
+    # kernels may hand vectors back in 16 bits, others do not: a graph is told one type for all engines
+    return [t.to(dtype) for t, (_, dtype) in zip(found, shapes(known, leaves, sizes), strict=True)]
 
 
-def _fake(
+def _fake(fold: str, engine: str, *given: Any) -> list[Tensor]:
+    known, leaves, sizes = _opened(fold, *given)
+    return [torch.empty(shape, dtype=dtype, device=sizes.device) for shape, dtype in shapes(known, leaves, sizes)]
+
+
+def _opened(
     fold: str,
-    engine: str,
     leaves: list[Tensor],
     numbers: list[Any],
     places: list[int],
@@ -87,10 +76,11 @@ def _fake(
     lengths: list[int],
     compute: torch.dtype,
     device: torch.device,
-) -> list[Tensor]:
-    sizes = Sizes(rows, cols, tuple(batch), _letters(letters, lengths), device, compute)
-    given = _joined(leaves, numbers, places)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in _shapes(_known(fold), given, sizes)]
+) -> tuple[Fold, list[Any], Sizes]:
+    """What an engine is called with, from what the operator is."""
+    named = dict(zip(letters.split(","), lengths, strict=True)) if lengths else {}
+    sizes = Sizes(rows, cols, tuple(batch), named, device, compute)
+    return _known(fold), _joined(leaves, numbers, places), sizes
 
 
 def _joined(leaves: list[Tensor], numbers: list[Any], places: list[int]) -> list[Any]:
@@ -110,25 +100,12 @@ def _known(name: str) -> Fold:
     return _FOLDS[name]
 
 
-def _letters(names: str, lengths: list[int]) -> dict[str, int]:
-    return dict(zip(names.split(","), lengths, strict=True)) if lengths else {}
-
-
-def _shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     """Shape and type of each of a fold's results."""
-    found: list[tuple[tuple[int, ...], torch.dtype]] = []
-    for r, k in fold.outputs:
-        kind, over, params = r.attrs
-        feature, dtype = KINDS[kind].outputs(r.args, params)[k]
-        if kind == "pair":  # a number per pair, in the shape of an argument
-            like = leaves[fold.leaves.index(r.args[1])]
-            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
-            found.append((tuple(like.shape), like.dtype if once else sizes.compute))
-            continue
-        tail = () if feature is None else (sizes.of(str(feature)),)
-        length = sizes.rows if over == "cols" else sizes.cols
-        found.append(((*sizes.batch, length, *tail), sizes.compute if dtype == "float" else torch.int64))
-    return found
+    return [
+        pair_form(leaves[fold.leaves.index(r.args[1])], sizes) if r.attrs[0] == "pair" else form(r, k, sizes)
+        for r, k in fold.outputs
+    ]
 
 
 library.impl("fold", _run, "CompositeExplicitAutograd")
@@ -173,23 +150,7 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
-    parts = (fold.leaves, fold.reductions, fold.scales)
-    order = topological([e for part in parts for e in part])
-    number = {e: k for k, e in enumerate(order)}
-    lines = [_line(e, number) for e in order]
-    lines += [str([number[e] for e in part]) for part in parts]
-    found = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+    found = digest(fold)
     with _lock:
         _FOLDS[found] = fold
     return found
-
-
-def _line(e: Expr, number: dict[Expr, int]) -> str:
-    return f"{e.op} {[number[a] for a in e.args]} {_text(e.attrs)} {e.rows} {e.cols} {e.feature} {e.dtype}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return repr(value) if plain else f"{value!r} {id(value)} {_PROCESS}"

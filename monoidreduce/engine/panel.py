@@ -94,9 +94,9 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
 
 def is_wide(fold: Fold, sizes: Sizes) -> bool:
     """Whether a fold has pairs, and vectors of more features than a kernel's registers hold."""
-    widths = [sizes.of(str(e.feature)) for e in fold.leaves if e.feature is not None]
-    pairs = torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols
-    return bool(pairs) and max([0, *widths]) > panels.NARROW and not writes_pairs(fold)
+    if all(sizes.of(letter) <= panels.NARROW for letter in fold.letters):
+        return False
+    return bool(torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols) and not writes_pairs(fold)
 
 
 def writes_pairs(fold: Fold) -> bool:

@@ -1,7 +1,8 @@
 """A fold over part of a larger problem: pieces of its rows and columns, each run by an engine where it stands.
 
 A shard, a step of a ring and a chunk of a stream are all this: the leaves hold some rows and columns of the whole, and
-the results are states (``combine.py``) that meet those of the other parts. Leaves are only ever sliced.
+the results are states (``combine.py``) that meet those of the other parts. Leaves are only ever sliced; what is given
+per pair is sliced along both axes, and what a fold gives per pair is written where it belongs.
 """
 
 from __future__ import annotations
@@ -26,21 +27,35 @@ Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
 
 @dataclass(frozen=True)
 class Part:
-    """Which rows and columns of a whole of ``totals`` rows and columns the leaves hold."""
+    """Which rows and columns of a whole of ``totals`` rows and columns the leaves hold; where ``wide``, what is given
+    per pair holds all columns of the whole instead, in their order."""
 
     rows: Pieces
     cols: Pieces
     totals: tuple[int, int]
+    wide: bool = False
 
 
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, engine: Engine) -> list[State]:
-    """The states of a part, one per reduction: for its rows (folded over its columns) or the other way round."""
-    grid = [
-        [_block(fold, leaves, sizes, part, row, col, engine) for col in _stretches(part.cols)]
-        for row in _stretches(part.rows)
-    ]
+def run(
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, engine: Engine, into: dict[int, Tensor] | None = None
+) -> list[State]:
+    """The states of a part, one per reduction: for its rows (folded over its columns) or the other way round. Numbers
+    per pair are added to ``into``, by the place of their reduction."""
+    rows, cols = _stretches(part.rows), _stretches(part.cols)
+    into = rooms(fold, leaves, sizes) if into is None and len(rows) * len(cols) > 1 else into
+    grid: list[list[list[State]]] = []
+    for row in rows:
+        grid.append([])
+        for col in cols:
+            grid[-1].append(_block(fold, leaves, sizes, part, row, col, engine))
+            for k, room in (into or {}).items():
+                _write(room, grid[-1][-1][k][0].squeeze(0), row, col, part.wide)
+                grid[-1][-1][k] = []
     states = []
     for k, r in enumerate(fold.reductions):
+        if r.attrs[0] == "pair":
+            states.append([into[k].unsqueeze(0)] if into is not None else grid[0][0][k])
+            continue
         lines = grid if r.attrs[1] == "cols" else list(zip(*grid, strict=True))
         kept = [combine.merged(r, [block[k] for block in line]) for line in lines]
         states.append(
@@ -54,6 +69,25 @@ def results(fold: Fold, states: list[State]) -> list[Tensor]:
     return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.closed(r, state)]
 
 
+def rooms(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
+    """Where the numbers per pair that a fold gives are added up: each in the shape of the argument it belongs to."""
+    found = {}
+    for k, r in enumerate(fold.reductions):
+        if r.attrs[0] == "pair":
+            like = leaves[fold.leaves.index(r.args[1])]
+            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)  # else it is a sum, and kept as one
+            found[k] = torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
+    return found
+
+
+def _write(room: Tensor, value: Tensor, row: _Stretch, col: _Stretch, wide: bool) -> None:
+    """Add a block's numbers per pair; along an axis of size 1 all blocks are added up."""
+    for axis, at in ((-2, row.local), (-1, col.inside(wide))):
+        if room.shape[axis] != 1:
+            room = room.narrow(axis, at.start, at.stop - at.start)
+    room += value
+
+
 @dataclass(frozen=True)
 class _Stretch:
     """One piece: where it lies in the part, and where it starts in the whole."""
@@ -61,12 +95,22 @@ class _Stretch:
     local: slice
     start: int
 
+    def inside(self, wide: bool) -> slice:
+        """Where it lies in what holds the part, or (``wide``) the whole."""
+        return slice(self.start, self.start + self.local.stop - self.local.start) if wide else self.local
+
 
 def _stretches(pieces: Pieces) -> list[_Stretch]:
-    found, at = [], 0
+    """The pieces, those that continue each other as one."""
+    found: list[_Stretch] = []
+    at = 0
     for start, stop in pieces:
-        found.append(_Stretch(slice(at, at + stop - start), start))
-        at += stop - start
+        count = stop - start
+        if found and (last := found[-1]).start + last.local.stop - last.local.start == start:
+            found[-1] = _Stretch(slice(last.local.start, at + count), last.start)
+        else:
+            found.append(_Stretch(slice(at, at + count), start))
+        at += count
     return found
 
 
@@ -75,23 +119,29 @@ def _block(
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
     placed, fed = moved(fold)
-    cut = [_cut(v, e, row.local, col.local) for v, e in zip(leaves, fold.leaves, strict=True)]
+    cut = [_cut(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
     cut += [_feed(f, given, starts, part.totals, own) for f in fed]
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
-    lengths, firsts = {"rows": own.rows, "cols": own.cols}, {"rows": row.start, "cols": col.start}
+    along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0)}
     return [
-        combine.opened(r, mine, [lengths[r.attrs[1]]], [firsts[r.attrs[1]]]) for r, mine in combine.split(fold, found)
+        combine.opened(r, mine, [along[r.attrs[1]][0]], [along[r.attrs[1]][1]])
+        for r, mine in combine.split(fold, found)
     ]
 
 
-def _cut(value: Any, e: Expr, rows: slice, cols: slice) -> Any:
-    if not isinstance(value, Tensor) or not (e.rows or e.cols):
+def _cut(value: Any, e: Expr, row: _Stretch, col: _Stretch, wide: bool) -> Any:
+    """A leaf's rows and columns of a block; an axis of size 1 of what is given per pair is broadcast, and stays."""
+    if not isinstance(value, Tensor):
         return value
-    axis = value.dim() - 1 - (e.feature is not None)
-    which = rows if e.rows else cols
-    return value.narrow(axis, which.start, which.stop - which.start)
+    last = value.dim() - 1 - (e.feature is not None)
+    cuts = [(last - e.cols, row.local)] if e.rows else []
+    cuts += [(last, col.inside(wide and e.is_pair))] if e.cols else []
+    for axis, at in cuts:
+        if not e.is_pair or value.shape[axis] != 1:
+            value = value.narrow(axis, at.start, at.stop - at.start)
+    return value
 
 
 def _feed(what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes) -> Any:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from . import distributed, eager, hardware, panel, triton
+from ..plan import budget as limits
+from . import distributed, eager, hardware, panel, recover, triton, tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -35,18 +36,14 @@ def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     return _triton(fold, leaves, sizes)
 
 
-def _by_device(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
-    """Kernels for tensors on a GPU, tiles in torch for all others."""
-    return (_kernels if sizes.device.type == "cuda" else eager.run)(fold, leaves, sizes)
-
-
 def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """The panel schedule for every fold; in torch where there is no kernel."""
     if not torch.Size(sizes.batch).numel() or panel.writes_pairs(fold):
         return eager.run(fold, leaves, sizes)
     try:
         return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
-    except triton.Unsupported:
+    except triton.Unsupported as reason:
+        triton.tell(fold, reason, "panels in torch run")
         return panel.run(fold, leaves, sizes)
 
 
@@ -55,19 +52,18 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-FOLDERS: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": _by_device}
+_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
+FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for."""
+    """What the user asked for; what kernels look at themselves stands in ``hardware.asked``."""
 
     engine: str | None = None
     limit: int | None = REFERENCE_LIMIT
-    precision: str | None = None
-    strict: bool = False
 
 
 _settings: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("settings", default=None)
@@ -84,13 +80,7 @@ def engine() -> str:
     if found is not None and found.engine is not None:
         return found.engine
     asked = os.environ.get("MONOIDREDUCE_ENGINE")
-    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else _default()
-
-
-@functools.cache
-def _default() -> str:
-    """By the tensors' device where there are GPUs and Triton; else there is nothing to choose."""
-    return "auto" if torch.cuda.is_available() and triton.available() else "eager"
+    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else "auto"
 
 
 def sharded_folder() -> Callable:
@@ -110,12 +100,24 @@ def _checked(name: str, source: str) -> str:
 
 
 @contextlib.contextmanager
+def automatic() -> Iterator[None]:
+    """The engine ``auto`` inside the block, all other settings as they are."""
+    token = _settings.set(replace(_settings.get() or Settings(), engine="auto"))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+@contextlib.contextmanager
 def use(
     engine: str | None = None,
     *,
     limit: int | None = REFERENCE_LIMIT,
     precision: str | None = None,
     strict: bool = False,
+    tune: bool | None = None,
+    budget: int | str | None = None,
 ) -> Iterator[None]:
     """Choose inside the block how ops run.
 
@@ -123,6 +125,8 @@ def use(
     (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee``, ``tf32`` or ``tf32x3`` (three
     products of TF32, almost float32, on the matrix units); None follows torch's own switch,
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
+    ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
+    :class:`mr.budget <monoidreduce.plan.budget.budget>`.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
@@ -132,11 +136,12 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(hardware.PRECISIONS)}"
         )
-    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit, precision, strict)
+    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit)
     token = _settings.set(chosen)
-    before = hardware.asked.set((precision, strict))
+    before = hardware.asked.set((precision, strict, tune))
     try:
-        yield
+        with limits.kept(None if budget is None else limits.parse(budget)):
+            yield
     finally:
         hardware.asked.reset(before)
         _settings.reset(token)

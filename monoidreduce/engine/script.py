@@ -46,7 +46,7 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Script:
-    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes."""
+    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any."""
 
     inputs: tuple[str, ...]
     outputs: tuple[Expr, ...]
@@ -63,15 +63,10 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def script(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     """Write a program down; ``numbers`` are the inputs that are Python numbers."""
-    writer = _Writer(numbers, _products(program))
+    writer = Writer(numbers, _products(program))
     for p in program.passes:
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
-    returned = ", ".join(writer.of(e) for e in program.outputs)
-    names = inputs(program)
-    given = "".join(f", {writer.inputs.get(n, f'unused_{k}')}" for k, n in enumerate(names))
-    text = "\n    ".join([f"def run(S, folder{given}):", "C = S.compute", *writer.lines, f"return [{returned}]"])
-    exec(compile(text, "<script>", "exec"), writer.scope)
-    return Script(names, program.outputs, writer.scope["run"], text)
+    return writer.script(inputs(program), program.outputs, "folder")
 
 
 def _products(program: Lowered) -> frozenset[Expr]:
@@ -87,7 +82,7 @@ def _products(program: Lowered) -> frozenset[Expr]:
     return frozenset(found - set(roots) - {a for e in order if e.op != "fsum" for a in e.args})
 
 
-class _Writer:
+class Writer:
     """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
     def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
@@ -98,6 +93,14 @@ class _Writer:
         self.inputs: dict[str, str] = {}
         self.plain: set[Expr] = set()  # nodes whose values are Python numbers
         self.views: dict[tuple[str, str], str] = {}
+
+    def script(self, names: tuple[str, ...], outputs: tuple[Expr, ...], *before: str) -> Script:
+        """What was written, as a function of the inputs with these names (and of what comes before them)."""
+        returned = ", ".join(self.of(e) for e in outputs)
+        given = ", ".join(["S", *before, *(self.inputs.get(n, f"unused_{k}") for k, n in enumerate(names))])
+        text = "\n    ".join([f"def run({given}):", "C = S.compute", *self.lines, f"return [{returned}]"])
+        exec(compile(text, "<script>", "exec"), self.scope)
+        return Script(names, outputs, self.scope["run"], text)
 
     def of(self, e: Expr) -> str:
         """The name of a node's value, written if it is not yet."""

@@ -9,7 +9,7 @@ same everywhere gets the sum of all gradients when it meets what is divided.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows and the columns of a call; on one group, columns travel round a ring."""
+    """The rows and the columns of a call; on one group they make a ring, or a grid (``grid.py``)."""
 
     rows: Axis
     cols: Axis
     batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index here, whole size), if divided
+    slices: int | str | None = None  # of a grid: how many ranks' columns one takes; "best", or None for a ring
+    shared: tuple[tuple[str, Group], ...] = ()  # what is given per pair and the same on all ranks of a group
 
     def batch_index(self, local: tuple[int, ...], device: torch.device) -> Tensor:
         """The places of the local batch elements in the whole batch, which is numbered in order."""
@@ -83,6 +85,14 @@ class Shard:
     def groups(self) -> list[Group]:
         found = [a.group for a in (self.rows, self.cols) if a.group is not None]
         return found[:1] if self.ring else found
+
+    def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, with the sum of all ranks' gradients for what is given per pair but shared."""
+        found = dict(inputs)
+        for name, group in self.shared:
+            if found[name].requires_grad:
+                found[name] = Shared.apply(found[name], group)
+        return found
 
     def met(self, value: Tensor, has: Expr, user: Expr) -> Tensor:
         """A value on its way into ``user``: summed gradients where it lacks a divided axis that ``user`` has."""

@@ -50,11 +50,6 @@ class Walk:
                     + ("its rows for every column" if is_pass(e) else "a column vector by itself"),
                     fix="Stream an op whose results are per row, or give all columns at once",
                 )
-        if any(e.op == "input" and e.is_pair for e in reads):
-            raise StreamError(
-                detail="an argument is given for every pair, so it is as long as the stream",
-                fix="Say it with indices, or with numbers per row and per column",
-            )
         if any(e.cols for e in self.program.outputs):
             raise StreamError(detail="this op has a result for every column", fix="Give all columns at once")
         for f in (f for p in self.program.passes for f in p.feeds if f.cols):
@@ -159,6 +154,7 @@ class _Pass(torch.autograd.Function):
         for chunk in job.read():
             states = merged(p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total))
             seen += chunk[1]
+            del chunk  # while the next one comes, nobody holds this one
         if states is None:
             raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
         job.total = seen
@@ -230,7 +226,7 @@ class _Backward:
         mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
         results = parts.results(p.fold, mine)
         for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
-            for n in nodes if r.attrs[1] == "rows" else ():
+            for n in nodes if r.attrs[1] != "cols" else ():
                 evaluate.memo[n] = to_layout(value, n)
         grads = {
             k: as_gradient((evaluate(e), e), leaves[k], self.fold.leaves[k])

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..program.build import apply, substitute
+from ..program.contract import in_tiles
 from ..program.expr import Expr, node, result, topological
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.reductions import KINDS, make
-from .tilecode import in_tiles
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,14 @@ class LinearCrossEntropyLoss(Head):
 
 
 class LinearLogProbs(Head):
-    """:func:`monoidreduce.ops.linear_logprobs` with weights of its own."""
+    """:func:`monoidreduce.ops.linear_logprobs` with weights of its own.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearLogProbs
+    >>> head = LinearLogProbs(16, 1000)
+    >>> head(torch.randn(6, 16), torch.randint(1000, (6,))).shape
+    torch.Size([6])
+    """
 
     def __init__(
         self,
@@ -121,7 +128,14 @@ class LinearLogProbs(Head):
 
 
 class LinearEntropy(Head):
-    """:func:`monoidreduce.ops.linear_entropy` with weights of its own."""
+    """:func:`monoidreduce.ops.linear_entropy` with weights of its own.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearEntropy
+    >>> head = LinearEntropy(16, 1000)
+    >>> head(torch.randn(6, 16)).shape
+    torch.Size([6])
+    """
 
     def __init__(
         self,
@@ -142,14 +156,28 @@ class LinearEntropy(Head):
 
 
 class LinearSample(LinearEntropy):
-    """:func:`monoidreduce.ops.linear_sample` with weights of its own; each call takes a seed."""
+    """:func:`monoidreduce.ops.linear_sample` with weights of its own; each call takes a seed.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearSample
+    >>> head = LinearSample(16, 1000)
+    >>> head(torch.randn(6, 16), seed=0).index.shape
+    torch.Size([6])
+    """
 
     def forward(self, x: Tensor, seed: int | Tensor) -> ops.Sample:  # type: ignore[override]
         return ops.linear_sample(x, self.linear.weight, seed, bias=self.linear.bias, **self._options())
 
 
 class LinearTopK(Head):
-    """:func:`monoidreduce.ops.linear_topk` with weights of its own."""
+    """:func:`monoidreduce.ops.linear_topk` with weights of its own.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearTopK
+    >>> head = LinearTopK(16, 1000, k=5)
+    >>> head(torch.randn(6, 16)).indices.shape
+    torch.Size([6, 5])
+    """
 
     def __init__(
         self,
@@ -173,7 +201,14 @@ class LinearTopK(Head):
 
 
 class LinearArgmax(Head):
-    """:func:`monoidreduce.ops.linear_argmax` with weights of its own."""
+    """:func:`monoidreduce.ops.linear_argmax` with weights of its own.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearArgmax
+    >>> head = LinearArgmax(16, 1000)
+    >>> head(torch.randn(6, 16)).shape
+    torch.Size([6])
+    """
 
     def __init__(
         self, in_features: int, num_classes: int, *, bias: bool = False, device: Any = None, dtype: Any = None
@@ -226,7 +261,14 @@ class TwoHeads(Head):
 
 
 class LinearKLLoss(TwoHeads):
-    """:func:`monoidreduce.ops.linear_kl` of two heads of its own; ``direction`` is an option."""
+    """:func:`monoidreduce.ops.linear_kl` of two heads of its own; ``direction`` is an option.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearKLLoss
+    >>> head = LinearKLLoss(16, 1000, teacher_features=32)
+    >>> head(torch.randn(6, 16), torch.randn(6, 32)).shape
+    torch.Size([])
+    """
 
     def __init__(self, *args: Any, direction: str = "forward", **options: Any) -> None:
         super().__init__(*args, direction=direction, **options)
@@ -237,7 +279,14 @@ class LinearKLLoss(TwoHeads):
 
 
 class LinearSoftCrossEntropyLoss(LinearKLLoss):
-    """:func:`monoidreduce.ops.linear_cross_entropy_soft` of two heads of its own; ``direction`` is an option."""
+    """:func:`monoidreduce.ops.linear_cross_entropy_soft` of two heads of its own; ``direction`` is an option.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearSoftCrossEntropyLoss
+    >>> head = LinearSoftCrossEntropyLoss(16, 1000, teacher_features=32)
+    >>> head(torch.randn(6, 16), torch.randn(6, 32)).shape
+    torch.Size([])
+    """
 
     def forward(self, x: Tensor, teacher_x: Tensor, token_weights: Tensor | None = None) -> Tensor:
         heads, options = self._arguments(x, teacher_x, token_weights)
@@ -245,7 +294,14 @@ class LinearSoftCrossEntropyLoss(LinearKLLoss):
 
 
 class LinearJSDLoss(TwoHeads):
-    """:func:`monoidreduce.ops.linear_jsd` of two heads of its own; ``beta`` is an option."""
+    """:func:`monoidreduce.ops.linear_jsd` of two heads of its own; ``beta`` is an option.
+
+    >>> import torch
+    >>> from monoidreduce.nn import LinearJSDLoss
+    >>> head = LinearJSDLoss(16, 1000, teacher_features=32)
+    >>> head(torch.randn(6, 16), torch.randn(6, 32)).shape
+    torch.Size([])
+    """
 
     def __init__(self, *args: Any, beta: float = 0.5, **options: Any) -> None:
         super().__init__(*args, beta=beta, **options)

@@ -12,7 +12,35 @@ from .. import ops
 from ..errors import ArgumentError
 
 
-class MLP(nn.Module):
+class _Perceptron(nn.Module):
+    """What perceptrons share: linear layers by name, the inner ones side by side; a dropout that training alone has."""
+
+    def __init__(
+        self,
+        inner: tuple[str, ...],
+        outer: str,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None,
+        activation: Any,
+        dropout: float,
+        **how: Any,
+    ) -> None:
+        super().__init__()
+        for name in inner:
+            self.add_module(name, nn.Linear(in_features, hidden_features, **how))
+        self.add_module(outer, nn.Linear(hidden_features, in_features if out_features is None else out_features, **how))
+        self.activation, self.dropout = activation, dropout
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"activation": self.activation, "dropout_p": self.dropout if self.training else 0.0}
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, dropout={self.dropout}"
+
+
+class MLP(_Perceptron):
     """:func:`monoidreduce.ops.mlp` with weights of its own: ``fc2(dropout(activation(fc1(x))))``, no hidden layer kept.
 
     State dict: ``fc1.weight`` [hidden, in], ``fc2.weight`` [out, hidden], and their biases. ``activation`` is a name or
@@ -23,6 +51,9 @@ class MLP(nn.Module):
     >>> MLP(16, 4096, activation="gelu")(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     """
+
+    fc1: nn.Linear
+    fc2: nn.Linear
 
     def __init__(
         self,
@@ -36,11 +67,8 @@ class MLP(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        out_features = in_features if out_features is None else out_features
-        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.activation, self.dropout = activation, dropout
+        sizes = (in_features, hidden_features, out_features)
+        super().__init__(("fc1",), "fc2", *sizes, activation, dropout, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
@@ -50,15 +78,11 @@ class MLP(nn.Module):
             self.fc2.weight.T,
             bias=self.fc1.bias,
             out_bias=self.fc2.bias,
-            activation=self.activation,
-            dropout_p=self.dropout if self.training else 0.0,
+            **self._options,
         )
 
-    def extra_repr(self) -> str:
-        return f"activation={self.activation}, dropout={self.dropout}"
 
-
-class GatedMLP(nn.Module):
+class GatedMLP(_Perceptron):
     """:func:`monoidreduce.ops.gated_mlp` with weights of its own: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
     State dict: ``gate_proj.weight`` and ``up_proj.weight`` [hidden, in], ``down_proj.weight`` [out, hidden], and their
@@ -69,6 +93,10 @@ class GatedMLP(nn.Module):
     >>> GatedMLP(16, 4096)(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     """
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
 
     def __init__(
         self,
@@ -82,12 +110,8 @@ class GatedMLP(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        out_features = in_features if out_features is None else out_features
-        self.gate_proj = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.activation, self.dropout = activation, dropout
+        inner, sizes = ("gate_proj", "up_proj"), (in_features, hidden_features, out_features)
+        super().__init__(inner, "down_proj", *sizes, activation, dropout, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
@@ -99,12 +123,8 @@ class GatedMLP(nn.Module):
             gate_bias=self.gate_proj.bias,
             up_bias=self.up_proj.bias,
             out_bias=self.down_proj.bias,
-            activation=self.activation,
-            dropout_p=self.dropout if self.training else 0.0,
+            **self._options,
         )
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation}, dropout={self.dropout}"
 
 
 class ContrastiveLoss(nn.Module):

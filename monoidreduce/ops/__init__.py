@@ -1,6 +1,11 @@
 """The ready-made layers: each a few lines in the pair language, and the checks of its input.
 
 May import the errors, the algebra, the program and the decorator; never an engine by name, which the plan chooses.
+
+>>> import torch
+>>> from monoidreduce import ops
+>>> ops.attention(torch.randn(5, 16), torch.randn(7, 16), torch.randn(7, 4), window=2).shape
+torch.Size([5, 4])
 """
 
 import types

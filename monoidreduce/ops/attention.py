@@ -20,7 +20,13 @@ Documents = Tensor | tuple[Tensor, Tensor]
 
 
 class AttentionOutput(NamedTuple):
-    """What :func:`attention` returns with ``return_lse``: the values, and the logsumexp of each row's scores."""
+    """What :func:`attention` returns with ``return_lse``: the values, and the logsumexp of each row's scores.
+
+    >>> import torch, monoidreduce as mr
+    >>> y, lse = mr.ops.attention(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3, 5), return_lse=True)
+    >>> y.shape, lse.exp()
+    (torch.Size([2, 5]), tensor([3., 3.]))
+    """
 
     values: Any
     lse: Any

@@ -171,7 +171,7 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     flat = target.reshape(-1).long()
     if not visible(flat):
         return Labels(flat, False)
-    count = agree.whole_cols(flat.numel(), count)
+    count = agree.whole(flat.numel(), count)[1] if agree.divides_cols() else count
     if not flat.numel():
         return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
@@ -205,13 +205,18 @@ def visible(t: Tensor) -> bool:
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == (*x.shape[:-1], len(weight))
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == _distributed(x, weight, target)
+
+
+def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
+    """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
+    return (*x.shape[:-1], target.shape[-1] if agree.pairs_are_wide() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
     """A given distribution over the classes for each row of x, in the same number type and place."""
     tensor(name, probs, "[..., V]", 1)
-    if probs.shape != (*x.shape[:-1], len(weight)):
+    if probs.shape != _distributed(x, weight, probs):
         raise ShapeError(
             detail=f"{name} has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
             f"ask for {(*x.shape[:-1], len(weight))}",
@@ -236,21 +241,18 @@ def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
-def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str) -> Tensor:
-    """A number per row, times its weight, as it is, added up, or divided by the sum of shares (None: 1) and weights."""
+def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str, axis: str = "rows") -> Tensor:
+    """A number per row (or column), times its weight, as it is, added up, or divided by the sum of shares (None: 1) and
+    weights."""
     if weights is not None:
         weights = weights.to(value.dtype)
         value, share = value * weights, weights if share is None else share * weights
     if how == "none":
         return value
     if how == "sum":
-        return total(value)
-    return total(value) / total(torch.ones_like(value) if share is None else share)
-
-
-def total(x: Tensor) -> Tensor:
-    """The sum of all numbers, over all ranks where rows are divided."""
-    return agree.over_rows(x.sum())
+        return agree.over(axis, value.sum())
+    count = torch.ones_like(value) if share is None else share
+    return agree.over(axis, value.sum()) / agree.over(axis, count.sum())
 
 
 def undivided() -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine import agree
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
@@ -127,14 +128,17 @@ def contrastive_loss(
     _enough(x, y, kind, labelled=bool(marks))
     hard = hard_negatives or None
     losses, counts = _contrastive_loss(x, y, factor, bool(normalize), kind, alone, bias, hard, **marks)
-    ways = [_reduced(loss, count, reduction) for loss, count in itertools.zip_longest(losses, counts)]
+    ways = [
+        _reduced(loss, count, reduction, axis)
+        for loss, count, axis in itertools.zip_longest(losses, counts, ("rows", "cols")[: len(losses)])
+    ]
     return ways[0] if len(ways) == 1 else (ways[0] + ways[1]) / 2
 
 
-def _reduced(loss: Tensor, count: Tensor | None, reduction: checks.Reduction) -> Tensor:
-    if count is None or reduction != "mean":
-        return checks.reduced(loss, reduction)
-    return loss.sum() / (count > 0).sum()
+def _reduced(loss: Tensor, count: Tensor | None, reduction: checks.Reduction, axis: str) -> Tensor:
+    """A way's loss, of each row or each column: its mean is over those that belong to any."""
+    share = (count > 0).to(loss.dtype) if count is not None and reduction == "mean" else None
+    return checks.averaged(loss, share, None, reduction, axis)
 
 
 def _scale(temperature: Any, scale: Any) -> Any:
@@ -172,7 +176,7 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
 
 
 def _enough(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
-    m, n = x.shape[-2], y.shape[-2]
+    m, n = agree.whole(x.shape[-2], y.shape[-2])
     fits = m == n or (kind != "clip" and (labelled or (kind == "infonce" and m < n)))
     if not fits:
         raise ShapeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, no_type_check
 
 import torch
@@ -100,13 +101,23 @@ def _divergence(
     ours = (checks.flat(x), student[1], own["bias"], own["softcap"])
     theirs = (checks.flat(y), teacher[1], other["bias"], other["softcap"])
     first, second = (theirs, ours) if reverse else (ours, theirs)
-    summed = reduction != "none" and token_weights is None and ours[0].dim() == 2 and checks.undivided()
-    loss = (_two_heads.total if summed else _two_heads)(
-        *first[:2], *second[:2], kind, heads.careful(x), beta, *first[2:], *second[2:], own["temperature"]
-    )
-    if summed:
-        return loss / len(ours[0]) if reduction == "mean" else loss
-    return checks.reduced(checks.unflat(loss, x, ours[0]), reduction, token_weights)
+    given = (*first[:2], *second[:2], kind, heads.careful(x), beta, *first[2:], *second[2:], own["temperature"])
+    return _reduced(given, reduction, token_weights, lambda loss: checks.unflat(loss, x, ours[0]))
+
+
+def _reduced(
+    given: tuple[Any, ...],
+    reduction: checks.Reduction,
+    token_weights: Tensor | None = None,
+    shaped: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> Tensor:
+    """Fold two heads and reduce over the rows; of a plain sum the gradient is taken in the forward."""
+    rows = given[0]
+    plain = reduction != "none" and token_weights is None and isinstance(rows, Tensor) and rows.dim() == 2
+    if plain and checks.undivided():
+        loss = _two_heads.total(*given)
+        return loss / len(rows) if reduction == "mean" else loss
+    return checks.reduced(shaped(_two_heads(*given)), reduction, token_weights)
 
 
 def linear_cross_entropy_soft(
@@ -266,7 +277,4 @@ def cross_entropy_distributions(
     True
     """
     checks.reduction(reduction)
-    if reduction != "none" and isinstance(p, Tensor) and p.dim() == 2 and checks.undivided():
-        loss = _two_heads.total(p, c, q, t, "cross_entropy", heads.careful(p))
-        return loss / len(p) if reduction == "mean" else loss
-    return checks.reduced(_two_heads(p, c, q, t, "cross_entropy", heads.careful(p)), reduction)
+    return _reduced((p, c, q, t, "cross_entropy", heads.careful(p)), reduction)

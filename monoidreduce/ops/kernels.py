@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from ..engine import agree
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
@@ -174,7 +175,13 @@ def _raised(t: Any) -> Any:
 
 
 class Sinkhorn(NamedTuple):
-    """What :func:`sinkhorn` returns: the cost of transport, and the potentials of both sides."""
+    """What :func:`sinkhorn` returns: the cost of transport, and the potentials of both sides.
+
+    >>> import torch, monoidreduce as mr
+    >>> value, f, g = mr.ops.sinkhorn(torch.zeros(2, 1), torch.ones(3, 1), eps=0.1)
+    >>> f.shape, g.shape
+    (torch.Size([2]), torch.Size([3]))
+    """
 
     value: Any
     f: Any
@@ -214,7 +221,8 @@ def sinkhorn_step(
     checks.floating(g=g, log_a=log_a, log_b=log_b)
     checks.positive("eps", eps)
     f = softmin(x, y, log_b + g / eps, eps=eps, cost=cost)
-    return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
+    with agree.swapped():
+        return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
 def sinkhorn(
@@ -255,27 +263,35 @@ def sinkhorn(
     checks.positive("eps", eps)
     checks.whole("iterations", iterations, 1)
     checks.between("tolerance", tolerance, 0, float("inf"))
-    a, b = _masses("a", a, x), _masses("b", b, y)
+    rows, cols = agree.whole(x.shape[-2], y.shape[-2])
+    a, b = _masses("a", a, x, rows), _masses("b", b, y, cols)
     x, y, a, b = map(_raised, (x, y, a, b))
     fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
     with torch.no_grad():
         g = torch.zeros_like(log_b)
         for _ in range(int(iterations)):
             f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
-            still = bool(tolerance) and float((new - g).abs().max()) <= tolerance
+            still = bool(tolerance) and float(agree.greatest("cols", _furthest(new, g))) <= tolerance
             g = new
             if still:
                 break
         to_x, to_y = log_a + f / eps, log_b + g / eps
     f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
-    g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
-    return Sinkhorn((a * f).sum(-1) + (b * g).sum(-1), f, g)
+    with agree.swapped():
+        g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
+    return Sinkhorn(agree.over("rows", (a * f).sum(-1)) + agree.over("cols", (b * g).sum(-1)), f, g)
 
 
-def _masses(name: str, mass: Any, points: Tensor) -> Tensor:
+def _furthest(new: Tensor, old: Tensor) -> Tensor:
+    """How far any number moved; a rank may have none."""
+    return (new - old).abs().max() if new.numel() else new.new_zeros(())
+
+
+def _masses(name: str, mass: Any, points: Tensor, whole: int) -> Tensor:
+    """Masses that were given, or equal ones for ``whole`` points, of which these are some."""
     count = points.shape[-2]
     if mass is None:
-        return torch.full((count,), 1 / max(count, 1), dtype=points.dtype, device=points.device)
+        return torch.full((count,), 1 / max(whole, 1), dtype=points.dtype, device=points.device)
     checks.tensor(name, mass, "[..., points]", 1)
     checks.floating(**{name: mass})
     checks.alike(**{"points": points, name: mass})

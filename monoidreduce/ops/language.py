@@ -7,9 +7,24 @@ gathers them here once, and every layer imports this module as ``mr`` and reads 
 from __future__ import annotations
 
 from ..op import op
+from ..program.body import (
+    argmax,
+    argmin,
+    col_index,
+    count,
+    logsumexp,
+    max,
+    min,
+    num_cols,
+    num_rows,
+    row_index,
+    softmax_mean,
+    sqdist,
+    sum,
+    topk,
+)  # fmt: skip
 from ..program.declare import Batch, Col, Pair, Row
-from ..program.reductions import argmax, argmin, count, dropout, gumbel, logsumexp, max, min, softmax_mean, sum, topk
-from ..program.symbol import col_index, num_cols, num_rows, row_index, sqdist
+from ..program.draws import dropout, gumbel
 
 __all__ = [
     "Batch", "Col", "Pair", "Row", "argmax", "argmin", "col_index", "count", "dropout", "gumbel", "logsumexp", "max",

@@ -12,7 +12,13 @@ from . import language as mr
 
 
 class LogProbs(NamedTuple):
-    """What :func:`linear_logprobs` returns with any of its options; None for what was not asked."""
+    """What :func:`linear_logprobs` returns with any of its options; None for what was not asked.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.ops.linear_logprobs(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([0, 7]), return_entropy=True)
+    >>> found.log_prob, found.entropy, found.argmax
+    (tensor([-2.0794, -2.0794]), tensor([2.0794, 2.0794]), None)
+    """
 
     log_prob: Any
     entropy: Any = None
@@ -153,3 +159,9 @@ def linear_entropy(
 
 
 entropy = linear_entropy
+"""The older name of :func:`linear_entropy`.
+
+>>> from monoidreduce import ops
+>>> ops.entropy is ops.linear_entropy
+True
+"""

@@ -16,7 +16,13 @@ METRICS = ("euclidean", "sqeuclidean", "dot", "cosine")
 
 
 class Neighbours(NamedTuple):
-    """What :func:`knn` and :func:`kmeans_assign` return: distances (or similarities), and whose they are."""
+    """What :func:`knn` and :func:`kmeans_assign` return: distances (or similarities), and whose they are.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.ops.knn(torch.tensor([[0.0]]), torch.tensor([[5.0], [1.0], [3.0]]), 2)
+    >>> found.values, found.indices
+    (tensor([[1., 3.]]), tensor([[1, 2]]))
+    """
 
     values: Any
     indices: Any
@@ -163,7 +169,12 @@ def maxsim(
 @mr.op
 @no_type_check
 def _chamfer(
-    x: mr.Row["d"], y: mr.Col["d"], metric: str, x_lengths: mr.Batch | None = None, y_lengths: mr.Batch | None = None
+    x: mr.Row["d"],
+    y: mr.Col["d"],
+    metric: str,
+    mean: bool,
+    x_lengths: mr.Batch | None = None,
+    y_lengths: mr.Batch | None = None,
 ):
     near = distance(x, y, metric)
     if x_lengths is not None:
@@ -175,7 +186,12 @@ def _chamfer(
         to_y = torch.where(mr.row_index < x_lengths, to_y, 0.0)
     if y_lengths is not None:
         to_x = torch.where(mr.col_index < y_lengths, to_x, 0.0)
-    return mr.sum(to_y, over="rows"), mr.sum(to_x)
+    to_y, to_x = mr.sum(to_y, over="rows"), mr.sum(to_x)
+    if not mean:
+        return to_y + to_x
+    return to_y / (mr.num_rows if x_lengths is None else x_lengths) + to_x / (
+        mr.num_cols if y_lengths is None else y_lengths
+    )
 
 
 def chamfer(
@@ -214,8 +230,5 @@ def chamfer(
     checks.one_of("points", points, ("mean", "sum"))
     named = {"x_lengths": (x_lengths, x), "y_lengths": (y_lengths, y)}
     options = {n: grouping.lengths(n, t, side) for n, (t, side) in named.items() if t is not None}
-    to_y, to_x = _chamfer(x, y, metric, **options)
-    if points == "mean":
-        to_y = to_y / options.get("x_lengths", x.shape[-2])
-        to_x = to_x / options.get("y_lengths", y.shape[-2])
-    return checks.reduced(to_y + to_x, reduction)
+    clouds = _chamfer(x, y, metric, points == "mean", **options)
+    return clouds if reduction == "none" else clouds.sum() if reduction == "sum" else clouds.mean()

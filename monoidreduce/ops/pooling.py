@@ -11,7 +11,13 @@ from . import language as mr
 
 
 class MaxPool(NamedTuple):
-    """What :func:`max_pool_product` returns with ``return_indices``: the largest products and their columns."""
+    """What :func:`max_pool_product` returns with ``return_indices``: the largest products and their columns.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.ops.max_pool_product(torch.eye(2), torch.tensor([[1.0, 4.0], [2.0, 3.0]]), return_indices=True)
+    >>> found.values, found.indices
+    (tensor([2., 4.]), tensor([1, 0]))
+    """
 
     values: Any
     indices: Any

@@ -13,14 +13,28 @@ from . import language as mr
 
 
 class Sample(NamedTuple):
-    """What :func:`linear_sample` returns: the class drawn for each row, and the logarithm of its probability."""
+    """What :func:`linear_sample` returns: the class drawn for each row, and the logarithm of its probability.
+
+    >>> import torch, monoidreduce as mr
+    >>> drawn = mr.ops.linear_sample(torch.zeros(2, 4), torch.zeros(1, 4), seed=0)  # of one class
+    >>> drawn.index, drawn.log_prob
+    (tensor([0, 0]), tensor([0., 0.]))
+    """
 
     index: Any
     log_prob: Any
 
 
 class TopK(NamedTuple):
-    """What :func:`linear_topk` returns: the values of the k best classes, best first, and the classes."""
+    """What :func:`linear_topk` returns: the values of the k best classes, best first, and the classes.
+
+    >>> import torch, monoidreduce as mr
+    >>> best = mr.ops.linear_topk(torch.eye(2), torch.tensor([[1.0, 4.0], [2.0, 3.0]]), 1)
+    >>> best.values, best.indices
+    (tensor([[2.],
+            [4.]]), tensor([[1],
+            [0]]))
+    """
 
     values: Any
     indices: Any
@@ -82,6 +96,12 @@ def linear_sample(
 
 
 sample = linear_sample
+"""The older name of :func:`linear_sample`.
+
+>>> from monoidreduce import ops
+>>> ops.sample is ops.linear_sample
+True
+"""
 
 
 @mr.op

@@ -33,12 +33,12 @@ def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = 
 
     ``room``: bytes that tiles may take, the budget's if left out.
     """
-    elements = ELEMENTS // max(1, width)
+    elements = ELEMENTS // max(1, width) // budget.parts()
     room = room or budget.asked()
     if room is not None:
         if room < LEAST:
             raise BudgetError(given=budget.shown(room), least=budget.shown(LEAST))
-        elements = min(elements, room // HELD)
+        elements = min(elements, max(LEAST, room // budget.parts()) // HELD)
     elements = max(1, elements)
     r = min(max(1, rows), max(1, min(ROWS, elements)))
     c = min(max(1, cols), max(1, elements // r))

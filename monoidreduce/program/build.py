@@ -39,7 +39,7 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
     simple = _simplify(name, args, attrs)
     if simple is not None:
         return simple
-    if all(a.op == "const" for a in args) and name not in ("uniform", "detach"):
+    if all(a.op == "const" for a in args) and name not in ("coin", "uniform", "detach"):
         return _fold_constants(name, args, attrs)
     if primitive.result == "float" and widest(args) != "float" and name not in ("uniform", "cast"):
         args = tuple(apply("cast", a, to="float") for a in args)  # torch would take log(3) of integers in float32

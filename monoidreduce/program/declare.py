@@ -46,21 +46,46 @@ class _Side(type):
 
 
 class Row(metaclass=_Side):
-    """One number per row; ``Row["f"]``: one vector per row. Shapes ``[..., M]`` and ``[..., M, f]``."""
+    """One number per row; ``Row["f"]``: one vector per row. Shapes ``[..., M]`` and ``[..., M, f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], shift: mr.Row, y: mr.Col["d"]):
+    ...     return mr.sum(x @ y) + shift
+    >>> total(torch.ones(2, 3), torch.tensor([0.0, 1.0]), torch.ones(5, 3))
+    tensor([15., 16.])
+    """
 
     axis = "rows"
     feature: Feature = None
 
 
 class Col(metaclass=_Side):
-    """One number per column; ``Col["f"]``: one vector per column. Shapes ``[..., N]`` and ``[..., N, f]``."""
+    """One number per column; ``Col["f"]``: one vector per column. Shapes ``[..., N]`` and ``[..., N, f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], y: mr.Col["d"], weight: mr.Col):
+    ...     return mr.sum(x @ y * weight)
+    >>> total(torch.ones(1, 3), torch.ones(2, 3), torch.tensor([1.0, 2.0]))
+    tensor([9.])
+    """
 
     axis = "cols"
     feature: Feature = None
 
 
 class Batch(metaclass=_Side):
-    """One number per batch element; ``Batch["f"]``: one vector. Shapes ``[...]`` and ``[..., f]``."""
+    """One number per batch element; ``Batch["f"]``: one vector. Shapes ``[...]`` and ``[..., f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], y: mr.Col["d"], slope: mr.Batch):
+    ...     return mr.sum(x @ y * slope)
+    >>> total(torch.ones(2, 1, 3), torch.ones(2, 5, 3), torch.tensor([1.0, 2.0]))
+    tensor([[15.],
+            [30.]])
+    """
 
     axis = "batch"
     feature: Feature = None
@@ -70,6 +95,13 @@ class Pair(metaclass=_Side):
     """One number, integer or truth value per pair, as the caller holds it: a bias, a mask. Shape ``[..., M, N]``.
 
     It is only ever sliced, tile by tile; an axis of size 1 is broadcast; its gradient is as large as itself.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def degree(x: mr.Row, y: mr.Col, edge: mr.Pair):
+    ...     return mr.sum(torch.where(edge, y, 0.0))
+    >>> degree(torch.zeros(2), torch.ones(3), torch.tensor([[True, True, False], [False, False, False]]))
+    tensor([2., 0.])
     """
 
     axis = "pairs"

@@ -31,22 +31,28 @@ class Fold:
     reductions: tuple[Expr, ...]
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
 
-    @property
+    @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
         """Every reduction with its scale."""
         return tuple(zip(self.reductions, self.scales or (build.ONE,) * len(self.reductions), strict=True))
 
-    @property
+    @functools.cached_property
     def pure(self) -> tuple[Expr, ...]:
         """The reductions with their scales inside: the same numbers, as the gradient sees them."""
         return tuple(
             r if s is build.ONE else build.rebuild(r, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
         )
 
-    @property
-    def outputs(self) -> list[tuple[Expr, int]]:
+    @functools.cached_property
+    def letters(self) -> tuple[str, ...]:
+        """The letters (or fixed sizes) of the features of its leaves, each once."""
+        return tuple(dict.fromkeys(str(e.feature) for e in self.leaves if e.feature is not None))
+
+    @functools.cached_property
+    def outputs(self) -> tuple[tuple[Expr, int], ...]:
         """(reduction, k) for every result, in order."""
-        return [(r, k) for r in self.reductions for k in range(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])))]
+        counts = [len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in self.reductions]
+        return tuple((r, k) for r, count in zip(self.reductions, counts, strict=True) for k in range(count))
 
 
 @dataclass(frozen=True)
@@ -201,4 +207,5 @@ def _of_indices(e: Expr) -> bool:
     if not e.args or e.feature is not None or not (e.rows or e.cols):
         return False
     inside = topological([e], stop=lambda n: not n.rows and not n.cols)
-    return all(n.op in _BUILTIN or (n.op in PRIMITIVES and n.op != "uniform") for n in inside if n.rows or n.cols)
+    known = lambda n: n.op in _BUILTIN or (n.op in PRIMITIVES and n.op not in ("coin", "uniform"))
+    return all(known(n) for n in inside if n.rows or n.cols)

@@ -1,7 +1,8 @@
-"""Philox4x32-10: random numbers that depend on a counter and a key alone, in plain integer arithmetic.
+"""Random numbers that depend on a counter and a key alone, in plain integer arithmetic.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The counter is (j, i, batch, 0), the key the seed's
-64 bits."""
+``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
+batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a tenth of it: seed, batch and row are hashed to a
+place in a sequence of 2³² words, the column counts from there, and two rounds of multiplying mix the word."""
 
 from __future__ import annotations
 
@@ -47,3 +48,26 @@ def _draw(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor, *, out: Tensor) -> 
 def _high(product: Tensor) -> Tensor:
     """The upper 32 bits of a 64-bit product, whose sign bit is just a bit."""
     return (product >> 32) & _MASK
+
+
+def coin(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
+    """Whole numbers of 31 bits for every (seed, batch, i, j), broadcast against each other."""
+    seed, batch, i, j = (
+        t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=j.device)
+        for t in (seed, batch, i, j)
+    )
+    key = _mixed(_mixed(_mixed(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (batch & _MASK))
+    row = _mixed((key + i * 0x9E3779B9) & _MASK)
+    word = torch.add(row, j * 0x85EBCA6B) if out is None else torch.add(row, j * 0x85EBCA6B, out=out)
+    return _turned(_turned(word.bitwise_and_(_MASK), 16, 0x21F0AAAD), 15, 0xD35A2D97).bitwise_right_shift_(1)
+
+
+def _turned(word: Tensor, shift: int, factor: int) -> Tensor:
+    """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
+    return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A one-to-one map of 32 bits in which every bit depends on all."""
+    word = _turned(_turned(word.clone(), 16, 0x21F0AAAD), 15, 0xD35A2D97)
+    return word ^ (word >> 15)

@@ -59,15 +59,15 @@ def _floor_divide(a: Any, b: Any, out: Any = None) -> Any:
 
 def _decay(x: Any, out: Any = None) -> Any:
     """exp(-x), and 0 where x is minus infinity: one over a total whose logarithm is x, 0 if there was nothing."""
-    return torch.where(x == -math.inf, 0.0, torch.exp(-x), **({} if out is None else {"out": out}))
+    return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
 def _gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    k = math.sqrt(2 / math.pi)
-    t = torch.tanh(k * (x + 0.044715 * x * x * x))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
+    k = math.sqrt(8 / math.pi)
+    s = torch.sigmoid(k * (x + 0.044715 * x * x * x))  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + x * (1 - s) * (k + 3 * 0.044715 * k * x * x))
 
 
 def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
@@ -317,6 +317,7 @@ _ROWS = [
         triton="nan_to_num({0}, {nan}, {posinf}, {neginf})",
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
+    _P("coin", philox.coin, _no_gradient(4), lambda *_: (0, 2**31 - 1), "int", triton="coin({0}, {1}, {2}, {3})"),
     _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
 ]
 

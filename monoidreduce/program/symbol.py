@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ImpureError, TraceError, UnknownFunctionError
 from . import build
-from .expr import Expr, const, index, size, topological
+from .expr import Expr, const, size, topological
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
@@ -129,10 +129,6 @@ class Everywhere(Symbol):
     __slots__ = ()
 
 
-row_index, col_index = Everywhere(index("row")), Everywhere(index("col"))
-num_rows, num_cols = Everywhere(size("rows")), Everywhere(size("cols"))
-
-
 def expr_of(value: Any) -> Expr:
     """The expression of a symbol or of a plain number; anything else is a mistake."""
     if isinstance(value, Everywhere):
@@ -234,11 +230,6 @@ def _feature_extreme(largest: bool) -> Callable:
     return f
 
 
-def sqdist(x: Any, y: Any) -> Symbol:
-    """|x - y|² of a row's and a column's vector, careful for close points."""
-    return Symbol(build.sqdist(expr_of(x), expr_of(y)))
-
-
 def _dot(x: Any, y: Any) -> Symbol:
     return Symbol(build.dot(expr_of(x), expr_of(y)))
 
@@ -303,7 +294,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {"uniform", "cast", "decay"}
+    hidden = {"coin", "uniform", "cast", "decay"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 
@@ -388,4 +379,4 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
     ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
      "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
-) | {"where": 3, "uniform": 4}  # fmt: skip
+) | {"where": 3, "coin": 4, "uniform": 4}  # fmt: skip

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, launch, plan, source, use_plan
-from monoidreduce.engine.triton.spec import REACHES
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, use_plan
+from monoidreduce.plan import defaults
+from tests import handmade
 
-LIMITS = {90: 232_448, 80: 166_912}  # bytes of shared memory of one program instance
+FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
 
 
 @mr.op
@@ -106,6 +107,10 @@ class Case:
     lean: bool = True
 
 
+def _handmade_loss(dtype: torch.dtype) -> tuple:
+    return handmade.inputs("loss", 256, 256, dtype, d=64)
+
+
 def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
     return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
 
@@ -149,6 +154,10 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    # tile functions of a user's own
+    Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
+    Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
+    Case("handmade loss 64", handmade.LAYERS["loss"].kernels.apply, _handmade_loss),
 ]
 
 
@@ -162,12 +171,15 @@ class Compiled:
     registers: int
     spills: int
     shared: int
+    counted: int  # bytes of shared memory as the plan counts them
     tensor_cores: int  # matrix instructions in the text
     lean: bool
 
 
 def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
     """The launches of a case, forward and backward, none of them made."""
+    import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
+
     found: list[launch.Call] = []
     args = [
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
@@ -177,11 +189,11 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(launch, "execute", found.append),
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
         mr.use(engine="triton"),
-        mock.patch.object(plan, "SHARED", LIMITS[capability]),
+        mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(engine.describe, "descriptors", lambda device: capability >= 90),
-        mock.patch.object(engine.describe, "_MANY", 0),  # kernels as they are for many pairs
-        mock.patch.object(engine.rows, "reach", lambda v: torch.zeros(1, REACHES)),
+        mock.patch.object(boxes, "on", lambda device: capability >= 90),
+        mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
@@ -201,15 +213,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = source.load(call.kernel.text)
+    module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
-    constants = {
-        "KEPT": call.plan.block_kept,
-        "FOLDED": call.plan.block_folded,
-        "INT": module.tl.int64 if call.wide else module.tl.int32,
-        "PRECISION": call.precision,
-        "RAGGED": call.ragged,
-    }
+    constants = call.constants(module)
     signature, attributes = {}, {}
     free = set(re.findall(r"'(\w+)'", re.search(r"do_not_specialize=\[(.*?)\]", call.kernel.text)[1]))
     for at, (name, value) in enumerate(zip(function.arg_names, call.arguments, strict=False)):
@@ -217,8 +223,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif hasattr(value, "block_shape"):
-            shape = ", ".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>"
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:
@@ -234,7 +239,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     registers, spills = _assembled(result.asm["ptx"], capability)
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
-    return Compiled(case.name, call.kernel.name, tiles, registers, spills, result.metadata.shared, cores, case.lean)
+    counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
+    shared = result.metadata.shared
+    return Compiled(case.name, call.kernel.name, tiles, registers, spills, shared, counted, cores, case.lean)
 
 
 _TYPES = {

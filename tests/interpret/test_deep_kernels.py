@@ -12,6 +12,7 @@ from monoidreduce.engine.triton.spec import Spec
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PLANS = {over: KernelPlan(16, 32, 4, 1) for over in ("cols", "rows")}
+BOXED = {over: KernelPlan(16, 32, 4, 1, boxes=True) for over in ("cols", "rows")}
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +55,14 @@ def vectors(rows, cols, features, seed):
     return [(torch.randn(s, generator=gen) / features**0.25).half() for s in shapes]
 
 
-@pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 257), (17, 33, 320), (33, 130, 300)])
-def test_a_head_without_logits(rows, cols, features, seed):
+SIZES = [(1, 59, 257, PLANS), (17, 33, 320, PLANS), (33, 130, 300, PLANS), (17, 33, 320, BOXED), (33, 70, 264, BOXED)]
+
+
+@pytest.mark.parametrize(("rows", "cols", "features", "plans"), SIZES)
+def test_a_head_without_logits(rows, cols, features, plans, seed):
     x, w = vectors(rows, cols, features, seed)
     bias, target = torch.randn(cols).half(), torch.randint(cols, (rows,))
-    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+    with mr.use(engine="triton", strict=True), use_plan(plans):
         loss, best, most = head(x, w, target, bias)
     s = x.float() @ w.float().T + bias.float()
     torch.testing.assert_close(loss.float(), F.cross_entropy(s, target, reduction="none"), rtol=1e-3, atol=2e-3)
@@ -66,10 +70,11 @@ def test_a_head_without_logits(rows, cols, features, seed):
     torch.testing.assert_close(s.gather(1, best[:, None])[:, 0], s.amax(1), rtol=1e-5, atol=1e-5)
 
 
-def test_both_directions_and_batches(seed):
-    x, y = vectors(20, 37, 300, seed)
+@pytest.mark.parametrize(("features", "plans"), [(300, PLANS), (264, BOXED)])
+def test_both_directions_and_batches(features, plans, seed):
+    x, y = vectors(20, 37, features, seed)
     x, y = torch.stack([x, x * 0.5]), torch.stack([y, -y])
-    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+    with mr.use(engine="triton", strict=True), use_plan(plans):
         found = both_ways(x, y)
     s = x.float() @ y.float().mT * 3.0
     expected = s.logsumexp(-1), s.logsumexp(-2), s.var(-1), torch.relu(s).sum(-2)

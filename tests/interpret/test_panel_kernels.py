@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
 from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sweep
 from monoidreduce.engine.walks import walks
+from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
 from tests.layers import BY_NAME, ZOO
@@ -118,7 +120,7 @@ def test_what_is_not_written_yet_holds_the_rest(limit, used, seed):
         return (F.cross_entropy(s, target, reduction="none") * torch.arange(14)).sum()
 
     given = [a.detach().requires_grad_() for a in args]
-    with mr.use(engine="panel"), mr.budget("1MB"):
+    with mr.use(engine="panel"):
         value = sum_of_rows(*given, target)
     with mr.use(engine="panel"), mr.budget(limit):
         grads = torch.autograd.grad(value * 0.3, given)
@@ -181,3 +183,14 @@ def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
         truth = torch.autograd.grad(op(*args, torch.arange(14)).sum(), args)
     for a, b in zip(got, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_panels_have_no_kernel_for_runs_in_torch_and_says_so(seed):
+    layer = BY_NAME["attention_of_ones_own_monoid"]
+    args = layer.make(9, 12, torch.Generator().manual_seed(seed), torch.float64)
+    triton._told.clear()
+    with mr.use(engine="panel"), pytest.warns(FallbackWarning, match="panels in torch run what has no kernel"):
+        got = layer.op(*args)
+    torch.testing.assert_close(got, layer.dense(*args))
+    with mr.use(engine="panel", strict=True), pytest.raises(EngineError, match="cannot run this fold"):
+        layer.op(*args)

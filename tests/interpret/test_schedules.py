@@ -1,5 +1,6 @@
-"""What the Triton engine does with the same program in different circumstances: split walks, bounded softmaxes, the k
-best, picks computed where they point, launches made once and used again. In the interpreter, with small tiles."""
+"""What the Triton engine does with the same program in different circumstances: split walks, guessed maxima, tensor
+descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with
+small tiles."""
 
 import math
 from dataclasses import replace
@@ -10,8 +11,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, describe, emit, plan, use_plan
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, describe, emit, kinds, launch, plan, use_plan
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
 from tests.layers_compare import assert_equal, run
@@ -51,11 +54,19 @@ def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
 
 
-SPLIT = ["causal_attention", "cross_entropy", "gaussian_kernel_sum", "variance", "nearest_neighbours", "max_pool"]
+SPLIT = [
+    "causal_attention",
+    "cross_entropy",
+    "gaussian_kernel",
+    "entropy_and_its_variance",
+    "pooling",
+    "maxsim",
+    "nearest_neighbours",
+]
 
 
 @pytest.mark.parametrize("parts", [2, 5])
-@pytest.mark.parametrize("name", [n for n in SPLIT if n in BY_NAME])
+@pytest.mark.parametrize("name", SPLIT)
 def test_a_split_walk_gives_the_whole(name, parts):
     layer = BY_NAME[name]
     args = layer.make(19, 85, torch.Generator().manual_seed(3), torch.float64)
@@ -72,34 +83,77 @@ def test_few_rows_are_split_and_many_are_not():
     assert plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
 
 
-@pytest.mark.parametrize("op", [attention, causal], ids=["full", "causal"])
-@pytest.mark.parametrize("size", [1.0, 30.0], ids=["near", "far"])
+@mr.op
+def capped(q: Row["f"], k: Col["f"], v: Col["d"], bias: Col):
+    return mr.softmax_mean(4.0 * torch.tanh(q @ k * 0.1) + bias, v), mr.sum((q @ k) * v), mr.max(q @ k)
+
+
+def _close(op, args, extra, bound):
+    """Values and gradients of 16-bit kernels beside float64."""
+    out = op(*args, *extra)
+    values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
+    gen = torch.Generator().manual_seed(9)
+    cotangents = [torch.randn(v.shape, generator=gen).to(v.dtype) for v in values]
+    got = [*values, *torch.autograd.grad(values, args, cotangents)]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    with mr.use(engine="eager"):
+        out = op(*wide, *extra)
+        exact = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
+        exact += torch.autograd.grad(exact, wide, [c.double() for c in cotangents])
+    for a, b in zip(got, exact, strict=True):
+        assert (a.double() - b).norm() <= bound * b.norm()
+
+
+@pytest.mark.parametrize("boxes", [False, True], ids=["loads", "boxes"])
+@pytest.mark.parametrize("op", [attention, causal, capped], ids=["full", "causal", "capped"])
+@pytest.mark.parametrize("size", [1.0, 60.0], ids=["near", "far"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_bounded_softmax(op, size, parts, monkeypatch):
-    monkeypatch.setattr(describe, "_BOUNDED", (torch.float16,))  # the interpreter gets bfloat16 wrong
-    monkeypatch.setattr(describe, "_MANY", 0)
+def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
+    """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
+    the interpreter gets bfloat16 wrong and float16 ends there."""
+    monkeypatch.setattr(describe, "_GUESSED", (torch.float16,))
+    monkeypatch.setattr(kinds, "_MOST", 2.0**14)
+    monkeypatch.setattr(kinds, "_ABOVE", 0)
     monkeypatch.setattr(engine, "_READY", {})
+    emit.kernel.cache_clear()
     gen = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(2, 70, 24, generator=gen) for _ in range(3))
-    args = [t.half().requires_grad_() for t in (q * size, k, v)]
-    extra = (0.25,) if op is attention else ()
+    q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
+    k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
+    args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
+    extra = {attention: (0.25,), causal: ()}.get(op) or ()
+    args += [(torch.arange(70.0) / 70 * size / 2).half().requires_grad_()] if op is capped else []
     seen = []
     real = emit.kernel
     with (
-        planned(parts),
+        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))),
         mr.use(engine="triton"),
         mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
     ):
-        y = op(*args, *extra)
-    assert any("soft0_near" in kernel.text for kernel in seen)
-    g = torch.randn(y.shape, generator=gen).to(y.dtype)
-    got = [y, *torch.autograd.grad(y, args, g)]
-    wide = [a.detach().double().requires_grad_() for a in args]
-    with mr.use(engine="eager"):
-        z = op(*wide, *extra)
-    exact = [z, *torch.autograd.grad(z, wide, g.double())]
-    for a, b in zip(got, exact, strict=True):
-        assert (a.double() - b).norm() <= 2e-3 * b.norm()
+        _close(op, args, extra, 4e-3)
+    texts = [kernel.text for kernel in seen]
+    assert any("near = " in text for text in texts)
+    assert any("_box.load" in text for text in texts) == boxes
+    assert any("_late + 0.0" in text for text in texts) == boxes
+    emit.kernel.cache_clear()
+
+
+@pytest.mark.parametrize("shape", ["heads", "grouped", "strided", "ragged", "empty"])
+def test_boxes_whatever_the_strides(shape):
+    """Boxes for leaves whose strides allow them, loads for the others, and the same numbers."""
+    gen = torch.Generator().manual_seed(6)
+    make = lambda *s: torch.randn(*s, generator=gen).half()
+    q, k, v = (make(2, 3, 37, 32) for _ in range(3))
+    if shape == "grouped":
+        k, v = (make(2, 1, 50, 32).expand(2, 3, 50, 32) for _ in range(2))
+    elif shape == "strided":
+        k, v = make(2, 50, 3, 32).transpose(1, 2), make(2, 3, 32, 50).mT
+    elif shape == "ragged":
+        k, v = make(2, 3, 33, 33)[..., :32], make(2, 3, 33, 20)
+    elif shape == "empty":
+        k, v = make(2, 3, 0, 32), make(2, 3, 0, 32)
+    args = [t.requires_grad_() for t in (q, k, v)]
+    with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))), mr.use(engine="triton"):
+        _close(attention, args, (0.2,), 4e-3)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -153,6 +207,44 @@ def test_a_launch_is_made_once_and_takes_other_tensors():
             got = attention(*again, 0.7)
     expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_operator_gives_what_it_tells_a_compiler():
+    """16-bit vectors of a kernel are raised there: a graph is told one type for every engine."""
+    args = [torch.randn(2, 20, 16).half() for _ in range(3)]
+    fold = causal.program(*args).passes[0].fold
+    sizes = Sizes(20, 20, (2,), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
+    given = []
+    with mock.patch.object(torch.ops.monoidreduce, "fold", lambda *a: given.append(a) or []):
+        library.call(fold, "triton", args, sizes)
+    with planned():
+        straight = registry.FOLDERS["triton"](fold, args, sizes)
+        torch.library.opcheck(torch.ops.monoidreduce.fold.default, given[0], test_utils="test_faketensor")
+    assert torch.float16 in [t.dtype for t in straight]  # else there was nothing to raise
+
+
+def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
+    """A kernel that does not fit is planned anew with other tiles: what was found for the first ones is not theirs."""
+    layer = BY_NAME["document_attention"]
+    args = layer.make(90, 90, torch.Generator().manual_seed(13), torch.float64)
+    real, failed = launch.execute, []
+
+    class OutOfResources(Exception):
+        pass
+
+    def once(call):
+        if call.kernel.text not in failed:
+            failed.append(call.kernel.text)
+            raise OutOfResources
+        return real(call)
+
+    monkeypatch.setattr(launch, "execute", once)
+    large = dict.fromkeys(("cols", "rows"), KernelPlan(16, 64, 4, 1))
+    with use_plan(large), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+        got = run(layer.op, args)
+    assert failed
+    with mr.use(engine="eager"):
+        assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
 
 
 def test_an_unaligned_tensor_is_planned_anew():

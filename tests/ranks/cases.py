@@ -11,8 +11,7 @@ from monoidreduce.engine.agree import _pieces
 from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import Result, is_float, run
 
-DIVISIBLE = [layer for layer in ZOO if all(p.axis != "pairs" for p in layer.parameters)]
-PER_PAIR = [layer for layer in ZOO if layer not in DIVISIBLE]  # given for every pair: refused
+PER_PAIR = [layer for layer in ZOO if any(p.axis == "pairs" for p in layer.parameters)]
 DIVISIONS = [("rows",), ("cols",), ("rows", "cols")]
 
 
@@ -34,6 +33,7 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float64
     order: str = "contiguous"
+    slices: int | str | None = None
     empty: bool = True  # some ranks may have nothing
     cotangents: list[Tensor] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Case:
         return BY_NAME[self.layer].args(self.rows, self.cols, self.seed, self.dtype)
 
     def __repr__(self) -> str:
-        return f"{self.layer}-{'+'.join(self.divided)}-{self.world}-{self.order}"
+        return f"{self.layer}-{'+'.join(self.divided)}-{self.world}-{self.order}-{self.slices}"
 
 
 def lengths(total: int, case: Case) -> list[int]:
@@ -63,12 +63,22 @@ def index(total: int, case: Case, rank: int) -> Tensor:
     return torch.cat([torch.arange(a, b) for a, b in _pieces(lengths(total, case), case.order)[rank]])
 
 
+def cuts(value: Tensor, side: Any, case: Case) -> list[int]:
+    """The axes of a tensor that are divided; of what is given per pair only the rows, in a ring, and none of size 1."""
+    last = value.dim() - 1 - (side.feature is not None)
+    if side.axis != "pairs":
+        return [last] if side.axis in case.divided else []
+    axes = ["rows"] if case.divided == ("rows", "cols") else list(case.divided)
+    found = [last - 1 if axis == "rows" else last for axis in axes]
+    return [at for at in found if value.shape[at] != 1]
+
+
 def part(value: Any, side: Any, case: Case, rank: int, world: int) -> Any:
     """A rank's part of an argument, a cotangent or a result."""
-    if not isinstance(value, Tensor) or side.axis not in case.divided:
-        return value
-    axis = value.dim() - 1 - (side.feature is not None)
-    return value.index_select(axis, index(value.shape[axis], case, rank))
+    if isinstance(value, Tensor):
+        for axis in cuts(value, side, case):
+            value = value.index_select(axis, index(value.shape[axis], case, rank))
+    return value
 
 
 def prepared(case: Case) -> Case:
@@ -85,26 +95,23 @@ def prepared(case: Case) -> Case:
 
 def joined(case: Case, answers: list[dict[str, list[Tensor]]]) -> Result:
     """The whole result from all ranks' parts; what is not divided must be the same on all of them, to the bit."""
-    floats = [
-        Side(p.axis, p.feature) for p, a in zip(BY_NAME[case.layer].parameters, case.args, strict=False) if is_float(a)
-    ]
-    whole = {}
-    for what, sides in (("values", case.sides), ("grads", floats)):
-        whole[what] = [_join([a[what][k] for a in answers], side, case) for k, side in enumerate(sides)]
-    at = [k for k, a in enumerate(case.args) if is_float(a)]
+    floats = [(k, p, a) for k, (p, a) in enumerate(zip(BY_NAME[case.layer].parameters, case.args, strict=False))]
+    floats = [(k, Side(p.axis, p.feature), a) for k, p, a in floats if is_float(a)]
+    values = [_join([a["values"][k] for a in answers], side, case) for k, side in enumerate(case.sides)]
+    grads = [_join([a["grads"][n] for a in answers], side, case, a) for n, (_, side, a) in enumerate(floats)]
     return Result(
-        {f"value {k}": v for k, v in enumerate(whole["values"])},
-        {f"gradient {k}": g for k, g in zip(at, whole["grads"], strict=True)},
+        {f"value {k}": v for k, v in enumerate(values)},
+        {f"gradient {k}": g for (k, _, _), g in zip(floats, grads, strict=True)},
     )
 
 
-def _join(parts: list[Tensor], side: Side, case: Case) -> Tensor:
-    if side.axis not in case.divided:
+def _join(parts: list[Tensor], side: Side, case: Case, whole: Tensor | None = None) -> Tensor:
+    axes = cuts(parts[0] if whole is None else whole, side, case)
+    if not axes:
         for other in parts[1:]:
             assert torch.equal(parts[0].nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)), "ranks differ"
         return parts[0]
-    axis = parts[0].dim() - 1 - (side.feature is not None)
+    (axis,) = axes
     together = torch.cat(parts, axis)
     order = torch.cat([index(together.shape[axis], case, r) for r in range(case.world)])
-    whole = torch.empty_like(together)
-    return whole.index_copy_(axis, order, together)
+    return torch.empty_like(together).index_copy_(axis, order, together)

@@ -28,7 +28,9 @@ def kill_once(seed):
     pool = Pool(world, timeout=60)
     try:
         pool.run("warm", world)
-        pool.send("work", world, chance.choice([("rows",), ("cols",), ("rows", "cols")]))
+        divided = chance.choice([("rows",), ("cols",), ("rows", "cols")])
+        grid = divided == ("rows", "cols") and world == 4 and chance.random() < 0.5
+        pool.send("work", world, divided, 2 if grid else None)
         time.sleep(chance.uniform(0.05, 0.6))
         dead = chance.randrange(world)
         pool.signal(dead, signal.SIGKILL)

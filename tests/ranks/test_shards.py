@@ -1,11 +1,13 @@
 """Every layer of the zoo over many ranks: by rows, by columns, by both; uneven and empty parts; the error rule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.layers import BY_NAME
+from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import assert_equal, assert_error_rule, cast, named, run
-from tests.ranks.cases import DIVISIBLE, DIVISIONS, PER_PAIR, Case, joined, prepared
+from tests.ranks.cases import DIVISIONS, Case, joined, prepared
 
 WORLDS = [1, 2, 3, 4, 7, 8]
 slow = pytest.mark.slow
@@ -26,21 +28,24 @@ def check(pool, cases):
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.parametrize("layer", named(DIVISIBLE))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_by_rows_by_columns_and_by_both(pool, layer, seed):
-    world = [2, 3, 4, 7][DIVISIBLE.index(layer) % 4]
+    world = [2, 3, 4, 7][ZOO.index(layer) % 4]
     check(pool, [Case(layer.name, divided, world, seed=seed % 1000) for divided in DIVISIONS])
 
 
 @slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("layer", named(DIVISIBLE))
+@pytest.mark.parametrize("layer", named(ZOO))
 def test_every_layer_in_every_world(pool, layer, world, seed):
     orders = ["contiguous", "zigzag"]
-    check(pool, [Case(layer.name, d, world, seed=seed % 1000, order=o) for d in DIVISIONS for o in orders])
+    cases = [Case(layer.name, d, world, seed=seed % 1000, order=o) for d in DIVISIONS for o in orders]
+    ring = Case(layer.name, ("rows", "cols"), world, seed=seed % 1000)
+    grids = [replace(ring, slices=w, order=orders[w % 3 == 0]) for w in range(1, world) if world % w == 0]
+    check(pool, [*cases, *grids, replace(ring, slices="best")])
 
 
-PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features"]
+PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features", "biased_attention"]
 
 
 @pytest.mark.parametrize("divided", DIVISIONS, ids="+".join)
@@ -55,8 +60,3 @@ def test_the_error_is_that_of_one_process_in_any_world(pool, name, divided, seed
             exact = run(dense, cast(case.args, torch.float64), cotangents=case.cotangents)
             trials.append((joined(case, [a[n] for a in answers]), whole(case, dense), exact))
         assert_error_rule(trials)
-
-
-@pytest.mark.parametrize("layer", named(PER_PAIR))
-def test_what_is_given_for_every_pair_is_refused_on_all_ranks(pool, layer):
-    assert pool.run("refused_layer", 2, layer.name) == ["ArgumentError"] * 2

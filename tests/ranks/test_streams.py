@@ -1,9 +1,11 @@
 """Streams: any chunking is the whole; resume to the bit; gradients by a second reading; files; little memory."""
 
+import io
 import os
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy
@@ -27,7 +29,7 @@ def small_tiles(request, monkeypatch):
 def sides(layer, args):
     """The arguments that stay and those that are streamed, by name."""
     given = dict(zip(layer.op.parameters, args, strict=False))
-    columns = [n for n, p in layer.op.parameters.items() if p.axis == "cols" and given.get(n) is not None]
+    columns = [n for n, p in layer.op.parameters.items() if p.axis in ("cols", "pairs") and given.get(n) is not None]
     return {n: v for n, v in given.items() if n not in columns}, {n: given[n] for n in columns}
 
 
@@ -91,7 +93,7 @@ def test_any_chunking_is_the_whole_with_gradients_for_rows_and_columns(layer, se
         if k >= len(args) or not is_float(args[k]):
             continue
         axis = args[k].dim() - 1 - (p.feature is not None)
-        if p.axis == "cols":
+        if p.axis in ("cols", "pairs"):
             g = (
                 torch.cat([g for _, g in sorted(found[name].items(), key=lambda item: item[0])], axis)
                 if found[name]
@@ -227,6 +229,11 @@ def test_what_a_stream_refuses(tmp_path):
         mr.chunks(tmp_path / "nothing.npy")
     with pytest.raises(mr.ShapeError):
         mr.chunks(y, y[1:])
+    for axes in ((0,), (0, 2), (-3, 0)):
+        with pytest.raises(mr.ArgumentError, match="axes"):
+            mr.chunks(y, y, axes=axes)
+    with pytest.raises(mr.StreamError, match="a stream was fed"), mr.shard():
+        find.stream(x.detach()).over([y])
 
     @mr.op
     def per_column(x: mr.Row["d"], y: mr.Col["d"]):
@@ -251,23 +258,99 @@ def test_a_source_that_fails_leaves_a_fold_that_goes_on(seed):
     torch.testing.assert_close(fold.result()[0], find(x, y)[0])
 
 
-def test_memory_is_rows_state_and_two_chunks():
-    """However long the stream: twenty chunks hold no more than three do."""
+@pytest.mark.parametrize("feed", ["over", "update"])
+def test_memory_is_rows_state_and_two_chunks(feed):
+    """However long the stream: twenty chunks hold no more than the fold of one, the state, and one more chunk."""
     x = torch.randn(64, 32)
+    chunk = lambda: torch.randn(256, 32)
+    chunk_bytes, state = 256 * 32 * 4, 64 * (10 * 12 + 4)
 
     def peak(count):
         def source():
             for _ in range(count):
-                yield torch.randn(256, 32)
+                yield chunk()
 
         with Watch([x]) as watch, torch.no_grad():
-            find.stream(x).over(source())
+            fold = find.stream(x)
+            if feed == "over":
+                fold.over(source())
+            for y in source() if feed == "update" else ():
+                fold.update(y)
         return watch.peak
 
-    rows, state, chunk = x.nbytes, 64 * (10 * 12 + 4), 256 * 32 * 4
-    tile = 64 * 256 * 4  # one tile of pairs, of which an engine holds a few
+    with Watch([x]) as alone, torch.no_grad():
+        find(x, chunk())
     assert peak(20) <= peak(3) + 1024
-    assert peak(20) <= rows + 8 * state + 2 * chunk + 4 * tile
+    assert peak(20) <= alone.peak + chunk_bytes + 4 * state  # merging holds the old state, the new one and both as one
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["read again", "read once"])
+def test_no_chunk_outlives_its_turn(again):
+    """While a chunk is made, forward or backward, none but the last one is there."""
+    x = torch.randn(64, 32, requires_grad=again)
+    living, most = set(), []
+
+    def fresh():
+        for n in range(12):
+            chunk = torch.randn(256, 32)
+            living.add(n)
+            most.append(len(living))
+            weakref.finalize(chunk.untyped_storage(), living.discard, n)
+            yield chunk
+            del chunk
+
+    class Source:
+        def __iter__(self):
+            return fresh()
+
+    found = find.stream(x).over(Source() if again else fresh())
+    if again:
+        found[2].sum().backward()
+    assert len(most) == 12 * (1 + again) and max(most) <= 2 and not living
+
+
+def test_pairs_are_streamed_with_their_columns_and_never_whole():
+    """A bias as long as the stream: cut from where it lies, its gradient a chunk at a time."""
+    layer = BY_NAME["biased_attention"]
+    q, k, v, bias = layer.args(64, 4096, 0, torch.float32)
+    source = mr.chunks(k, v, bias, size=256, axes=(0, 0, -1))
+    q.requires_grad_()
+    grads = []
+    with Watch([q, k, v, bias]) as watch:
+        y = layer.op.stream(q).over(source, gradients=lambda at, g: grads.append((at, g["bias"].abs().sum().item())))
+        y.square().sum().backward()
+    assert watch.largest < bias.nbytes / 4, watch.culprit
+    assert [at for at, _ in grads] == list(range(0, 4096, 256))
+    whole = bias.clone().requires_grad_()
+    layer.op(q.detach(), k, v, whole).square().sum().backward()
+    expected = torch.stack([p.abs().sum() for p in whole.grad.split(256, -1)])
+    torch.testing.assert_close(torch.tensor([g for _, g in grads]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_argument_that_may_be_left_out_is_streamed_where_it_is_given():
+    @mr.op
+    def scores(x: mr.Row["d"], y: mr.Col["d"], bias: mr.Col | None = None, seen: mr.Pair | None = None):
+        s = x @ y if bias is None else x @ y + bias
+        return mr.logsumexp(s if seen is None else torch.where(seen, s, -torch.inf))
+
+    x, y, bias, seen = torch.randn(5, 4), torch.randn(9, 4), torch.randn(9), torch.rand(5, 9) > 0.5
+    cut = mr.chunks(y, bias, seen, size=4, axes=(0, 0, 1))
+    torch.testing.assert_close(scores.stream(x).over(cut), scores(x, y, bias, seen))
+    torch.testing.assert_close(scores.stream(x).over(mr.chunks(y, size=4)), scores(x, y))
+    named = [{"y": a, "seen": c} for a, _, c in cut]
+    torch.testing.assert_close(scores.stream(x).over(named), scores(x, y, seen=seen))
+
+
+def test_a_bar_for_whoever_sits_at_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown, quiet = Terminal(), Terminal()
+    for terminal in (shown, quiet):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        find.stream(torch.ones(2, 3)).over(mr.chunks(torch.ones(40, 3), size=20), quiet=terminal is quiet)
+    assert "folding" in shown.getvalue() and not quiet.getvalue()
 
 
 @pytest.mark.parametrize("what", ["topk", "sum"])

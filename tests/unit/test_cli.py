@@ -1,59 +1,22 @@
 """The command line: the demo end to end at tiny sizes, its page, its instrument, and what a mistake looks like."""
 
-import contextlib
 import dataclasses
-import io
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from monoidreduce import __version__
-from monoidreduce.cli import figures, main, memory, report, terminal
+from monoidreduce.cli import app, figures, memory, report, terminal
 from monoidreduce.cli.environment import surroundings
 from monoidreduce.cli.layers import LAYERS
 from monoidreduce.cli.measure import Result, Side, measure
 from monoidreduce.cli.memory import Moment, Profile
-
-VOID = {"meta", "br", "line", "path", "rect", "circle"}  # elements without an end, or drawn as <x/>
-
-
-class Page(HTMLParser):
-    """Reads a page: its elements, its text and every attribute; an unbalanced element fails."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.elements, self.attributes, self.words = [], [], [], ""
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        assert tag in VOID
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data):
-        self.words += data
-
-
-def call(*arguments: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(list(arguments))
-    return code, out.getvalue(), err.getvalue()
+from tests.commands import Page, assert_self_contained, call
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +33,7 @@ def result():
 
 
 def test_the_page_is_valid_and_needs_nothing_else(demo):
-    text = demo[3]
-    page = Page(text)
-    assert "http://" not in text and "https://" not in text
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.elements)
-    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset") or name.startswith("on")]
-    assert "url(" not in text and "@import" not in text
-    assert "prefers-color-scheme: dark" in text
+    assert_self_contained(demo[3])
 
 
 def test_the_page_has_all_layers_and_two_figures(demo):
@@ -121,7 +78,11 @@ def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])
 def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    terminal.show([result], ["a note that is longer than a narrow terminal is wide, so that it must be folded"])
+    terminal.show(
+        terminal.console(),
+        [result],
+        ["a note that is longer than a narrow terminal is wide, so that it must be folded"],
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert "attention" in "".join(lines)
@@ -130,19 +91,19 @@ def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
 def test_no_color_is_respected(result, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    terminal.show([result], [])
+    terminal.show(terminal.console(), [result], [])
     assert "\x1b[3" in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
-    terminal.show([result], [])
+    terminal.show(terminal.console(), [result], [])
     assert "\x1b[3" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dmeo"], "invalid choice"),
-        (["demo", "--fast"], "unrecognized arguments"),
-        (["demo", "--out"], "expected one argument"),
+        (["dmeo"], "No such command 'dmeo'"),
+        (["demo", "--fast"], "No such option"),
+        (["demo", "--out"], "requires an argument"),
         (["demo", "--out", "{file}"], "is a file"),
         (["demo", "--out", "{file}/below"], "cannot make the folder"),
     ],
@@ -160,11 +121,21 @@ def test_an_unknown_engine_is_answered_without_a_traceback(tmp_path, monkeypatch
     assert code == 2 and "steam" in err and "Traceback" not in err
 
 
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    code, _, err = call("demo", "--quick", "--out", str(tmp_path))
-    assert code == 2 and "pip install monoidreduce[demo]" in err
+@pytest.mark.parametrize("name", ["click", "rich"])
+def test_a_missing_extra_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = call("demo", "--quick", "--out", str(tmp_path))
+    assert (code, out) == (2, "") and f"needs {name}" in err and 'pip install "monoidreduce[cli]"' in err
     assert not list(tmp_path.iterdir())
+
+
+def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    for command in ("profile", "bench"):
+        code, _, err = call(command, "mlp", "--out", str(tmp_path / "report"))
+        assert code == 2 and "matplotlib" in err and "monoidreduce[cli]" in err
+    assert not list(tmp_path.iterdir()), "said before the work"
 
 
 def test_the_module_runs_and_knows_its_version():
@@ -176,7 +147,36 @@ def test_the_module_runs_and_knows_its_version():
 
 def test_no_command_shows_what_there_is():
     code, out, _ = call()
-    assert code == 0 and "demo" in out
+    assert code == 0
+    places = [out.index(f"\n  {command.name} ") for command in app.COMMANDS]
+    assert places == sorted(places), "in the order of the table"
+    assert "..." not in out.split("Commands:")[1], "a command's first line is too long for the list"
+
+
+@pytest.mark.parametrize("command", app.COMMANDS, ids=lambda c: c.name)
+def test_every_command_has_help_and_json(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = call(command.name, "--help")
+    assert (code, err) == (0, "") and "--json" in out and command.help.splitlines()[0] in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    done = subprocess.run(
+        f"set -o pipefail; {sys.executable} -m monoidreduce demo --help | head -c 0",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, app.PIPE) and "Traceback" not in done.stderr, done
+
+
+def test_an_interruption_is_told_in_a_word(monkeypatch):
+    def interrupted(**_):
+        """Somebody presses Ctrl-C."""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "COMMANDS", (dataclasses.replace(app.COMMANDS[0], run=interrupted),))
+    code, out, err = call("demo")
+    assert (code, out, err) == (130, "", "monoidreduce: interrupted\n")
 
 
 # The instrument
@@ -228,7 +228,7 @@ def synthetic(*levels: int) -> Profile:
 def test_a_short_peak_is_not_lost_in_the_drawing():
     levels = [0] * 5000
     levels[1234] = 700
-    drawn = list(figures._columns(synthetic(*levels), 100))
+    drawn = list(figures.spans(synthetic(*levels), 100))
     assert len(drawn) == 100
     assert max(moment.total for _, moment in drawn) == 715
     assert [at for at, moment in drawn if moment.total == 715] == [pytest.approx(1.2)]

@@ -687,6 +687,7 @@ def test_laws():
 BUILTIN = {
     "ArgumentError": TypeError,
     "BudgetError": MemoryError,
+    "CacheError": ValueError,
     "DTypeError": TypeError,
     "DeclarationError": TypeError,
     "DeviceError": ValueError,
@@ -697,6 +698,7 @@ BUILTIN = {
     "MonoidReduceError": Exception,
     "NoGradientError": RuntimeError,
     "NotReducedError": ValueError,
+    "OutOfMemoryError": MemoryError,
     "ReferenceLimitError": ValueError,
     "ShapeError": ValueError,
     "TopKError": ValueError,

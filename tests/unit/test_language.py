@@ -24,8 +24,9 @@ from monoidreduce.plan.tiles import Tiles
 from monoidreduce.program import build
 from monoidreduce.program import intervals as iv
 from monoidreduce.program.expr import node
+from monoidreduce.program.philox import coin as philox_coin
 from monoidreduce.program.primitives import COMPOSITES, PRIMITIVES
-from tests.plain import philox, uniform
+from tests.plain import coin, philox, uniform
 from tests.programs import difference, everything, tiled
 
 TILES = Tiles(1, 2, 3)
@@ -112,7 +113,7 @@ VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize"
 def test_every_function_has_a_row():
     known = {*TABLE, *LOGICAL, *CHOICES, *CASTS, *VECTORS}
     assert known == set(mr.functions())
-    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "uniform", "decay"} <= set(mr.functions())
+    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "coin", "uniform", "decay"} <= set(mr.functions())
 
 
 def spellings(name: str) -> dict[str, Callable]:
@@ -682,7 +683,7 @@ def interval(name: str, given: tuple[iv.Interval, ...], kinds: list[str], **attr
     return tilecode.interval(build.apply(name, *leaves, **attributes), dict(zip(leaves, given, strict=True)))
 
 
-@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in ("uniform", "cast")])
+@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in ("coin", "uniform", "cast")])
 def test_interval_holds_the_value(name):
     """Whatever the arguments are within their intervals, the result is within the interval that the rule gives."""
     rng = random.Random(name)
@@ -1069,6 +1070,36 @@ def test_uniform_is_philox(seed, engine):
             values, places = numbers(x, y, seed)
             torch.testing.assert_close(torch.empty_like(expected).scatter_(2, places, values), expected, rtol=0, atol=0)
             assert torch.equal(numbers(x.float(), y.float(), seed)[0].double(), values)
+
+
+@mr.op
+def kept(x: Row, y: Col, seed: int):
+    """Which columns a row keeps: the least index of the dropped is what is missing."""
+    return mr.topk(mr.dropout(1.0 + mr.col_index + 0 * x * y, 0.5, seed), 7).values
+
+
+@pytest.mark.parametrize("engine", ["eager", "reference"])
+@pytest.mark.parametrize("seed", [0, 2**32, 2**62 + 12345, -1])
+def test_dropout_tosses_the_same_coins(seed, engine):
+    x, y = torch.zeros(2, 5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    heads = [[[coin(seed, b, i, j) >= 2**30 for j in range(7)] for i in range(5)] for b in range(2)]
+    expected = torch.tensor(heads) * 2.0 * torch.arange(1, 8).double()
+    for tiles in (Tiles(1, 1, 1), Tiles(2, 3, 2), Tiles(2, 5, 7)):
+        with tiled(tiles), mr.use(engine=engine):
+            torch.testing.assert_close(kept(x, y, seed).sort(-1).values, expected.sort(-1).values)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
+def test_coins_are_fair_and_do_not_know_each_other(seed):
+    """Means, neighbours, the corners of rectangles, rows and columns among each other: all within five sigma."""
+    heads = philox_coin(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :]) >= 2**30
+    k = heads.double() * 2 - 1
+    sums = [k, k[1:] * k[:-1], k[:, 1:] * k[:, :-1], k[64:] * k[:-64], k[:, 64:] * k[:, :-64]]
+    sums += [k[d:, e:] * k[:-d, e:] * k[d:, :-e] * k[:-d, :-e] for d, e in ((1, 1), (2, 3), (64, 64))]
+    assert max(float(s.mean().abs()) * s.numel() ** 0.5 for s in sums) < 5
+    for side in (k, k.mT):
+        among = (side @ side.mT / side.shape[1] ** 0.5).fill_diagonal_(0)
+        assert among.abs().max() < 6.5 and abs(float(among.var()) - 1) < 0.03
 
 
 def test_the_first_known_answer_is_the_first_number():

@@ -159,7 +159,7 @@ def test_memory_stays_within_the_budget(limit, seed):
     loss = lambda x, w: mr.ops.cross_entropy(x, w, target)
     with mr.budget(limit):
         used = usage(loss, (x, w))
-    gradients = 2 * 4 * (x.numel() + w.numel())  # an engine's totals, and what is handed over
+    gradients = 4 * (x.numel() + w.numel())  # held once: an engine's totals are what is handed over
     numbers = 64 * (400 + 3000)  # a few per row and column
     assert used.peak <= budget.parse(limit) + gradients + numbers, used
 
@@ -228,11 +228,4 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
-    assert x.grad is not None and seen and set(seen) == {(2_000_000, ("tf32", False))}
-    with mr.budget("3MB"):  # what is asked around the backward itself goes first
-        seen.clear()
-        with mr.use(engine="panel"), mr.budget("2MB"):
-            loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()
-        seen.clear()
-        loss.backward()
-    assert {asked for asked, _ in seen} == {3_000_000}
+    assert x.grad is not None and seen and set(seen) == {(2_000_000, ("tf32", False, None))}

@@ -3,41 +3,21 @@
 A block that cannot run here is marked with ``<!-- not run -->`` on the line before it (blank lines between are fine).
 """
 
-import re
-from pathlib import Path
-
 import pytest
 
-from benchmarks.readme import filled
+from benchmarks.readme import filled, pages
+from tests.pages import DOCS, MARK, ROOT, blocks, run
 
-README = Path(__file__).parents[2] / "README.md"
-PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
-MARK = "<!-- not run -->"
-BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks(text: str) -> list[tuple[int, str]]:
-    """The first line's number and the source of each block to run."""
-    return [
-        (text.count("\n", 0, match.start(1)) + 1, match.group(1))
-        for match in BLOCK.finditer(text)
-        if not text[: match.start()].rstrip().endswith(MARK)
-    ]
-
-
-def run(path: Path) -> dict[str, object]:
-    """Run a file's blocks; line numbers in tracebacks (and for inspect.getsource) are those of the file."""
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for line, source in blocks(path.read_text(encoding="utf-8")):
-        exec(compile("\n" * (line - 1) + source, str(path), "exec"), namespace)
-    return namespace
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+ELSEWHERE = {"gallery.md", "moving.md", "recipes.md"}  # run by tests of their own
 
 
 def test_the_readme_shows_python():
     assert blocks(README.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ELSEWHERE], ids=lambda p: p.name)
 def test_every_block_runs(page):
     run(page)
 
@@ -59,6 +39,11 @@ def test_a_wrong_block_fails_at_its_own_line(tmp_path):
     assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (str(page), 6)
 
 
-def test_the_numbers_are_the_newest_results():
-    text = README.read_text(encoding="utf-8")
+def test_the_readme_and_the_benchmarks_show_results():
+    assert {"README.md", "benchmarks.md"} <= {page.name for page in pages()}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda p: p.name)
+def test_the_numbers_are_the_newest_results(page):
+    text = page.read_text(encoding="utf-8")
     assert filled(text) == text, "run: python -m benchmarks.readme"

@@ -21,9 +21,12 @@ ROOMS: dict[str, set[str]] = {
     "program": {"errors", "algebra"},
     "plan": {"errors", "algebra", "program"},
     "engine": {"errors", "algebra", "program", "plan"},
-    "blockwise": {"errors", "algebra", "engine"},
+    "elementwise": {"errors", "engine"},  # the definition, pair by pair
+    "blockwise": {"errors", "algebra", "elementwise", "engine"},
     "sources": {"errors"},
     "stream": {"errors", "algebra", "program", "plan", "engine", "sources"},
+    "tuning": {"errors", "plan", "engine", "sources"},
+    "explain": {"errors", "program", "plan", "engine"},
     "op": {
         "errors",
         "algebra",
@@ -31,6 +34,8 @@ ROOMS: dict[str, set[str]] = {
         "plan",
         "engine",
         "stream",
+        "tuning",
+        "explain",
     },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics

@@ -1,6 +1,11 @@
 """The catalogue: the monoids of the papers and the usual reductions, one a file.
 
 To a user this is ``monoids``. A class docstring gives the equation of ⊙, the identity and the derivative ``D(c, a)``.
+
+>>> import torch
+>>> from monoidreduce import fold, monoids
+>>> fold(monoids.Max, monoids.Max(v=torch.tensor([[1.0], [4.0]])), dim=0).v
+tensor([4.])
 """
 
 from monoidreduce.algebra.catalogue.and_ import And

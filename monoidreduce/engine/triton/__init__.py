@@ -12,6 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +20,31 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
+from ...program.reductions import KINDS
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from ..tilecode import in_tiles
-from . import deep, launch, rows
-from . import describe as describe
+from . import deep, launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
-from .spec import Unsupported
+from .spec import TINY, WIDEST, Unsupported, padded
 
-__all__ = ["KernelPlan", "KernelStep", "Unsupported", "available", "run", "run_deep", "runs_on", "use_plan"]
+__all__ = [
+    "KernelPlan",
+    "KernelStep",
+    "Unsupported",
+    "available",
+    "run",
+    "run_deep",
+    "runs_on",
+    "sources",
+    "tell",
+    "tiles_of",
+    "use_plan",
+]
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
@@ -59,14 +72,8 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        if fallback is None or hardware.asked.get()[1]:
-            raise EngineError(
-                detail=f"the Triton engine cannot run this fold: {reason}",
-                fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
-            ) from None
-        if (fold, str(reason)) not in _told:
-            _told.add((fold, str(reason)))
-            warnings.warn(FallbackWarning(f"the eager engine runs what has no kernel: {reason}"), stacklevel=2)
+        tell(fold, reason, None if fallback is None else "the eager engine runs")
+        assert fallback is not None
         return fallback(fold, leaves, sizes)
 
 
@@ -74,28 +81,48 @@ def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold to numbers of wide 16-bit vectors; raises Unsupported for all others."""
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
-    if not deep.fits(fold, max(sizes.of(str(e.feature)) for e, _ in vectors), narrow):
+    if not deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
     return _run(fold, leaves, sizes)
 
 
+def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
+    try:
+        ready = Ready(fold, leaves, sizes)
+    except Unsupported:
+        return {}
+    found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
+    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
+
+
+def sources(fold: Fold) -> list[Path]:
+    """The files of the kernels that were made for a fold so far."""
+    made = [one for ready in _READY.values() if ready.fold is fold for one in ready.launches]
+    return list(dict.fromkeys(source.write(one.kernel.text) for one in made))
+
+
+def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
+    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
+    if instead is None or hardware.asked.get()[1]:
+        raise EngineError(
+            detail=f"the Triton engine cannot run this fold: {reason}",
+            fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
+        ) from None
+    if (fold, str(reason)) not in _told:
+        _told.add((fold, str(reason)))
+        warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
+
+
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    key: tuple = (
-        id(fold),
-        sizes.rows,
-        sizes.cols,
-        sizes.batch,
-        sizes.compute,
-        sizes.device,
-        hardware.float32_precision(),
-        overrides(),
-    )
-    key += tuple(
-        (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
-        if isinstance(v, Tensor)
-        else (type(v), v > 0, abs(v) >= launch.SMALL)
-        for v in leaves
-    )
+    found: list[Any] = [id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device]
+    found += (hardware.float32_precision(), overrides())
+    for v in leaves:
+        if isinstance(v, Tensor):
+            found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
+        else:
+            found += (type(v), v > 0, abs(v) >= launch.SMALL)
+    key = tuple(found)
     ready = _READY.get(key)
     if ready is None:
         ready = _READY[key] = Ready(fold, leaves, sizes)
@@ -118,10 +145,12 @@ class Ready:
         values, self.batch = self._merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]
         self.launches = [
-            launch.Launch(folds, over, values, self.batch, sizes)
+            launch.Launch(part, over, values, self.batch, sizes)
             for over, folds, _ in _directions(fold)
-            if folds.reductions
+            for part in _held(folds, sizes)
         ]
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
+        self.order = [found.index(o) for o in fold.outputs]
 
     def _merged(self, leaves: list[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
         """The leaves, tensors with as few batch dimensions as they allow."""
@@ -130,15 +159,44 @@ class Ready:
         return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
-        values = dict(zip(self.fold.leaves, leaves, strict=True))
-        merged = functools.cache(lambda: self._merged(leaves)[0])
-        results: dict[tuple[Expr, int], Tensor] = {}
+        merged = _Once(lambda: self._merged(leaves)[0])
+        found: list[Tensor] = []
         for r in self.picks:
-            found = _pick(r, merged(), self.batch, self.sizes)
-            results[r, 0] = found.view(*self.sizes.batch, *found.shape[len(self.batch) :])
+            picked = _pick(r, merged(), self.batch, self.sizes)
+            found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
-            results |= zip(one.fold.outputs, one(values, merged), strict=True)
-        return [results[o] for o in self.fold.outputs]
+            found += one(leaves, merged)
+        return [found[k] for k in self.order]
+
+
+class _Once:
+    """What is made when it is first asked for; lighter than ``functools.cache``, which is made anew in every call."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._made = make, None
+
+    def __call__(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
+    """A fold as one kernel, or as several where its running sums do not fit in registers together: to compute pairs
+    again costs less than to keep sums in memory."""
+    parts: list[list[tuple[Expr, Expr]]] = []
+    held = WIDEST
+    for r, scale in fold.scaled:
+        shapes = [feature for feature, _ in KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]) if feature is not None]
+        width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
+        if not parts or (width and held + width > WIDEST):
+            parts.append([])
+            held = 0
+        parts[-1].append((r, scale))
+        held += width
+    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True))) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .spec import WIDEST, Spec
@@ -47,20 +44,14 @@ def vectors(spec: Spec) -> list[Expr]:
     return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
 
 
-def describable(v: Tensor, batch: tuple[int, ...], narrow: torch.dtype | None) -> bool:
-    """Whether a tensor's vectors can come by a descriptor: one batch element, rows that begin on 16 bytes."""
-    aligned = v.stride(-1) == 1 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
-    return aligned and v.dtype is narrow and v.stride(-2) > 0 and torch.Size(batch).numel() == 1
-
-
 def product(v: Values, kept: Expr, folded: Expr) -> str:
     """The lines that walk a product's features; the name that holds it."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found
     total = v.bind((kept, folded, "deep"), "tl.zeros([KEPT, FOLDED], tl.float32)", True)
-    if v.spec.described:
-        blocks = [f"{kept.attrs[0]}_desc.load([tile * KEPT, d])", f"{folded.attrs[0]}_desc.load([start, d])"]
+    if kept in v.spec.box_of and folded in v.spec.box_of:
+        blocks = [v.boxed(kept, "tile * KEPT", "d"), v.boxed(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks)
     else:
         _by_pointers(v, kept, folded, total)

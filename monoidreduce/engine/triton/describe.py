@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan import defaults
+from ...plan.defaults import Family
+from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from ..tilecode import contractions
-from . import deep, skip, source
+from . import deep, skip
 from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
-_BOUNDED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
-_MANY = 2**22  # pairs from which on a look at all norms costs less than a running maximum
+_GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
+MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
+VERY_MANY = 2**28  # and from which on it is worth more of it
 
 
 def describe(
@@ -47,6 +50,7 @@ def describe(
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
         rooms.append(room)
+    wide = deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
     spec = Spec(
         fold,
         over,
@@ -58,13 +62,11 @@ def describe(
         len(batch),
         bool(skip.preferred(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
-        narrow in _BOUNDED and sizes.rows * sizes.cols >= _MANY,
+        narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
-        deep=deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None),
+        deep=wide,
+        join=sizes.rows * sizes.cols >= MANY,
     )
-    taken = [values[e] for e in deep.vectors(spec)]
-    if taken and descriptors(sizes.device) and all(deep.describable(v, batch, narrow) for v in taken):
-        spec = replace(spec, described=True)
     return spec, tuple(casts)
 
 
@@ -89,24 +91,25 @@ def converted(
     return found
 
 
-@functools.cache
-def shared(device: torch.device) -> int:
-    """Bytes of shared memory of a program instance; 0 where the device does not say."""
-    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(known, "shared_memory_per_block_optin", 0))
+def _is_there(device: torch.device) -> bool:
+    """A GPU that can be asked; plans are also made for one that is elsewhere."""
+    return device.type == "cuda" and torch.cuda.is_available()
 
 
 @functools.cache
-def descriptors(device: torch.device) -> bool:
-    """Whether kernels may read by tensor descriptors: Hopper and later (and the interpreter), since Triton 3.4."""
-    able = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
-    return able and source.version() >= (3, 4)
+def family(device: torch.device) -> Family | None:
+    """The family of a GPU, with the shared memory that it says it has; None where there is none."""
+    if not _is_there(device):
+        return None
+    known = torch.cuda.get_device_properties(device)
+    found = defaults.family(known.major, known.minor)
+    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     """How many program instances run at a time, at least; 1 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
 
 
 @functools.lru_cache(maxsize=1024)

@@ -75,8 +75,13 @@ def quick_tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
+def quick_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
 def quick_gelu_tanh(x):
-    return x - x / (1.0 + tl.exp2(x * (2.302208198 + 0.102943213 * x * x)))
+    # as the gradient has it, so that a kernel with both computes it once
+    return x * quick_sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 def sinh(x):
@@ -212,6 +217,25 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
+def turned(word, shift, factor):
+    return (word ^ (word >> shift)) * factor
+
+
+def mixed(word):
+    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
+    return word ^ (word >> 15)
+
+
+def coin(seed, batch, i, j):
+    # 31 bits for every (seed, batch, i, j): a place in a sequence for each row, columns count from there
+    wide = tl.full((), 0, tl.int64) + seed
+    key = mixed(mixed(mixed(wide.to(tl.uint32)) ^ (wide >> 32).to(tl.uint32)) ^ batch.to(tl.uint32))
+    row = mixed(key + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
+    word = row + j.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
+    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
+    return (word >> 1).to(tl.int32)
+
+
 def uniform(seed, batch, i, j):
     # Philox4x32-10 with counter (j, i, batch, 0); (first word + 1/2) / 2**32, in float32 whatever the arithmetic
     zero = i * 0 + j * 0
@@ -257,3 +281,14 @@ def ordered64(x):
 
 def unordered64(k):
     return (k ^ ((k >> 63) & 9223372036854775807)).to(tl.float64, bitcast=True)
+
+
+def longest_first(program, tiles, turns, flip):
+    # which tile of which batch element: those with long walks of all batch elements, then the short quarter, so that
+    # at the end no processor is left alone with a long one; flip: the last tiles have the longest
+    short = tiles // 4
+    late = program >= (tiles - short) * turns
+    many = tl.where(late, short, tiles - short)
+    rest = program - tl.where(late, (tiles - short) * turns, 0)
+    place = rest % many + tl.where(late, tiles - short, 0)
+    return place + flip * (tiles - 1 - 2 * place), rest // many

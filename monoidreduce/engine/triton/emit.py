@@ -14,11 +14,13 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import deep, device, kinds, skip
-from .kinds import Kind, known
+from . import device, kinds, skip
+from .kind import Kind
+from .kinds import known
 from .spec import TINY, Spec, padded
 from .values import Values
 
@@ -43,14 +45,20 @@ class Kernel:
     name: str
     text: str
     leaves: tuple[Expr, ...]  # in the order of the arguments
-    kept_width: int  # features of the blocks held from the kept side
-    folded_width: int  # features of the blocks met in each tile
-    state_width: int  # features of the running sums
-    kept_blocks: int
-    exact: bool  # whether its float32 products are
-    few_width: int  # features of the running sums that are held one by one
+    guesses: bool = False  # whether whole tiles do with a guess, which may prove wrong
+    folded: tuple[Expr, ...] = ()  # leaves whose blocks are met in each tile
+    shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, made from two leaves before the launch
+    kept_width: int = 0  # features of the blocks held from the kept side
+    folded_width: int = 0  # features of the blocks met in each tile
+    state_width: int = 0  # features of the running sums
+    kept_blocks: int = 0
+    exact: bool = True  # whether its float32 products are
+    few_width: int = 0  # features of the running sums that are held one by one
+    powers: bool = False  # whether it raises powers
+    bounds: bool = False  # whether it is told which tiles to visit
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
+    functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,7 +88,7 @@ def kernel(spec: Spec) -> Kernel:
         *stores,
     ]
     helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    names, unspecialized = _arguments(spec, used)
+    names, unspecialized = _arguments(spec, used, len(v.shifts))
     lines = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
         f"def {name}(",
@@ -90,38 +98,81 @@ def kernel(spec: Spec) -> Kernel:
         *(f"    {line}" if line else "" for line in body),
     ]
     own = _own("\n".join(helpers))
-    header = [_header(spec, used), *(["from triton.tools.tensor_descriptor import TensorDescriptor"] * spec.described)]
-    text = "\n".join([*header, *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
+    text = "\n".join([_header(spec, used), *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
     width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
-    widths = (width(kept), width(folded), v.state_width, len(kept))
-    draws = any(e.op == "uniform" for e in under)
-    return Kernel(name, text, tuple(used), *widths, spec.exact, v.few_width, spec.deep, draws)
+    return Kernel(
+        name,
+        text,
+        tuple(used),
+        bool(_guessing(reductions)),
+        tuple(folded),
+        tuple(v.shifts),
+        width(kept),
+        width(folded),
+        v.state_width,
+        len(kept),
+        spec.exact,
+        v.few_width,
+        "tl.exp2(" in text,
+        spec.bounds,
+        spec.deep,
+        any(e.op == "uniform" for e in under),
+    )
+
+
+def _guessing(reductions: list[Kind]) -> list[kinds.Soft]:
+    """The softmaxes that need no running maximum in whole tiles."""
+    return [r for r in reductions if isinstance(r, kinds.Soft) and r.guesses]
 
 
 def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
-    """The loops. Where norms bound a softmax's logits near enough, whole tiles need no running maximum; the second loop
-    has one, which then never moves, and takes all tiles where the bound is too far."""
-    soft = [r for r in reductions if isinstance(r, kinds.Soft) and r.product is not None]
-    lines = []
-    if soft:
-        lines = [
-            "# norms bound the logits: where the bound is near, it stands in for the running maximum",
-            *(line for r in soft for line in r.bound()),
-            f"near = {' & '.join(f'{r.name}_near' for r in soft)}",
-            *(f'{r.name}_top = tl.where(near, {r.name}_bound, float("-inf"))' for r in soft),
-            *_FAR[v.spec.bounds or v.spec.split],
-        ]
+    """The loops. In whole tiles a guess stands in for a softmax's running maximum. The second loop has one, and takes
+    all tiles where the guess proved too far off."""
+    soft = _guessing(reductions)
+    guess = _guess(v, soft, truths)
     for r in soft:
-        r.bounded = True
+        r.guessing = True
+    v.late = bool(v.spec.boxes)
     plain = _turn(v, reductions, truths, masked=False)
+    v.late = False
     for r in soft:
-        r.bounded = False
-    return [*lines, *_loops(v.spec, plain, _turn(v, reductions, {}, masked=True))]
+        r.guessing = False
+    after = _waiting(reductions), _judged(v.spec, reductions, soft)
+    return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
 
 
-_FAR = {  # where the bound is too far, no tile is for the first loop
+def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
+    if not soft:
+        return []
+    v.loop(False)
+    for r in soft:
+        r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
+    some = "whole + again > 0" if v.spec.bounds or v.spec.split else "whole_last > whole_first"
+    first = "(whole_first + tl.where(whole > 0, 0, between))" if v.spec.bounds or v.spec.split else "whole_first"
+    return [
+        "# the maximum of the first whole tile stands in for the running one in all of them",
+        f"if {some}:",
+        f"    start = {first} * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in v.inside),
+    ]
+
+
+def _judged(spec: Spec, reductions: list[Kind], soft: list[kinds.Soft]) -> list[str]:
+    """Where a guess was too far off, everything begins again, and all tiles are for the second loop."""
+    if not soft:
+        return []
+    state = [line.split(" = ", 1) for r in reductions for line in r.start() if "_late = " not in line]
+    return [
+        f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
+        *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
+        *_FAR[spec.bounds or spec.split],
+    ]
+
+
+_FAR = {  # no tile was for the first loop
     False: ["whole_last = tl.where(near, whole_last, whole_first)"],
     True: [
         "before = tl.where(near, before, last - first)",
@@ -147,18 +198,6 @@ def _described(r: Expr) -> str:
     return text if len(text) <= 110 else f"{text[:107]}..."
 
 
-@functools.lru_cache(maxsize=1024)
-def reaches(spec: Spec) -> tuple[tuple[str, Expr], ...]:
-    """The softmaxes whose maximum may be bounded, each with the leaf whose greatest norm it needs."""
-    if not spec.reach:
-        return ()
-    made = [
-        kinds.make(place, r, s, Values(spec)) for place, (r, s) in enumerate(spec.fold.scaled) if r.attrs[0] == "soft"
-    ]
-    soft = [k for k in made if isinstance(k, kinds.Soft) and k.product is not None]
-    return tuple((k.name, next(a for a in k.product.args if spec.folds(a))) for k in soft if k.product is not None)
-
-
 def _header(spec: Spec, used: list[Expr]) -> str:
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
@@ -170,7 +209,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
     return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
 
 
-def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
+def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
     """The kernel's run-time parameters, in the order in which ``launch.py`` gives them; those not to specialize on."""
     count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
@@ -188,15 +227,16 @@ def _arguments(spec: Spec, used: list[Expr]) -> tuple[list[str], list[str]]:
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
-    names += ["bounds", "bounds_b", "flip"] if spec.bounds else []
-    names += [f"{name}_reach" for name, _ in reaches(spec)]
-    names += [f"{e.attrs[0]}_desc" for e in deep.vectors(spec)] if spec.described else []
-    return names, [*numbers, *sizes, *(["flip"] if spec.bounds else [])]
+    names += ["bounds", "bounds_b", "turns", "flip"] if spec.bounds else []
+    names += [f"shift{k}_ptr" for k in range(shifts)]
+    names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
+    return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 
 
 def _opening(spec: Spec) -> list[str]:
     lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
-    lines += ["tile += flip * (tiles - 1 - 2 * tile)  # the longest walks begin first"] if spec.bounds else []
+    if spec.bounds:
+        lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
         lines += ["part = batch // batches", "batch = batch % batches"]
     rest = "batch"
@@ -242,19 +282,27 @@ def _range(spec: Spec) -> list[str]:
     ]
 
 
-def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
+def _waiting(reductions: list[Kind]) -> list[str]:
+    """What is left to do after the last whole tile."""
+    return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
+
+
+def _loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
     """The two loops: whole tiles, then those before, between and after them."""
-    begin, stop, at = "whole_first", "whole_last", "t"
+    begin, stop, at = "whole_first", "whole_last", "{}"
     count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
     if spec.bounds or spec.split:
-        begin, stop, at = "0", "whole + again", "(whole_first + t + tl.where(t < whole, 0, between))"
+        begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
     return [
         f"for t in range({begin}, {stop}):",
-        f"    start = {at} * FOLDED",
+        f"    start = {at.format('t')} * FOLDED",
+        *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
         *(f"    {line}" for line in plain),
+        *_ended(begin, stop, at, waiting),
+        *judged,
         "if RAGGED:",
         f"    for t in range(0, {count}):",
         f"        start = ({turn}) * FOLDED",
@@ -262,6 +310,12 @@ def _loops(spec: Spec, plain: list[str], general: list[str]) -> list[str]:
         "        folded_in = folded_at < folded_size",
         *(f"        {line}" for line in general),
     ]
+
+
+def _ended(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
+    """What the last whole tile left to do, where there was one."""
+    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *waiting]
+    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []
 
 
 def _stores(reductions: list[Kind], v: Values) -> list[str]:

@@ -20,6 +20,8 @@ class Exponents:
     """The part of :class:`Values` that knows of exponents."""
 
     spec: Spec
+    shifts: list[tuple[Expr, Expr]]  # of exponents, which the launch computes: a number and the logarithm beside it
+    masked: bool
 
     def number(self, e: Expr) -> str:
         raise NotImplementedError
@@ -42,6 +44,8 @@ class Exponents:
                 return f"{self.exp(x)} * decay({self.number(total)})"
             core, factor = self.linear(x.args[0])
             pair = self.argument(core, "float")  # first, so that numbers are loaded while it is computed
+            if self.spec.join and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
+                return f"tl.exp2({pair} * {factor} - {self._shift(x.args[1], total)})"
             shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
             shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
             return f"tl.exp2({pair} * {factor} - {shift})"
@@ -54,6 +58,16 @@ class Exponents:
             return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
         core, factor = self.linear(x)
         return f"tl.exp2({self.argument(core, 'float')} * {factor})"
+
+    def _shift(self, number: Expr, total: Expr) -> str:
+        """(number + the logarithm of a total) × log2(e), as the launch has made it."""
+        if (number, total) not in self.shifts:
+            self.shifts.append((number, total))
+        name = f"shift{self.shifts.index((number, total))}"
+        base = f"{name}_ptr + tl.cast(batch, tl.int64) * folded_size"
+        base = self.bind((name, "base"), base, False, f"{name}_base")
+        mask = ", mask=folded_in, other=0" if self.masked else ""
+        return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
     def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
         """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...program.build import apply, rebuild, substitute
+from ...program.contract import Contraction, contractions
 from ...program.expr import Expr, index, node, reduce_node, size, topological
 from ...program.primitives import PRIMITIVES
 from ...program.reductions import KINDS
-from ..tilecode import Contraction, contractions
 from ..walks import Stage, Walk, by_reduction
 from .spec import Unsupported
 

@@ -1,7 +1,7 @@
 """How each kind of reduction is folded in a kernel: its state before the loop, one tile's step, its results.
 
 The state is what computes best (a running maximum, sums not yet divided), in blocks of one number or one vector per
-kept index. Every kind answers ``start``, ``step`` and ``finish`` with lines of text.
+kept index. What every kind answers stands in ``kind.py``.
 """
 
 from __future__ import annotations
@@ -11,41 +11,19 @@ from typing import Any
 
 from ...program import build
 from ...program.build import ONE, apply
-from ...program.expr import Expr, const, node
+from ...program.contract import contractions
+from ...program.expr import Expr, const, node, topological
 from ...program.symbol import Symbol, expr_of
-from ..tilecode import contractions
 from .exponents import LOG2E, literal
+from .kind import Kind
 from .matched import Matched, matches
-from .spec import REACHES, TINY, WIDEST, Spec, Unsupported
+from .spec import Unsupported
+from .topk import TopK
 from .totals import Total, factored
 from .values import Values, is_one
 
-_NEAR = 60  # in powers of two: weights then lie above 2⁻¹²⁰, within float32's and bfloat16's range
-
-
-class Kind:
-    """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
-
-    bounded = False  # whether this loop has a softmax's maximum bounded beforehand
-
-    def __init__(self, place: int, reduction: Expr, scale: Expr, v: Values):
-        self.place, self.reduction, self.scale, self.v = place, reduction, scale, v
-        self.kind, self.over, self.params = reduction.attrs
-        self.name = f"{self.kind}{place}"
-        self.helpers: list[str] = []  # functions of its own that the kernel calls
-        self.prepare()
-
-    def prepare(self) -> None: ...
-
-    def start(self) -> list[str]:
-        raise NotImplementedError
-
-    def step(self, fields: tuple[Expr, ...]) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> list[tuple[list[str], Any]]:
-        """Per result: its text (one per feature where features are few) and its feature."""
-        raise NotImplementedError
+_ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one tile
+_MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 
 
 class Sum(Kind):
@@ -53,11 +31,21 @@ class Sum(Kind):
         x = self.reduction.args[0]
         self.total = Total(self.name, x.feature, "int" if x.dtype == "bool" else x.dtype, self.v, self.v.spec.lanes)
 
+    @property
+    def totals(self) -> list[Total]:
+        return [self.total]
+
     def start(self) -> list[str]:
         return self.total.start()
 
     def step(self, fields: tuple[Expr, ...]) -> None:
-        for c in map(factored, contractions(fields[0], self.over)):
+        parts = [factored(c) for c in contractions(fields[0], self.over)]
+        if self.total.waits(parts):
+            self.v.products(parts[0].weight)
+            self.v.inside.append(self.total.catch_up())
+            self.v.inside.append(self.total.wait(self._weight(parts[0].weight)))
+            return
+        for c in parts:
             self.total.add(c, None if c.walk else self._weight(c.weight))
 
     def _weight(self, w: Expr) -> str:
@@ -80,8 +68,9 @@ class Sum(Kind):
 class Soft(Kind):
     """Running maximum ``top``, Σ exp(s - top), and Σ exp(s - top) v for each value.
 
-    Where the logit is a scaled product and ``|x_i| max_j |y_j|`` (the reach) shows that nothing can overflow or
-    underflow, ``top`` begins as that bound and the sums are never rescaled; a program instance decides by its own rows.
+    With bfloat16 products whole tiles go without: ``top`` is then a little above the maximum of the first of them, and
+    weights have the range of float32 on both sides. Where one is out of it (later logits lie 2¹⁰⁰ above), which the
+    total shows, the program instance begins again.
 
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.
@@ -93,45 +82,44 @@ class Soft(Kind):
         self.means = [
             Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
         ]
-        self.product = self._product() if self.v.spec.reach else None
+        self.guesses = self.v.spec.guess and self._level()
 
-    def _product(self) -> Expr | None:
-        """The product that the logit is a multiple of, if it is (where its condition holds)."""
+    def _level(self) -> bool:
+        """Whether one tile is like another: no number of the folded axis, such as a distance in it, raises logits."""
         logit = self.reduction.args[0]
-        if logit.op == "where" and logit.args[2].const == -math.inf:
-            logit = logit.args[1]
-        core, _ = self.v.linear(logit)
-        wide = core.op == "dot" and core.dtype == "float" and TINY < self.v.spec.width(core.args[0].feature) <= WIDEST
-        return core if wide and all(a.op == "leaf" for a in core.args) else None
+        logit = logit.args[1] if logit.op == "where" and logit.args[2].const == -math.inf else logit
+        numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair]
+        return not any(self.v.spec.folds(e) for e in numbers)
 
-    def bound(self) -> list[str]:
-        """The lines that bind ``top`` for good; ``{name}_near``: whether it is near enough for every row."""
-        assert self.product is not None
-        v, n = self.v, self.name
-        kept = next(a for a in self.product.args if v.spec.keeps(a))
-        logit = self.reduction.args[0]
-        _, factor = v.linear(logit.args[1] if logit.op == "where" else logit)
-        block = v.block(kept)
-        return [
-            f"{n}_length = tl.sqrt(tl.sum({block}.to(tl.float32) * {block}.to(tl.float32), 1))",
-            f"{n}_farthest = tl.sqrt(tl.max(tl.load({n}_reach + batch * {REACHES} + tl.arange(0, {REACHES})), 0))",
-            f"{n}_bound = {n}_length * ({n}_farthest * tl.abs({factor} + 0.0))",
-            f"{n}_near = tl.max({n}_bound) < {_NEAR}",
+    def guess(self, fields: tuple[Expr, ...]) -> None:
+        """A maximum for whole tiles, from one of them."""
+        n, (s, factor) = self.name, self._logit(fields[0])
+        self.v.inside += [
+            f"{n}_top = tl.max({s}, 1){factor} + {_ABOVE}",
+            f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
+
+    def guessed(self) -> str:
+        """Whether no weight is out of range; NaN is not in range."""
+        return f"tl.max(tl.where({self.name}_total < {literal(_MOST)}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
         lines = [f'{n}_top = tl.full([KEPT], float("-inf"), {kind})', f"{n}_total = tl.zeros([KEPT], {kind})"]
         return lines + [line for m in self.means for line in m.start()]
 
+    @property
+    def totals(self) -> list[Total]:
+        return self.means
+
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        logit, factor = self._scaled(fields[0]) if self.fast else (fields[0], "")
-        s = v.full(logit)
-        s = v.bind((s, -math.inf), v.seen(s, 'float("-inf")'), True) if v.masked else s
-        factor = f" * {factor}" if self.fast else ""
+        s, factor = self._logit(fields[0])
         power = "tl.exp2" if self.fast else "tl.exp"
-        if self.bounded:
+        parts = [[factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
+        late = [self.guessing and is_one(p[0].weight) and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
+        if self.guessing:
             v.inside += [
                 f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
                 f"{n}_total += tl.sum({n}_weight, 1)",
@@ -145,12 +133,24 @@ class Soft(Kind):
                 f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
                 f"{n}_top = {n}_new",
             ]
-        for mean, value in zip(self.means, fields[1:], strict=True):
-            v.inside += [] if self.bounded else mean.scale(f"{n}_shrink")
-            for c in map(factored, contractions(value, self.over)):
+        for mean, cs, waits in zip(self.means, parts, late, strict=True):
+            v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
+            if waits:
+                v.inside.append(mean.wait(f"{n}_weight"))
+                continue
+            for c in cs:
                 plain = c.walk or is_one(c.weight)
                 part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
+
+    def _logit(self, logit: Expr) -> tuple[str, str]:
+        """The name of a whole block of logits, and the text that multiplies them, if anything does."""
+        v, factor = self.v, ""
+        if self.fast:
+            logit, factor = self._scaled(logit)
+        s = v.full(logit)
+        s = v.bind((s, -math.inf), v.seen(s, 'float("-inf")'), True) if v.masked else s
+        return s, f" * {factor}" if factor else ""
 
     def _scaled(self, logit: Expr) -> tuple[Expr, str]:
         """A logit as core × (positive factor), the factor taken out of a ``where`` against minus infinity too."""
@@ -322,6 +322,7 @@ KINDS: dict[str, type[Kind]] = {
     "best": Best,
     "moments": Moments,
     "user": User,
+    "topk": TopK,
 }
 
 
@@ -335,6 +336,3 @@ def make(place: int, reduction: Expr, scale: Expr, v: Values) -> Kind:
 def known(e: Expr, truths: dict[Expr, bool]) -> Expr:
     """An expression with some conditions known."""
     return build.substitute((e,), {c: const(t) for c, t in truths.items()})[0] if truths else e
-
-
-__all__ = ["Kind", "Spec", "known", "make"]

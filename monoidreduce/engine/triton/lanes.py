@@ -11,7 +11,7 @@ from typing import Any
 from ...program.expr import Expr
 from . import kinds
 from .exponents import LOG2E
-from .kinds import Kind
+from .kind import Kind
 from .matched import matches
 from .values import Values
 
@@ -26,19 +26,13 @@ class LaneSoft(kinds.Soft):
     """
 
     def prepare(self) -> None:
-        self.fast, self.product = self.v.spec.narrow is not None, None
+        self.fast, self.guesses = self.v.spec.narrow is not None, False
+        self.means = []
         self.sums = [f"{self.name}_total", *(f"{self.name}_mean{k}" for k in range(len(self.reduction.args) - 1))]
-
-    def _logit(self, fields: tuple[Expr, ...]) -> tuple[str, str]:
-        """The logit, and the factor that makes it an exponent."""
-        logit, factor = self._scaled(fields[0]) if self.fast else (fields[0], "")
-        s = self.v.full(logit)
-        s = self.v.bind((s, "seen"), self.v.seen(s, 'float("-inf")'), True) if self.v.masked else s
-        return s, f" * {factor}" if factor else ""
 
     def peek(self, fields: tuple[Expr, ...]) -> None:
         """The guess, from one tile."""
-        s, factor = self._logit(fields)
+        s, factor = self._logit(fields[0])
         self.v.inside.append(f"{self.name}_ref = finite(tl.max({s}, 1){factor})")
 
     def start(self) -> list[str]:
@@ -50,7 +44,7 @@ class LaneSoft(kinds.Soft):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        s, factor = self._logit(fields)
+        s, factor = self._logit(fields[0])
         v.inside += [
             f"{n}_top = tl.maximum({n}_top, {s})",
             f"{n}_weight = {'tl.exp2' if self.fast else 'tl.exp'}({s}{factor} - {n}_ref[:, None])",
@@ -87,7 +81,7 @@ def guarded(guessing: list[LaneSoft], walk: list[str], again: list[str]) -> list
     """A walk, and another one where a guess was too far off."""
     if not guessing:
         return walk
-    checks = [line for k in guessing for line in k.check(k._logit(k.reduction.args)[1])]
+    checks = [line for k in guessing for line in k.check(k._logit(k.reduction.args[0])[1])]
     far = " | ".join(f"({k.name}_far > {_FAR})" for k in guessing)
     corrections = [line for k in guessing for line in k.correct()]
     return [*walk, *checks, f"if {far}:", *(f"    {line}" for line in [*corrections, *again])]

@@ -6,8 +6,10 @@ decoded from the program's number. Lengths are run-time arguments, so that a new
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +18,17 @@ from torch import Tensor
 
 from ...program.expr import Expr
 from ...program.lower import Fold
-from ...program.reductions import KINDS
 from .. import hardware
 from ..combine import combine
-from ..evaluate import Sizes
-from . import deep, describe, emit, recent, rows, skip, source, topk
+from ..evaluate import Form, Sizes, form
+from . import boxes, deep, describe, emit, recent, skip, source, topk
+from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
-_BOUNDS: dict[tuple, tuple[Tensor, int]] = {}  # of conditions on indices and numbers only
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,22 @@ class Call:
     ragged: bool  # whether tiles need masks anywhere
     device: torch.device
 
+    def constants(self, module: Any) -> dict[str, Any]:
+        """What is fixed when the kernel is compiled, in the order of ``emit.CONSTANTS``."""
+        kind = module.tl.int64 if self.wide else module.tl.int32
+        given = (self.plan.block_kept, self.plan.block_folded, kind, self.precision, self.ragged)
+        return dict(zip(emit.CONSTANTS, given, strict=True))
+
 
 def execute(call: Call) -> Callable[..., Any] | None:
     """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
-    module = source.load(call.kernel.text)
-    constants = dict(
-        KEPT=call.plan.block_kept,
-        FOLDED=call.plan.block_folded,
-        INT=module.tl.int64 if call.wide else module.tl.int32,
-        PRECISION=call.precision,
-        RAGGED=call.ragged,
-    )
+    module = source.load(call.kernel.text, call.kernel.functions)
+    constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     with source.on(call.device):
-        given = source.described(module, call.arguments)
-        compiled = getattr(module, call.kernel.name)[(call.grid,)](*given, **constants, **options)
-        again = source.again(compiled, call.grid, tuple(constants.values()))
-    if again is None or not any(isinstance(v, source.Descriptor) for v in call.arguments):
-        return again
-    return lambda *arguments: again(*source.described(module, arguments))
+        compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
+        source.note(compiled)
+        return source.again(compiled, call.grid, tuple(constants.values()), call.device)
 
 
 class Launch:
@@ -72,6 +70,8 @@ class Launch:
 
     def __init__(self, fold: Fold, over: str, values: Values, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
+        self.asked = tuple((e, fold.leaves.index(e)) for e in describe.asked(fold))  # what conditions look at
+        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if r.attrs[0] == "topk" and k == 0]
         self.spec, self.casts = describe.describe(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.prepare(values)
@@ -79,32 +79,38 @@ class Launch:
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
         sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        kernel = emit.kernel(self.spec)
-        self.plan = plan or choose(kernel, self.over, item, describe.shared(sizes.device), self.lengths[0])
         count = torch.Size(self.batch).numel()
+        plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
+        ready = describe.converted(values, self.casts, self.batch, sizes)
+        boxed = (*plainly.folded, *deep.vectors(self.spec))
+        found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
+        many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
+        family = describe.family(sizes.device)
+        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), kernel.deep)
-        self.spec = replace(self.spec, split=self.parts > 1)
+        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
-        self.reaches = emit.reaches(self.spec)
-        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e in describe.asked(self.fold))
-        self.merged = bool(self.casts or self.data or self.reaches)  # whether calls need leaves with merged batch
+        self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
+        # whether calls need leaves with merged batch
+        self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
-        self._arguments(describe.converted(values, self.casts, self.batch, sizes), count)
+        self.edges: list[Any] | None = None  # where conditions look at indices alone
+        self._arguments(ready, count)
 
     @property
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
     def _arguments(self, values: Values, count: int) -> None:
-        """The arguments of every call, with room for tensors; ``fill``: which leaf goes where."""
-        self.template: list[Any] = [None] * len(self.outputs)
-        self.fill: list[tuple[int, Expr]] = []
+        """The arguments of every call after the outputs, with room for leaves; ``fill``: which of them goes where."""
+        self.template: list[Any] = []
+        self.fill: list[tuple[int, int]] = []
         wide, most = False, max(*self.blocks, WIDEST)
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.template), e))
+            self.fill.append((len(self.outputs) + len(self.template), self.fold.leaves.index(e)))
             self.template.append(None)
             if isinstance(v, Tensor):
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
@@ -115,29 +121,45 @@ class Launch:
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
         ragged = (
-            bool(self.spec.bounds or self.spec.split or self.reaches) or self.lengths[1] % self.plan.block_folded != 0
+            bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
+            or self.lengths[1] % self.plan.block_folded != 0
         )
+        place = self.fold.leaves.index
+        self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
+        self.boxes = [
+            (place(e), boxes.template(values[e], dims, self._block(e)))
+            for e, dims in self.spec.box_of.items()
+            if e in self.kernel.leaves
+        ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
-    def __call__(self, leaves: Values, merged: Callable[[], Values]) -> list[Tensor]:
+    def _block(self, e: Expr) -> tuple[int, int]:
+        """How many vectors, and of how many features, a tensor descriptor copies at a time."""
+        width = self.sizes.of(str(e.feature))
+        return self.blocks[self.spec.folds(e)], deep.DEPTH if width > WIDEST else width
+
+    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
-        outputs = [torch.empty(shape, dtype=dtype, device=self.sizes.device) for shape, dtype in self.outputs]
+        device = self.sizes.device
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
         if self.grid:
-            given = merged() if self.merged else leaves
-            values = describe.converted(given, self.casts, self.batch, self.sizes)
-            arguments = list(self.template)
-            arguments[: len(outputs)] = outputs
-            for at, e in self.fill:
-                arguments[at] = values[e]
+            given = self._converted(merged()) if self.merged else leaves
+            arguments = [*outputs, *self.template]
+            for at, leaf in self.fill:
+                arguments[at] = given[leaf]
             if self.spec.bounds:
-                arguments += self._bounds(values)
-            arguments += [rows.reach(values[e]) for _, e in self.reaches]
-            arguments += self._descriptors(values)
+                arguments += self.edges or self._bounds(given)
+            arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
+            arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
             if self.again is not None:
                 self.again(*arguments)
             elif not self._first(arguments, merged):
                 return self(leaves, merged)
-        return self._whole(outputs)
+        return self._whole(outputs) if self.spec.split or self.lists else outputs
+
+    def _converted(self, values: Values) -> list[Any]:
+        found = describe.converted(values, self.casts, self.batch, self.sizes)
+        return [found[e] for e in self.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was made."""
@@ -151,55 +173,48 @@ class Launch:
             return False
         return True
 
-    def _output(self, r: Expr, k: int) -> tuple[tuple[int, ...], torch.dtype]:
-        kind, _, params = r.attrs
-        feature, number = KINDS[kind].outputs(r.args, params)[k]
-        tail = () if feature is None else (self.sizes.of(str(feature)),)
-        dtype = self.sizes.compute if number == "float" else torch.int64
-        if self.spec.narrow and feature is not None and kind in ("sum", "soft") and not self.spec.split:
+    def _output(self, r: Expr, k: int) -> Form:
+        shape, dtype = form(r, k, self.sizes)
+        if self.spec.split:
+            return (self.parts, *shape), dtype
+        vector = len(shape) > len(self.sizes.batch) + 1
+        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft"):
             dtype = getattr(torch, self.spec.narrow)  # as the caller will hold it: half the traffic
-        cut = (self.parts,) if self.spec.split else ()
-        return (*cut, *self.sizes.batch, self.lengths[0], *tail), dtype
+        return shape, dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs; those of a split walk combined."""
-        if not self.spec.split:
-            return self._tidied(outputs)
-        block = self.plan.block_folded
-        step = -(-self.lengths[1] // (block * self.parts)) * block
-        ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-        return self._tidied(combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True))
-
-    def _tidied(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The lists of the best, sorted; all else as it is."""
-        for at, (r, k) in enumerate(self.fold.outputs):
-            if r.attrs[0] == "topk" and k == 0:
-                outputs[at : at + 2] = topk.tidy(r, *outputs[at : at + 2])
+        """The outputs: those of a split walk combined, the lists of the best sorted."""
+        if self.spec.split:
+            block = self.plan.block_folded
+            step = -(-self.lengths[1] // (block * self.parts)) * block
+            ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
+            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True)
+        for at in self.lists:
+            outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
-    def _descriptors(self, values: Values) -> list[Any]:
-        if not self.spec.described:
-            return []
-        sides = [(values[e].view(*values[e].shape[-2:]), self.spec.folds(e)) for e in deep.vectors(self.spec)]
-        return [source.Descriptor(v, (self.blocks[folded], deep.DEPTH)) for v, folded in sides]
+    def _shift(self, number: Tensor, total: Tensor) -> Tensor:
+        """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
+        batch = self.batch if self.merged else self.sizes.batch
+        seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
+        return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
 
-    def _bounds(self, values: Values) -> list[Any]:
+    def _bounds(self, given: Sequence[Any]) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
-        asked = {e: values[e] for e in describe.asked(self.fold)}
+        asked = {e: given[leaf] for e, leaf in self.asked}
+        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked.values())
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(asked))
+        found = [edges, stride, self.grid // self.tiles, flip]
+        self.edges = None if asked else found
+        return found
+
+    def _edges(self, asked: Values) -> list[Any]:
         device, batches = self.sizes.device, len(self.batch) - 1
+        bounds = functools.partial(skip.bounds, self.fold, self.over)
         if self.data:
-            found = recent.get((self, *asked.values()))
-            if found is None:
-                flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
-                found = skip.bounds(self.fold, self.over, flat, self.lengths, self.blocks, device)
-                recent.put((self, *asked.values()), found)
-            return [found, found.stride(0) if found.shape[0] > 1 else 0, 0]
-        key = (self.fold, self.over, self.lengths, self.blocks, tuple(asked.values()), device)
-        if key not in _BOUNDS:
-            edges = skip.bounds(self.fold, self.over, asked, self.lengths, self.blocks, torch.device("cpu"))
-            walks = edges[0, :, -1] - edges[0, :, 0]
-            _BOUNDS[key] = edges.to(device), int(walks[-1] > walks[0])
-            while len(_BOUNDS) > 256:
-                del _BOUNDS[next(iter(_BOUNDS))]
-        edges, flip = _BOUNDS[key]
-        return [edges, 0, flip]
+            flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
+            edges = bounds(flat, self.lengths, self.blocks, device)
+            return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
+        edges = bounds(asked, self.lengths, self.blocks, torch.device("cpu"))
+        walks = edges[0, :, -1] - edges[0, :, 0]
+        return [edges.to(device), 0, int(walks[-1] > walks[0])]

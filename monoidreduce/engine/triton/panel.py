@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...plan import panels, tail
+from ...program.contract import Contraction
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
-from ..tilecode import Contraction
 from ..walks import Walk, fed
 from . import sweep
 from .joint import PLACES, Parts, groups, joint, parts, placed

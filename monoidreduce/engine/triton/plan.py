@@ -1,8 +1,7 @@
 """The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
 
-The defaults won, or came within a few per cent of what won, on an H200 over attention (full and causal), perceptrons,
-contrastive losses and kernel sums, each kernel alone (``benchmarks/tiles.py``). Equal tiles combine in equal order:
-only a plan's tile sizes can change a result's last digits."""
+The defaults stand in a table (``plan/defaults.py``), by what a kernel holds; here they are made to fit. Equal tiles
+combine in equal order: only a plan's tile sizes can change a result's last digits."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, Family
 from .emit import Kernel
 
-SHARED = 232_448  # bytes of shared memory of a program instance on Hopper; 166,912 on Ampere
-_SPARE = 0.86  # what the estimate below may take of them: layouts and reductions need some too
+FAMILY = FAMILIES["hopper"]  # where there is no device to ask
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
+    boxes: int = False  # whether tensor descriptors copy the blocks that can be copied so
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -46,24 +46,24 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, shared: int = 0, length: int = 0) -> KernelPlan:
-    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on hardware with ``shared`` bytes.
+def choose(
+    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False, length: int = 0
+) -> KernelPlan:
+    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
 
-    ``length``: of the kept axis, if a plan may depend on it."""
+    ``length``: of the kept axis, where a plan may depend on it."""
     asked = (_override.get() or {}).get(over)
-    if asked:
-        return asked
-    room = (shared or SHARED) * _SPARE
-    return _deep(kernel, length, room) if kernel.deep else _fitting(_default(kernel, item), kernel, item, room)
+    if asked or kernel.deep:
+        return asked or _deep(kernel, length, family or FAMILY)
+    return _fitting(kernel, item, family or FAMILY, boxes)
 
 
-def _deep(kernel: Kernel, length: int, room: float) -> KernelPlan:
+def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
-    if length > 64:
-        plan = KernelPlan(128, 64, 8, 4) if kernel.draws else KernelPlan(128, 256, 8, 3)
-    else:
-        plan = KernelPlan(64, 128, 8 if kernel.draws else 4, 4)
-    while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > room:
+    plan = KernelPlan(*DEEP["draws" if kernel.draws else "", length > FEW_ROWS], boxes=True)
+    while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
+        family.shared * family.spare
+    ):
         plan = replace(plan, num_stages=plan.num_stages - 1)
     return plan
 
@@ -93,37 +93,55 @@ def _even(instances: int, tiles: int, processors: int) -> int:
     return found
 
 
-def _default(kernel: Kernel, item: int) -> KernelPlan:
-    if not kernel.folded_width and not kernel.state_width:  # numbers and few features: all in registers
-        return KernelPlan(32, 32, 4, 2) if kernel.few_width <= 1 else KernelPlan(32, 128, 4, 2)
-    widest = max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
+def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+
+
+def _sums(kernel: Kernel) -> tuple[int, int, str]:
+    """The widest features, how many sums of them are held, and whether tiles are passed over or a maximum guessed."""
+    widest = _widest(kernel)
+    alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
+    how = "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
+    return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+
+
+def _widest(kernel: Kernel) -> int:
+    return max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
+
+
+def _kind(kernel: Kernel, item: int) -> str:
+    """What a kernel holds, in the words of the table."""
+    if not kernel.folded_width and not kernel.state_width:
+        return "numbers" if kernel.few_width <= 1 else "few features"
+    widest = _widest(kernel)
     if item == 8:
-        return KernelPlan(32, 32, 4, 1) if widest <= 128 else KernelPlan(16, 16, 4, 1)
-    if item == 4 and kernel.exact:
-        return KernelPlan(32, 32, 4, 2)  # no matrix units: one stage, or larger tiles, spill
+        return "float64" if widest <= 128 else "float64, wide"
     if item == 4:
-        return KernelPlan(64, 64, 4, 2) if widest <= 64 else KernelPlan(64, 32, 4, 2)
-    if widest <= 64 or (widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest):
-        return KernelPlan(64, 64, 4, 3)
-    return KernelPlan(128, 64, 8, 3)
+        return "float32, exact" if kernel.exact else "float32" if widest <= 64 else "float32, wide"
+    light = widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest
+    return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(plan: KernelPlan, kernel: Kernel, item: int, shared: float) -> KernelPlan:
-    """The plan, made smaller until its blocks fit in shared memory."""
-    while (smaller := shrink(plan)) is not None and _bytes(plan, kernel, item) > shared:
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    """The table's plan, made smaller until its blocks fit in shared memory."""
+    plan = _default(kernel, item, family, boxes)
+    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
+    while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
         plan = smaller
     return plan
 
 
-def _bytes(plan: KernelPlan, kernel: Kernel, item: int) -> int:
+def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
+    """Bytes of the blocks that a plan's kernel holds in shared memory."""
     kept = plan.block_kept * kernel.kept_width
-    folded = plan.block_folded * kernel.folded_width * plan.num_stages
+    folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
     return (kept + folded + plan.block_kept * plan.block_folded) * item
 
 
-def shrink(plan: KernelPlan) -> KernelPlan | None:
-    """The next smaller plan, None at the smallest."""
-    if plan.num_stages > 1:
+def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
+    """The next smaller plan, None at the smallest; ``stages``: how many are left."""
+    if plan.num_stages > stages:
         return replace(plan, num_stages=plan.num_stages - 1)
     if plan.block_folded > 16:
         return replace(plan, block_folded=plan.block_folded // 2)

@@ -8,14 +8,14 @@ replays may find other numbers in the same place, nor of tensors that have no ve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MOST = 64
+_MOST = 256
 _kept: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
 
 
@@ -32,20 +32,15 @@ def _key(parts: Sequence[Any]) -> tuple | None:
     return tuple(found)
 
 
-def get(parts: Sequence[Any]) -> Any:
-    """What was put for equal parts, if the tensors among them are still the same; else None."""
-    key = _key(parts)
-    found = None if key is None else _kept.get(key)
-    if found is None or any(ref.expired() for ref in found[0]):
-        return None
-    return found[1]
-
-
-def put(parts: Sequence[Any], value: Any) -> None:
-    """Remember a value made from these parts."""
+def remembered(parts: Sequence[Any], make: Callable[[], Any]) -> Any:
+    """What was made from equal parts, if the tensors among them are still the same; else it is made, and kept."""
     key = _key(parts)
     if key is None:
-        return
-    _kept[key] = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], value
-    while len(_kept) > _MOST:
-        _kept.popitem(last=False)
+        return make()
+    found = _kept.get(key)
+    if found is None or any(ref.expired() for ref in found[0]):
+        found = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], make()
+        _kept[key] = found
+        while len(_kept) > _MOST:
+            _kept.popitem(last=False)
+    return found[1]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...program.build import substitute
+from ...program.contract import conditions, interval
 from ...program.expr import Expr, const, topological
 from ...program.lower import Fold
 from ...program.normal import hot_condition
 from ...program.reductions import KINDS
-from ..tilecode import conditions, interval
 
 Range = tuple[Tensor, Tensor]
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")

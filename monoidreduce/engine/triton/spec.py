@@ -10,7 +10,6 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 
 TINY = 8  # up to here features are unrolled; beyond, products are matrix products
-REACHES = 64  # partial results of the greatest norm, per batch element
 WIDEST = 256  # beyond, accumulators do not fit in registers
 
 
@@ -32,11 +31,12 @@ class Spec:
     rank: int  # batch dimensions after merging
     bounds: bool  # whether tiles to visit are given
     lanes: bool  # whether plain sums are kept per lane and added at the end
-    reach: bool  # whether softmax logits are bounded by norms, where that is possible
+    guess: bool  # whether whole tiles do with a guess of a softmax's maximum
     exact: bool = True  # whether float32 products are to be as exact as float32 allows
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
     deep: bool = False  # whether products may have more features than a block: they are then walked
-    described: bool = False  # and whether their vectors come by tensor descriptors
+    join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
+    boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -45,6 +45,11 @@ class Spec:
     @cached_property
     def room_of(self) -> Mapping[Expr, int]:
         return dict(zip(self.fold.leaves, self.rooms, strict=True))
+
+    @cached_property
+    def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
+        """The leaves whose blocks are copied by tensor descriptors."""
+        return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:

@@ -20,9 +20,9 @@ from ...program.expr import Expr, reduce_node, topological
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from ..evaluate import Sizes
-from . import emit, lanes, launch, source
+from . import emit, lanes, launch
 from .joint import PLACES
-from .kinds import Kind
+from .kind import Kind
 from .launch import Call
 from .plan import KernelPlan
 from .spec import Spec
@@ -168,7 +168,7 @@ class _Writer:
         spec = self.spec
         under = set(topological(spec.fold.reductions))
         used = [e for e in spec.fold.leaves if e in under]
-        names, unspecialized = emit._arguments(spec, used)
+        names, unspecialized = emit._arguments(spec, used, 0)
         count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
         arguments = ", ".join([*self.outs, *names[count:]]) + ","
         function = [
@@ -181,7 +181,7 @@ class _Writer:
         ]
         whole = emit._own("\n".join(self.helpers)) + "\n".join(function)
         text = "\n".join([emit._header(spec, used), *emit._copied(whole), whole, ""])
-        return emit.Kernel("sweep_rows", text, tuple(used), 0, 0, 0, 0, True, 0)
+        return emit.Kernel("sweep_rows", text, tuple(used))
 
 
 # Launching ----------------------------------------------------------------------------------------------------
@@ -207,8 +207,7 @@ class Prepared:
         key = tuple(map(_specialized, arguments))
         again = self.again.get(key)
         if again is not None:
-            with source.on(device):
-                again(*arguments)
+            again(*arguments)
             return
         ragged = self.lengths[1] % self.plan.block_folded != 0
         call = Call(self.kernel, self.plan, self.tiles, tuple(arguments), self.wide, "ieee", ragged, device)

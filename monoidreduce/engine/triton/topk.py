@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...program.expr import Expr
 from ..combine import COMBINERS
-from .kinds import KINDS, Kind
+from .kind import Kind
 from .spec import TINY, Unsupported, padded
 
 _MOST = 64  # beyond, the list takes too many registers
@@ -71,9 +71,6 @@ class TopK(Kind):
             ([pick(values, "0.0", f) for f in range(self.k)], feature),
             ([pick(places, "0", f) for f in range(self.k)], feature),
         ]
-
-
-KINDS["topk"] = TopK
 
 
 def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...program.build import apply
+from ...program.contract import Contraction
 from ...program.expr import Expr, topological
-from ..tilecode import Contraction
 from .spec import TINY, padded
 from .values import Values
 
@@ -20,11 +20,31 @@ class Total:
         self.width = 0 if feature is None else v.spec.width(feature)
         self.tiny = feature is not None and self.width <= TINY
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
+        self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
         if feature is not None and not self.tiny:
             v.lane(feature)
             v.state_width += padded(self.width)
         elif self.tiny:
             v.few_width += self.width
+
+    def waits(self, parts: list[Contraction]) -> bool:
+        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""
+        v, one = self.v, parts[0] if len(parts) == 1 else None
+        if not v.late or one is None or one.walk or one.minus is not None or self.tiny:
+            return False
+        alone = one.vector in v.spec.box_of and one.vector not in v.factors
+        self.waiting = one.vector if alone else self.waiting
+        return alone
+
+    def catch_up(self) -> str:
+        """Add the product of the tile met before, whose first index is ``gone``."""
+        assert self.waiting is not None
+        # added to 0, so that the compiler keeps the weights in registers
+        block = self.v.boxed(self.waiting, "gone")
+        return f"{self.name} = tl.dot({self.name}_late + 0.0, {block}, acc={self.name}{self.v.options()})"
+
+    def wait(self, weight: str) -> str:
+        return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
     def names(self) -> list[str]:
@@ -34,7 +54,9 @@ class Total:
         shape = "[KEPT, FOLDED]" if self.lanes else "[KEPT]"
         if self.feature is not None and not self.tiny:
             shape = f"[KEPT, {padded(self.width)}]"
-        return [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
+        lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
+        late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
+        return [*lines, late] if self.waiting is not None else lines
 
     def scale(self, factor: str) -> list[str]:
         block = self.feature is not None and not self.tiny

@@ -23,7 +23,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(r"(?<![\w.])(tanh|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
+_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -43,6 +43,9 @@ class Values(Exponents):
         self.state_width = 0  # features of all running sums that are blocks
         self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
+        self.shifts: list[tuple[Expr, Expr]] = []
+        self.late = False  # whether in this loop a tile's last products may wait for the next tile
+        self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
     def loop(self, masked: bool) -> None:
         """Start the body of another loop."""
@@ -161,7 +164,7 @@ class Values(Exponents):
             return ["bool", e.dtype, e.dtype]
         if e.op in _COMPARE:
             return [widest(e.args)] * len(e.args)
-        if e.op in ("cast", "detach", "uniform"):
+        if e.op in ("cast", "detach", "coin", "uniform"):
             return [a.dtype for a in e.args]
         if p.result == "bool":
             return ["float" if e.op in ("isnan", "isinf") else "bool"] * len(e.args)
@@ -334,6 +337,8 @@ class Values(Exponents):
         folded = self.spec.folds(e)
         self.blocks[e] = None
         lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        if folded and e in self.spec.box_of:
+            return self.bind((e, "block"), self.boxed(e, "start"), True, f"{name}_block")
         side = "folded" if folded else "kept"
         masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
         masks += [f"{exists}[None, :]"] if exists else []
@@ -342,6 +347,21 @@ class Values(Exponents):
         wanted = self.operand_type()
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
         return self.bind((e, "block"), text, folded, f"{name}_block")
+
+    def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
+        """The vectors of a leaf from an index of its axis, and from a feature on, by its tensor descriptor."""
+        dims = self.spec.box_of[e]
+        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
+        width = self.spec.width(e.feature)
+        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
+        return f"tl.reshape({text}, {shape})" if dims else text
+
+    def products(self, e: Expr) -> None:
+        """Bind the matrix products of an expression, before what is made of them."""
+        for n in topological([e]):
+            if n.op == "dot":
+                self.number(n)
 
     def operand_type(self) -> str:
         return self.spec.narrow or self.spec.compute

@@ -1,0 +1,269 @@
+"""``op.explain`` and ``op.cost``: what a call would run, why, and what that takes; in words, and as data.
+
+Nothing is run unless it is asked to be measured. Imports the plan and the engine; the decorator imports this.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import costs, registry, triton
+from .engine.alive import Alive
+from .engine.evaluate import Sizes
+from .engine.registry import stepper
+from .plan import budget
+from .plan.budget import shown
+from .plan.cost import Cost, Part, Scheduled
+from .program.lower import Lowered, lower
+from .program.trace import Traced
+
+_ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of an engine that was asked for
+
+
+class Explanation(str):
+    """A text, which also is data: :meth:`as_dict`."""
+
+    data: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, as JSON has it."""
+        return self.data
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took: seconds (the median of a few), and bytes alive at once beside the inputs."""
+
+    seconds: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One call: the traced body, its inputs by name and their sizes."""
+
+    name: str
+    traced: Traced
+    inputs: Mapping[str, Any]
+    sizes: Sizes
+    backward: bool
+
+    @property
+    def program(self) -> Lowered:
+        return lower(self.traced.outputs)
+
+
+def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: int = 1) -> Cost:
+    """The cost of a call by every schedule; see :meth:`monoidreduce.Op.cost`."""
+    sizes = subject.sizes
+    place = torch.device(device) if device is not None else sizes.device
+    sizes = replace(sizes, device=torch.device("cpu") if place.type == "meta" else place)
+    found = costs.of_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
+    if not subject.backward:
+        return found
+    asked = costs.asking(subject.inputs)
+    total = costs.of_total(subject.traced.outputs, asked, sizes, stepper("auto", sizes.device))
+    return found if total is None else found.having(total)
+
+
+def explain(subject: Subject, measured: Measured | None) -> Explanation:
+    """A call explained."""
+    engine = str(registry.settings().engine)
+    found = cost_of(subject)
+    runs = _runs(found, engine)
+    data = _data(subject, found, runs, engine, measured)
+    text = Explanation("\n".join(_lines(subject, found, runs, engine, data)))
+    text.data = data
+    return text
+
+
+def _runs(found: Cost, engine: str) -> Scheduled | None:
+    """The schedule that runs; None for the oracle."""
+    if engine == "reference":
+        return None
+    return found.get(_ENGINES.get(engine, ""), found.chosen)
+
+
+# Data
+
+
+def _data(
+    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, measured: Measured | None
+) -> dict[str, Any]:
+    sizes = subject.sizes
+    return {
+        "op": subject.name,
+        "rows": sizes.rows,
+        "cols": sizes.cols,
+        "batch": list(sizes.batch),
+        "arithmetic": str(sizes.compute)[6:],
+        "device": str(sizes.device),
+        "engine": engine,
+        "backward": subject.backward,
+        "runs": "reference" if runs is None else runs.schedule,
+        "why": _why(found, runs, engine, sizes),
+        "folds": [] if runs is None else [_fold(p, found) for p in runs.parts],
+        "schedules": [_schedule(s, found) for s in found.schedules],
+        "budget": budget.asked(),
+        "ceilings": found.ceilings.as_dict(),
+        "measured": None if measured is None else asdict(measured),
+        "sources": [] if runs is None else _sources(runs),
+    }
+
+
+def _fold(part: Part, found: Cost) -> dict[str, Any]:
+    e, case = part.estimate, part.case
+    ceiling = e.flops / found.ceilings.rate(case.dtype)
+    return {
+        "fold": ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in case.fold.reductions),
+        "backward": part.backward,
+        "choice": part.choice.as_dict(),
+        "seconds": e.seconds,
+        "flops": e.flops,
+        "bytes": e.bytes,
+        "held": e.held,
+        "skipped": 1 - case.seen,
+        "share_of_ceiling": ceiling / e.seconds if e.seconds else 0.0,
+    }
+
+
+def _schedule(s: Scheduled, found: Cost) -> dict[str, Any]:
+    plain = {n: getattr(s, n) for n in ("schedule", "flops", "bytes", "seconds", "held", "peak", "sent", "ranks")}
+    return {**plain, "allowed": found.allows(s)}
+
+
+def _sources(runs: Scheduled) -> list[str]:
+    """The files of the generated kernels."""
+    return [str(path) for p in runs.parts if p.case.kernels for path in triton.sources(p.case.fold)]
+
+
+# Words
+
+
+def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
+    if runs is None or engine != "auto":
+        return f"the engine {engine} was asked for"
+    if not found.schedules or not costs.matrix(sizes):
+        return "there are no pairs"
+    dense = found.get("dense")
+    others = [s for s in found.schedules if s.ranks == 1 and s.schedule not in ("dense", "total")]
+    if runs is dense and others:
+        gain = others[0].seconds / runs.seconds
+        return (
+            f"folding costs more than it saves: a matrix of pairs is {shown(runs.held)}, and run whole, with nothing "
+            f"computed twice, the call is predicted {gain:.2f} times as fast as {others[0].schedule}"
+        )
+    if dense is not None and dense.seconds < runs.seconds and found.allows(dense):
+        return f"dense would be faster, {_ms(dense.seconds)}, but not so clearly that it were worth {shown(dense.peak)}"
+    if dense is not None and dense.seconds < runs.seconds:
+        room = f"the budget of {shown(found.budget)}" if found.budget else f"{shown(found.dense)} without a budget"
+        return (
+            f"the fastest that is allowed; dense would take {_ms(dense.seconds)}, but hold {shown(dense.peak)} with "
+            f"matrices of pairs of {shown(dense.held)}, above {room}"
+        )
+    return "predicted to be the fastest" + (f" within the budget of {shown(found.budget)}" if found.budget else "")
+
+
+def _lines(
+    subject: Subject, found: Cost, runs: Scheduled | None, engine: str, data: Mapping[str, Any]
+) -> Iterator[str]:
+    sizes, program = subject.sizes, subject.program
+    batch = f" × {tuple(sizes.batch)}" if sizes.batch else ""
+    yield (
+        f"{subject.name}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
+    )
+    walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
+    number = sum(walks)
+    yield f"{number} pass{'es' if number != 1 else ''} over the pairs" + ("" if number else ": everything is one-sided")
+    for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):
+        kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in p.fold.reductions)
+        yield f"  {'pass' if walked else 'gather'} {k}: {kinds}; fed {', '.join(map(repr, p.feeds))}"
+    yield f"runs {data['runs']}: {data['why']}"
+    if runs is None:
+        return
+    for part, fold in zip(runs.parts, data["folds"], strict=True):
+        yield _fold_line(part, fold)
+    if runs.schedule == "dense":
+        yield f"  whole matrices of pairs, gradients by autograd; {_ms(runs.seconds)}, {shown(runs.peak)} at once"
+    yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
+    yield from _table(found, runs)
+    if data["measured"]:
+        yield f"measured: {_ms(data['measured']['seconds'])}, {shown(data['measured']['peak'])} at once"
+    for path in data["sources"]:
+        yield f"generated: {path}"
+
+
+def _fold_line(part: Part, fold: Mapping[str, Any]) -> str:
+    where = "backward" if part.backward else "forward"
+    skipped = f", {100 * fold['skipped']:.0f} % of the pairs skipped" if fold["skipped"] else ""
+    share = f", {100 * fold['share_of_ceiling']:.0f} % of the products' ceiling" if fold["flops"] else ""
+    return f"  {where}: {fold['fold']}: {part.choice}; {_ms(fold['seconds'])}{share}{skipped}"
+
+
+def _table(found: Cost, runs: Scheduled) -> Iterator[str]:
+    for s in found.schedules:
+        mark = "runs" if s is runs else "not allowed" if not found.allows(s) else f"{s.seconds / runs.seconds:.2f} ×"
+        mark = "by op.total" if s.schedule == "total" else mark
+        sent = f", {shown(int(s.sent))} sent by each of {s.ranks} ranks" if s.ranks > 1 else ""
+        yield (
+            f"  {s.schedule:10} {_ms(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {shown(int(s.bytes))} moved, "
+            f"{shown(s.peak)} at once{sent}  ({mark})"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# Measuring
+
+
+def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> Measured:
+    """Run a call a few times, with its gradients where one of its arguments asks for them."""
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    wanted = [t for t in given if t.requires_grad] if backward else []
+
+    def step() -> None:
+        results = [v for v in _tensors(call(*args, **kwargs)) if v.requires_grad]
+        if wanted and results:
+            ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in results]
+            torch.autograd.grad(results, wanted, ones, allow_unused=True)
+
+    step()
+    device = next((t.device for t in given), torch.device("cpu"))
+    return Measured(statistics.median(_seconds(step, device) for _ in range(5)), _peak(step, given, device))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [t for part in parts for t in _tensors(part)]
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait(device)
+    start = time.perf_counter()
+    step()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def _peak(step: Callable[[], None], given: Sequence[Tensor], device: torch.device) -> int:
+    if device.type != "cuda":
+        with Alive(given) as alive:
+            step()
+        return alive.peak
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,110 @@
+"""The cache on disk as a user sees it, ``mr.cache``: where it is, what is in it; clearing, sharing and taking plans.
+
+>>> import monoidreduce as mr
+>>> mr.cache.path().is_absolute()
+True
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CacheError
+from . import disk, store
+from .store import Key, Record
+
+KERNELS = "kernels"
+_SUFFIXES = {store.FOLDER: ".json", KERNELS: ".py"}
+
+__all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
+
+
+def path() -> Path:
+    """The folder of everything that is kept: ``$MONOIDREDUCE_CACHE``, else in the user's own cache folder."""
+    return disk.base().absolute()
+
+
+def plans() -> list[Record]:
+    """The plans on disk that were tuned, of every device and version: ``.key``, ``.plan`` and ``.measured`` of each.
+
+    >>> import monoidreduce as mr
+    >>> all(plan.key.program for plan in mr.cache.plans())
+    True
+    """
+    return store.records()
+
+
+def clear(*, kernels: bool = True) -> int:
+    """Remove all plans, and the kernels' texts unless told not to; how many files went.
+
+    What this process holds in memory is forgotten too: plans are chosen anew. A missing cache is an empty one.
+    """
+    count = 0
+    for name in (store.FOLDER, KERNELS) if kernels else (store.FOLDER,):
+        place = disk.base() / name
+        if place.is_dir() and not place.is_symlink():
+            count += sum(disk.remove(file) for file in disk.files(place, _SUFFIXES[name]))
+    store.forget()
+    return count
+
+
+def export(file: str | os.PathLike[str]) -> int:
+    """Write all plans to one JSON file, to be taken by ``import_`` elsewhere; how many there were.
+
+    Raises CacheError where the file cannot be written.
+
+    >>> import monoidreduce as mr, tempfile, os
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     count = mr.cache.export(os.path.join(folder, "plans.json"))
+    ...     count == mr.cache.import_(os.path.join(folder, "plans.json"))
+    True
+    """
+    found = plans()
+    body = {"format": store.FORMAT, "plans": [r.to_json() for r in found]}
+    try:
+        disk.put(Path(file), store.text(body).encode())
+    except OSError as error:
+        raise CacheError(
+            detail=f"plans cannot be written to {os.fspath(file)}: {error}", fix="Name a file in a folder of yours"
+        ) from None
+    return len(found)
+
+
+def import_(file: str | os.PathLike[str]) -> int:
+    """Take the plans of a file that ``export`` wrote, in place of ours for the same programs and shapes; how many.
+
+    A plan serves the device and the versions it was measured with, so that taking another machine's does no harm. The
+    whole file is read and checked before anything is kept; CacheError says what is wrong with it.
+    """
+    found = _checked(Path(file))
+    for record in found:
+        store.remember(record)
+    return len(found)
+
+
+def _checked(file: Path) -> list[Record]:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(disk.LARGEST + 1)
+    except OSError as error:
+        raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
+    body = store.parsed(data) if len(data) <= disk.LARGEST else None
+    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") != store.FORMAT:
+        raise CacheError(
+            detail=f"{file} holds no plans in the form that this version knows",
+            fix="Give a file that mr.cache.export of the same version wrote",
+        )
+    return list(_records(file, body["plans"]))
+
+
+def _records(file: Path, given: list) -> Iterable[Record]:
+    for at, one in enumerate(given):
+        record = Record.from_json(one)
+        if record is None:
+            raise CacheError(
+                detail=f"plan {at + 1} of {len(given)} in {file} is damaged or no plan",
+                fix="Nothing was taken: export the plans again",
+            )
+        yield record

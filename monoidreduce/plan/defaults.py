@@ -1,0 +1,93 @@
+"""The tiles that ship with the package, so that a first call is a good call: by what a kernel holds, and by device.
+
+``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
+won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
+was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that is at most
+6 % short of what kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
+(``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Tile = tuple[int, int, int, int]  # indices owned, indices met at a time, warps, stages
+
+KERNELS: dict[str, Tile] = {
+    "numbers": (32, 32, 4, 2),  # at most one feature: everything is in registers
+    "few features": (32, 128, 4, 2),
+    "float64": (32, 32, 4, 1),
+    "float64, wide": (16, 16, 4, 1),
+    "float32, exact": (32, 32, 4, 2),  # no matrix units: one stage, or larger tiles, spill
+    "float32": (64, 64, 4, 2),
+    "float32, wide": (64, 32, 4, 2),
+    "16 bits": (64, 64, 4, 3),
+    "16 bits, wide": (128, 64, 8, 3),
+}
+
+# where tensor descriptors copy the blocks of a kernel with exponentials: by its widest features, how many sums of them
+# it holds, and whether conditions let it pass over tiles, or else a softmax guesses its maximum, or neither
+COPIED: dict[tuple[int, int, str], Tile] = {
+    (128, 1, "passes"): (64, 64, 4, 3),
+    (128, 1, ""): (64, 64, 4, 2),
+    **{
+        (width, sums, how): tile
+        for how in ("passes", "softmax", "")
+        for width, sums, tile in (
+            (64, 0, (64, 64, 4, 2)),
+            (64, 1, (64, 64, 4, 2)),
+            (64, 2, (64, 128, 4, 2)),
+            (128, 0, (128, 64, 8, 3)),
+            (128, 2, (64, 64, 4, 2)),
+            (256, 0, (128, 64, 8, 3)),
+            (256, 1, (128, 64, 8, 3)),
+        )
+    },
+}
+
+
+# products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
+FEW_ROWS = 64
+DEEP: dict[tuple[str, bool], Tile] = {
+    ("", True): (128, 256, 8, 3),
+    ("", False): (64, 128, 4, 4),
+    ("draws", True): (128, 64, 8, 4),  # not measured: the largest that do not spill
+    ("draws", False): (64, 128, 8, 4),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """GPUs that are alike in what a kernel may hold. ``spare``: the share of shared memory that the count may take."""
+
+    name: str
+    shared: int  # bytes of one program instance
+    spare: float
+    ahead: int  # of a pipeline's stages, how many hold no block of their own
+    source: str
+    own: Mapping[str, Tile] = field(default_factory=dict)  # where another tile than the table's is better
+
+    def tile(self, kind: str) -> Tile:
+        """The tile to begin with, for a kernel that holds this."""
+        return self.own.get(kind, KERNELS[kind])
+
+
+# With Hopper's 128 × 64, or 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
+_OLDER = {"16 bits, wide": (64, 64, 4, 2)}
+FAMILIES = {
+    "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
+    "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0", _OLDER),
+    "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, "derived from kernels compiled for 8.9", _OLDER),
+}
+
+
+def family(major: int, minor: int) -> Family:
+    """The family of a compute capability; what is newer than these is taken for Hopper.
+
+    >>> [family(*version).name for version in ((8, 0), (8, 9), (9, 0))]
+    ['A100', 'L4, RTX 4090, A10', 'H100, H200']
+    """
+    if (major, minor) == (8, 0):
+        return FAMILIES["ampere"]
+    return FAMILIES["ada"] if major in (7, 8, 12) else FAMILIES["hopper"]

@@ -1,0 +1,61 @@
+"""Random numbers per pair: functions of (seed, batch, i, j), the same for every tile, engine and recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from . import build
+from .expr import index
+from .symbol import Symbol, expr_of
+
+
+def uniform(seed: Any) -> Any:
+    """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j).
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def fair(x: mr.Row, y: mr.Col):
+    ...     return mr.mean(mr.uniform(seed=7) < 0.5)
+    >>> fair(torch.zeros(1), torch.zeros(10_000)).round(decimals=1)
+    tensor([0.5000])
+    """
+    return _drawn("uniform", seed)
+
+
+def _drawn(name: str, seed: Any) -> Any:
+    key = expr_of(seed)
+    if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
+        raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
+    return Symbol(build.apply(name, key, index("batch"), index("row"), index("col")))
+
+
+def gumbel(seed: Any) -> Any:
+    """A standard Gumbel number per pair, the same for every tile, engine and recomputation.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def drawn(x: mr.Row, y: mr.Col):
+    ...     return mr.argmax(x * y + mr.gumbel(7)) == mr.sample(x * y, 7)
+    >>> drawn(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([True, True])
+    """
+    return -torch.log(-torch.log1p(-uniform(seed)))
+
+
+def dropout(x: Any, p: Any, seed: Any) -> Any:
+    """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def kept(x: mr.Row, y: mr.Col):
+    ...     return mr.sum(mr.dropout(x * y, 0.5, seed=7))
+    >>> kept(torch.zeros(2), torch.ones(3))
+    tensor([0., 0.])
+    """
+    p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
+    if not 0 <= p <= 1:
+        raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
+    return torch.where(_drawn("coin", seed) >= round(p * 2**31), x * (1 / (1 - p) if p < 1 else 0.0), 0.0)

@@ -1,0 +1,71 @@
+"""A process whose own limit makes torch's allocator fail in the middle of a call. Prints how it went, as JSON.
+
+Some builds of torch bring an allocator that reserves a gigabyte of addresses beforehand; so the limit is set to what
+there is, and all that is still to be had is then taken and given back piece by piece.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine import recover
+
+MB = 2**20
+PIECES = (256 * MB, 32 * MB, 4 * MB, MB, MB // 4)
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+def exhausted():
+    """All that the allocator gives, never touched: by size."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    held = {size: [] for size in PIECES}
+    for size, pieces in held.items():
+        while True:
+            try:
+                pieces.append(torch.empty(size, dtype=torch.uint8))
+            except RuntimeError:
+                break
+    return held
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    args = [torch.randn(2048, 16) for _ in range(3)]
+    kept = [a.clone() for a in args]
+    with mr.budget("2MB"):
+        expected = attention(*args)  # and everything that is loaded when first used
+    attempts = []
+    recover.release, release = (lambda device: attempts.append(device) or release(device)), recover.release
+    held = exhausted()
+    found = {}
+    try:
+        attention(*args)
+    except Exception as error:
+        found["without room"] = type(error).__name__
+    del held[MB][:3], held[MB // 4][:]  # less than 4 in all, which one buffer of the usual tiles takes
+    attempts.clear()
+    found["smaller"] = bool(torch.allclose(attention(*args), expected, atol=1e-5))
+    found["attempts"] = 1 + len(attempts)
+    held.clear()
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["inputs unchanged"] = all(map(torch.equal, args, kept))
+    attempts.clear()
+    found["afterwards"] = bool(torch.allclose(attention(*args), expected, atol=1e-5)) and not attempts
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The tuner and the memory contract on a GPU: real kernels, real spills, memory that really runs out."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine import planner, registry, triton, tuner, winners
+from monoidreduce.engine.triton import KernelPlan, source
+from monoidreduce.plan import candidates, store
+from monoidreduce.plan.choice import Choice
+from tests.layers_compare import errors
+from tests.wrong_kernels import wrong
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+@mr.op
+def loss(x: Row["d"], w: Col["d"], label: Row):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == label, s, 0.0))
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
+    store.forget()
+    yield
+    store.forget()
+
+
+def drawn(*lengths, d=64, dtype=torch.bfloat16):
+    return [torch.randn(4, n, d, device="cuda", dtype=dtype) for n in lengths]
+
+
+def test_winners_are_right_and_found_again():
+    args = drawn(1000, 1500, 1500)
+    found = attention.tune(*args, quiet=True)
+    assert len(found.folds) == 2 and all(t.trials for t in found.folds)
+    truth = torch.softmax((args[0] @ args[1].mT).float(), -1) @ args[2].float()
+    assert errors(attention(*args), truth).max() < 0.05
+    with registry.automatic(), tuner.recorded() as met:
+        attention(*(a[:, :-7] for a in args))
+    fold, leaves, sizes = met.folds[0]
+    assert winners.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == found.folds[0].winner
+
+
+def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
+    monkeypatch.setattr(triton, "_READY", {})
+    with source.watched() as kernels:
+        attention(*drawn(512, 512, 512))
+    assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
+
+
+@pytest.mark.parametrize("change", ["forgets the ragged end", "writes no vectors", "leaves a row out"])
+def test_a_wrong_kernel_never_wins(change, monkeypatch):
+    args = drawn(1000, 1500, 1500)
+    candidate = Choice("flash", (("cols", (64, 128, 4, 2, 1)),))
+    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: [candidate] if over == "cols" else [])
+    with wrong(KernelPlan(64, 128), change) as made:
+        (found,) = attention.tune(*args, backward=False, quiet=True).folds
+    assert made and found.winner == found.safe
+    assert len(found.trials) == 1 and "wrong in" in found.trials[0].refused
+
+
+def test_memory_that_runs_out_is_given_back():
+    args = [a.requires_grad_() for a in drawn(2048, 2048, 2048, dtype=torch.float32)]
+    expected = attention(*args).detach()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+        with mr.use(engine="eager"), pytest.raises(mr.OutOfMemoryError, match="out of memory"):
+            attention(*args)
+        assert torch.cuda.memory_allocated() == before
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 40 * 2**20) / total)
+        with mr.use(engine="eager"):  # its usual tiles take more
+            found = attention(*args).detach()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert errors(found, expected).max() < 1e-3
+
+
+def test_a_backward_keeps_its_budget_in_its_own_thread():
+    x, w = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 65536))
+    label = torch.randint(0, 65536, (4096,), device="cuda")
+    loss(x, w, label).sum().backward()  # compiled
+
+    def peak(call):
+        y = call(x, w, label)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(y.sum(), (x, w))
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(loss.within("200MB")) < peak(loss.within("2GB")) - 2**27
