@@ -31,7 +31,9 @@ def on(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def of(spec: Spec, leaves: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
