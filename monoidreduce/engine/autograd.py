@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
-from ..plan import budget, choice
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import autocast, hardware, library, recover
+from . import asked, autocast, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -118,7 +117,7 @@ class _Traced(torch.autograd.Function):
         context, leaves, results = _kept(ctx)
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
-        asked = tuple(isinstance(t, Tensor) for t in tangents)
+        wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
         if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
             return tuple(torch.zeros_like(r) if k in moving else None for k, r in enumerate(results))
@@ -127,7 +126,7 @@ class _Traced(torch.autograd.Function):
             cotangents: list[Tensor | None] = [None] * len(results)
             for k, value in zip(moving, g, strict=True):
                 cotangents[k] = value
-            return tuple(t for t in _gradients(context, leaves, results, asked, cotangents) if t is not None)
+            return tuple(t for t in _gradients(context, leaves, results, wanted, cotangents) if t is not None)
 
         with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
             pull: Any = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))[1]
@@ -150,7 +149,7 @@ def _primal(value: Any) -> Any:
 
 def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     ctx.context = context
-    ctx.asked = _asked()
+    ctx.asked = asked.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -170,32 +169,14 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
     context, leaves, results = _kept(ctx)
-    asked = ctx.needs_input_grad[1:]
+    wanted = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
-    region, given = autocast.region(results), (context, leaves, results, asked, cotangents)
-    if region is None and ctx.asked == _asked():
+        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
+    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents)
+    if region is None and ctx.asked == asked.now():
         return None, *recover.typed(_gradients, given, context.sizes)
-    with _as_forward(ctx, region):
+    with asked.again(ctx.asked), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
         return None, *recover.typed(_gradients, given, context.sizes)
-
-
-def _asked() -> tuple[int | None, tuple, Any]:
-    """What a forward was asked for, which its backward keeps."""
-    return budget.asked(), hardware.asked.get(), choice.followed.get()
-
-
-@contextlib.contextmanager
-def _as_forward(ctx: Any, region: str | None) -> Iterator[None]:
-    """As the forward was asked: a backward may run in a thread that does not know, or inside an autocast region."""
-    limit, settings, followed = ctx.asked
-    before, token = hardware.asked.set(settings), choice.followed.set(followed)
-    try:
-        with budget.kept(limit), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
-            yield
-    finally:
-        hardware.asked.reset(before)
-        choice.followed.reset(token)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,12 +204,12 @@ def _gradients(
     context: Context,
     leaves: list[Any],
     results: list[Tensor],
-    asked: tuple[bool, ...],
+    wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
     numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-    key = (asked, tuple(g is not None for g in cotangents), numbers)
+    key = (wanted, tuple(g is not None for g in cotangents), numbers)
     made = context.gradients.get(key)
     if made is None:
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
@@ -243,15 +224,15 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
+    results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
     program = lower(tuple(e for e in outputs if e is not None))
     names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
     made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
     lowered = iter(program.outputs)
-    wanted = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if asked[k]]
-    return made, tuple(names[n] for n in made.inputs), tuple(wanted)
+    found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
+    return made, tuple(names[n] for n in made.inputs), tuple(found)
 
 
 def zero(leaf: Tensor) -> Tensor:

@@ -36,16 +36,24 @@ class Combiner:
 
 
 def combine(
-    fold: Fold, stacked: Sequence[Tensor], lengths: Sequence[int], starts: Sequence[int] | None = None
+    fold: Fold,
+    stacked: Sequence[Tensor],
+    lengths: Sequence[int],
+    starts: Sequence[int] | None = None,
+    ordered: bool = False,
 ) -> list[Tensor]:
     """The results of a whole fold from those of its parts.
 
     ``stacked[k]`` is ``[parts, *batch, length(, features)]``, in the order of ``fold.outputs``; all reductions of the
     fold go over the axis that was cut, and part p covers ``lengths[p]`` of it. Places (argmax, top-k, samples) count
     from the start of the whole axis; with ``starts``, each part's count from its own start and are moved here.
+    ``ordered``: whether parts follow each other along the axis, so that of equal ones the first wins.
     """
     results: list[Tensor] = []
     for r, own in split(fold, list(stacked)):
+        if ordered and r.attrs[0] == "best":
+            results += _first_best(own, r.attrs[2])
+            continue
         results += closed(r, merged(r, [opened(r, own, lengths, starts or [0] * len(lengths))]))
     return results
 
@@ -161,6 +169,12 @@ def _best(state: State, params: tuple) -> State:
     tied = (value == top) | (value != value)
     first, winner = torch.where(tied & (place >= 0), place, _NOWHERE).min(0, keepdim=True)
     return [value.gather(0, winner), torch.where(first == _NOWHERE, -1, first)]
+
+
+def _first_best(state: State, params: tuple) -> State:
+    """The same of parts in the order of their places: torch takes the first of equals, and NaN before all."""
+    value, winner = state[0].max(0, keepdim=True) if params[0] else state[0].min(0, keepdim=True)
+    return [value[0], state[1].gather(0, winner)[0]]
 
 
 def _topk_open(results: State, params: tuple, lengths: Sequence[int]) -> State:

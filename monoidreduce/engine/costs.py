@@ -157,5 +157,5 @@ def of_total(
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in walk.products)
     work = replace(joined([count(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
-    found = cost.panels(case, work, budget.limit(hardware.free_memory(sizes.device)))
+    found = cost.panels(case, work, budget.limit(lambda: hardware.free_memory(sizes.device)))
     return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)

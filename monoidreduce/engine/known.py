@@ -20,7 +20,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered, lower
 from ..program.total import Total, total
-from . import autograd, hardware, panel, recover
+from . import asked, autograd, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -80,7 +80,7 @@ def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: p
     if len(found) != 1 or widest <= panels.NARROW:
         return False
     try:
-        held = make(found[0], sizes, kinds).choose(budget.limit(hardware.free_memory(sizes.device)))
+        held = make(found[0], sizes, kinds).choose(budget.limit(lambda: hardware.free_memory(sizes.device)))
     except Unsupported:
         return False
     return held is not None and held.rows >= min(panels.FEW, sizes.rows)
@@ -104,7 +104,7 @@ class _Sum(torch.autograd.Function):
             made = autograd.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
-        ctx.context = context
+        ctx.context, ctx.asked = context, asked.now()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
         return sums
@@ -115,11 +115,12 @@ class _Sum(torch.autograd.Function):
         g = cotangents[context.program.moving]
         waiting, context.waiting = context.waiting, None
         if waiting is None or torch.is_grad_enabled():
-            return None, *_again(context, ctx.saved_tensors, ctx.needs_input_grad[1:], g)
+            with asked.again(ctx.asked):
+                return None, *_again(context, ctx.saved_tensors, ctx.needs_input_grad[1:], g)
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):
             grad = waiting.get(name)
-            found.append(None if grad is None else grad.mul_(g).to(t.dtype))
+            found.append(None if grad is None else hardware.scale_(grad, g).to(t.dtype))
         return None, *found
 
 

@@ -9,7 +9,7 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ class Step(Protocol):
     """How one walk's stages are done to a panel."""
 
     splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
+    groups: tuple[range, ...]  # the stages that are done at once
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
         """``kinds``: the types of the vectors."""
@@ -47,14 +48,30 @@ class Step(Protocol):
 
     def begin(self, panel: panels.Panels) -> None: ...
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
-        """Do stage ``at`` to a panel: the results of each reduction that are complete, None for the others."""
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        """The rows and columns of the panels, in their order."""
+
+    def __call__(self, group: range, part: Part) -> None:
+        """Do a group of stages to a panel, and hand over the results that are complete."""
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
         """The results that only all panels complete, None for the others."""
 
 
 Maker = type[Step]
+
+
+class Part(Protocol):
+    """Some rows and columns: what is fed for them, and where their results go."""
+
+    rows: slice
+    cols: slice
+
+    def feed(self, f: Expr) -> Any:
+        """The value of an expression of one side (or given per pair) for these rows and columns."""
+
+    def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
+        """The results of one reduction of a stage; ``wholes``: those of all rows that they are part of, if they are."""
 
 
 # Running ------------------------------------------------------------------------------------------------------
@@ -98,6 +115,8 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None,
         own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
         values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
         found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])
+    if len(found) == 1:  # no second copy of a gradient that may be most of the memory
+        return [t.view(*shape, *t.shape) for t in found[0]]
     return [torch.stack(parts).view(*shape, *parts[0].shape) for parts in zip(*found, strict=True)]
 
 
@@ -106,6 +125,8 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
     tail = () if e.feature is None else (sizes.of(str(e.feature)),)
     kind = {"int": torch.int64}.get(e.dtype, sizes.compute)
     value = value if isinstance(value, Tensor) else torch.full((), value, device=sizes.device)
+    if e.feature is not None and value.dtype in hardware.SIXTEEN:
+        kind = value.dtype  # as the caller will hold it
     return value.to(kind).expand(*length, *tail)
 
 
@@ -114,6 +135,7 @@ class _Run:
 
     def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
         self.walk, self.whole, self.needed = walk, whole, needed
+        self.nodes = [list(by_reduction(s.fold.reductions, s.results).values()) for s in walk.stages]
         self.sizes = whole.sizes
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
@@ -124,7 +146,7 @@ class _Run:
         self.least, self.room = 0, room
         if self.sizes.rows and self.sizes.cols:
             self.least = self.step.least()
-            self.room = room or budget.limit(hardware.free_memory(self.sizes.device), self.least)
+            self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
 
@@ -132,23 +154,19 @@ class _Run:
         if self.panel is None:
             raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
         self.step.begin(self.panel)
-        for rows, cols in _parts(self.sizes, self.panel):
-            local = self._local(rows)
-            for at, stage in enumerate(self.walk.stages):
-                leaves: dict[Expr, Any] = {e: _part(local, f, cols) for e, f in fed(stage)}
-                for leaf, f in stage.products:
-                    leaves[leaf] = tuple(_part(local, a, cols) for a in f.args)
-                results = self.step(at, leaves, rows, cols)
-                for nodes, value in paired(stage, results):
-                    self._keep(nodes, value, rows, local)
+        for rows, cols in self.step.walk_panels():
+            part = _Part(self, rows, cols)
+            for group in self.step.groups:
+                self.step(group, part)
         for at, stage in enumerate(self.walk.stages):
             for nodes, value in paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
         self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+        del self.step  # and with it the panel, before another walk has its own
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
-    def _local(self, rows: slice) -> Evaluator:
+    def local(self, rows: slice) -> Evaluator:
         """An evaluator of these rows alone; what does not depend on rows was computed once."""
         inputs = self.whole.inputs
         memo = dict(self.fixed)
@@ -164,14 +182,14 @@ class _Run:
                 memo[e] = self.whole.memo[e][rows]
         return Evaluator(self.sizes, inputs, memo)
 
-    def _keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator) -> None:
+    def keep(self, nodes: tuple[Expr, ...], value: Tensor, rows: slice, local: Evaluator, whole: Tensor | None) -> None:
         """What later stages read of these rows, and what outputs read of all."""
         for n in nodes:
             local.memo[n] = to_layout(value, n)
             if n not in self.needed:
                 continue
-            if value.shape[0] == self.sizes.rows:
-                self.found[n] = value
+            if whole is not None or value.shape[0] == self.sizes.rows:
+                self.found[n] = value if whole is None else whole
                 continue
             if n not in self.found:
                 self.found[n] = value.new_empty((self.sizes.rows, *value.shape[1:]))
@@ -190,7 +208,7 @@ class _Run:
             self.whole.memo |= {n: to_layout(out[0], n) for n in nodes}
 
 
-def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
+def cut_evenly(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
     """The panels in their order; where there are no pairs, an empty one, which gives the identities."""
     rows = slices(sizes.rows, panel.rows) or [slice(0, 0)]
     cols = slices(sizes.cols, panel.cols) or [slice(0, 0)]
@@ -200,12 +218,22 @@ def _parts(sizes: Sizes, panel: panels.Panels) -> Iterator[tuple[slice, slice]]:
         yield from ((r, c) for c, r in itertools.product(cols, rows))
 
 
-def _part(local: Evaluator, f: Expr, cols: slice) -> Any:
-    """What is fed for some columns."""
-    value = from_layout(local(f), f)
-    if not f.cols or not isinstance(value, Tensor):
-        return value
-    return value[:, cols] if f.rows else value[cols]
+class _Part:
+    """One panel of a run; see :class:`Part`."""
+
+    def __init__(self, run: _Run, rows: slice, cols: slice):
+        self.run, self.rows, self.cols = run, rows, cols
+        self.local = run.local(rows)
+
+    def feed(self, f: Expr) -> Any:
+        value = from_layout(self.local(f), f)
+        if not f.cols or not isinstance(value, Tensor):
+            return value
+        return value[:, self.cols] if f.rows else value[self.cols]
+
+    def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
+        for own, value, whole in zip(self.run.nodes[at][place], values, wholes or [None] * len(values), strict=True):
+            self.run.keep(own, value, self.rows, self.local, whole)
 
 
 # Steps in torch -----------------------------------------------------------------------------------------------
@@ -221,6 +249,7 @@ class TorchStep:
         narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
         self.kind = torch.bfloat16 if narrow else sizes.compute
         self.room = plan.LEAST
+        self.groups = tuple(range(at, at + 1) for at in range(len(walk.stages)))
 
     def choose(self, room: int) -> panels.Panels | None:
         self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles
@@ -233,12 +262,16 @@ class TorchStep:
         return max(1, len(self.walk.products)) * self.kind.itemsize
 
     def begin(self, panel: panels.Panels) -> None:
+        self.panel = panel
         shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
         self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
         self.made: tuple[slice | None, set[Expr]] = (None, set())
         self.tiles = plan.choose(1, panel.rows, panel.cols, room=self.room)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
         self.buffers: dict[int, Buffers] = {}
+
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        return cut_evenly(self.sizes, self.panel)
 
     def _accumulators(self, fold: Fold) -> dict[int, Accumulator]:
         found = {}
@@ -249,16 +282,21 @@ class TorchStep:
                 found[place] = ACCUMULATORS[kind](r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device)
         return found
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
+    def __call__(self, group: range, part: Part) -> None:
+        (at,) = group
         stage = self.walk.stages[at]
-        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
+        given: dict[Expr, Any] = {e: part.feed(f) for e, f in fed(stage)}
         for leaf, f in stage.products:
-            given[leaf] = self._product(f, leaves[leaf], rows).unsqueeze(0)
+            given[leaf] = self._product(f, part)
+        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = code_of(stage.fold, frozenset(numbers))
-        chunk = Chunk(code, given, self.sizes, self.tiles, 1, self._buffers(at, numbers), rows, self.kept[at])
+        buffers, kept = self._buffers(at, numbers), self.kept[at]
+        chunk = Chunk(code, given, self.sizes, self.tiles, 1, buffers, part.rows, kept)
         chunk.walk()
-        return [None if p in self.kept[at] else _first(a) for p, a in enumerate(chunk.accumulators)]
+        for place, accumulator in enumerate(chunk.accumulators):
+            if place not in kept:
+                part.keep(at, place, _first(accumulator))
 
     def _buffers(self, at: int, numbers: dict[Expr, Any]) -> Buffers:
         """One set of tile buffers per stage, kept from panel to panel."""
@@ -268,12 +306,13 @@ class TorchStep:
             self.buffers[at] = Buffers(elements, self.sizes.compute, self.sizes.device, constants)
         return self.buffers[at]
 
-    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], rows: slice) -> Tensor:
+    def _product(self, f: Expr, part: Part) -> Tensor:
+        rows = part.rows
         panel = self.panels[f][: rows.stop - rows.start, : self.sizes.cols]
         if self.made[0] != rows:
             self.made = (rows, set())
         if f not in self.made[1]:
-            x, y = sides if f.args[0].rows else sides[::-1]
+            x, y = (part.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1]))
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel

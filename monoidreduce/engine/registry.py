@@ -26,12 +26,13 @@ _triton = functools.partial(triton.run, fallback=eager.run)
 
 
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
-    """One kernel a direction where features fit in registers, panels where they do not."""
+    """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
     if panel.is_wide(fold, sizes) and triton.runs_on(sizes.device):
-        try:
-            return panel.run(fold, leaves, sizes, triton.KernelStep)
-        except triton.Unsupported:  # told, and run by the eager engine, below
-            pass
+        for run in (triton.run_deep, functools.partial(panel.run, maker=triton.KernelStep)):
+            try:
+                return run(fold, leaves, sizes)
+            except triton.Unsupported:  # of both: told, and run by the eager engine, below
+                pass
     return _triton(fold, leaves, sizes)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..program.build import ONE, apply, substitute
+from ..program.build import apply, substitute
 from ..program.contract import in_tiles
 from ..program.expr import Expr, node, result, topological
 from ..program.lower import Fold, Lowered, Pass, lower
@@ -90,22 +90,17 @@ def _late(reduction: Expr) -> bool:
 
 
 def _plain(p: Pass) -> Pass:
-    """A pass with everything that is one-sided fed to it, and its results not scaled: torch does that, once."""
+    """A pass with everything that is one-sided fed to it, and its scales in the weights: they are rounded once."""
     feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
-    fields = tuple(a for r in p.fold.reductions for a in r.args)
+    reductions = p.fold.pure
+    fields = tuple(a for r in reductions for a in r.args)
     sides = [e for e in topological(fields, stop=lambda e: not e.is_pair) if not e.is_pair and e.args]
     leaves = {
         e: node("leaf", (), (f"y{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(sides)
     }
     feeds = (*p.feeds, *substitute(tuple(sides), feed))
-    fold = Fold((*p.fold.leaves, *leaves.values()), substitute(p.fold.reductions, leaves))
-    results = list(p.results)
-    places = [k for k, (r, _) in enumerate(p.fold.outputs) for own, s in p.fold.scaled if own is r and s is not ONE]
-    for k in places:
-        (whole,) = substitute((p.fold.outputs[k][0],), feed)
-        results[k] = tuple(e for e in topological(results[k]) if e.op == "result" and e.args[0] is whole)
-    return Pass(fold, feeds, tuple(results))
+    return Pass(Fold((*p.fold.leaves, *leaves.values()), substitute(reductions, leaves)), feeds, p.results)
 
 
 def _stage(p: Pass) -> Stage:
@@ -149,13 +144,12 @@ def by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, lis
 @functools.lru_cache(maxsize=1024)
 def as_program(fold: Fold) -> Lowered:
     """A fold as a program whose outputs are its results."""
-    results, outputs = [], []
-    for r, scale in fold.scaled:
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])):
-            results.append(result(r, k, feature, dtype))
-            outputs.append(apply("mul", results[-1], scale) if scale is not ONE else results[-1])
-    plain = Pass(Fold(fold.leaves, fold.reductions), fold.leaves, tuple((e,) for e in results))
-    return Lowered((plain,), tuple(outputs))
+    results = tuple(
+        result(r, k, feature, dtype)
+        for r in fold.pure
+        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
+    )
+    return Lowered((Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results)),), results)
 
 
 @functools.lru_cache(maxsize=1024)

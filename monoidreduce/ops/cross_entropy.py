@@ -47,6 +47,7 @@ def _against_classes(
     bias: mr.Col | None = None,
     softcap: float | None = None,
     temperature: float | None = None,
+    share_of_row: float | None = None,
 ):
     whole = heads.logits(x, weight, bias, softcap, temperature)
     s = whole if near is None else whole - near
@@ -58,7 +59,8 @@ def _against_classes(
     if smoothing is not None:
         loss = (1 - smoothing) * loss + smoothing * _mean_surprise(s, z, class_weights)
     counting = lambda y, none=0.0: y if all_count else torch.where(target == ignore_index, none, y)
-    rows = {"loss": loss if all_count else heads.of_label(target, ignore_index, loss)}
+    loss = loss if all_count else heads.of_label(target, ignore_index, loss)
+    rows = {"loss": loss if share_of_row is None else loss * share_of_row}
     z = z if near is None else z + near
     if lse:
         rows["lse"] = z
@@ -191,16 +193,17 @@ def linear_cross_entropy(
         "accuracy": bool(return_accuracy),
         **head,
     }
-    rows, kept = checks.flat(x), None
+    rows, kept, alone = checks.flat(x), None, False
     if given:
         found = _of_probabilities(rows, weight, checks.flat(target), options)
     else:
         ignored = -100 if ignore_index is None else ignore_index
         labels = checks.labels(target, len(weight), ignored, first=int(shift))
         alone = reduction != "none" and token_weights is None and not return_lse and not return_accuracy
-        found, kept = _of_labels(rows, weight, labels, ignored, options, alone and not z_loss and checks.undivided())
+        alone = alone and not z_loss and checks.undivided()
+        found, kept = _of_labels(rows, weight, labels, ignored, options, reduction if alone else "none")
     weights = None if token_weights is None else _kept(token_weights.reshape(-1), kept)
-    loss = _reduced(found, weights, reduction) if found["loss"].dim() else _mean_of_sums(found, reduction)
+    loss = _of_sums(found, reduction) if alone else _reduced(found, weights, reduction)
     accuracy = _accuracy(found, reduction) if return_accuracy else None
     if reduction == "none":
         loss, accuracy = _whole(loss, x, kept), None if accuracy is None else _whole(accuracy, x, kept)
@@ -259,22 +262,32 @@ def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, 
 
 
 def _of_labels(
-    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any], summed: bool
+    rows: Tensor, weight: Tensor, labels: checks.Labels, ignore_index: int, options: dict[str, Any], reduction: str
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The numbers of each row, or their sums, and which rows they are of.
+    """The numbers of each row, or (unless ``reduction`` is "none") their sums, and which rows they are of.
 
-    Where looking is free, ignored rows are left out. Sums take their gradient in the forward."""
+    Where looking is free, ignored rows are left out. Sums take their gradient in the forward; of a mean each row takes
+    its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
     near = None
     if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
         near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
-    fold = _against_classes.total if summed else _against_classes
-    found = fold(rows, weight, index, ignore_index, all_count, near=near, **options)
-    if summed and all_count and "share" not in found:
-        found["counted"] = found["loss"].new_full((), len(rows))
-    return found, kept
+    if reduction == "none":
+        return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
+    share: Any = None
+    if reduction == "mean" and options["class_weights"] is None and len(rows):
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        share = 1 / len(rows) if all_count else (index != ignore_index).sum().to(wide).reciprocal()
+    sums = _against_classes.total(
+        rows, weight, index, ignore_index, all_count, near=near, share_of_row=share, **options
+    )
+    if share is not None:
+        return {"mean": sums["loss"]}, kept
+    if all_count and "share" not in sums:
+        sums["counted"] = sums["loss"].new_full((), len(rows))
+    return sums, kept
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
@@ -331,9 +344,11 @@ def _reduced(found: dict[str, Tensor], weights: Tensor | None, reduction: str) -
     return loss + checks.averaged(found["penalty"], counted, weights, reduction)
 
 
-def _mean_of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
-    """The loss from the sums over rows of it and of what its mean is divided by."""
-    return sums["loss"] if reduction == "sum" else sums["loss"] / sums["share" if "share" in sums else "counted"]
+def _of_sums(sums: dict[str, Tensor], reduction: str) -> Tensor:
+    """The loss from the sums over rows of it and of what its mean is divided by, unless that is done."""
+    if "mean" in sums or reduction == "sum":
+        return sums["mean" if "mean" in sums else "loss"]
+    return sums["loss"] / sums["share" if "share" in sums else "counted"]
 
 
 def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:

@@ -14,7 +14,7 @@ import contextvars
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import ArgumentError
 
@@ -115,9 +115,9 @@ def parts() -> int:
     return _parts.get()
 
 
-def limit(free: int, least: int = 0) -> int:
-    """Bytes that may be taken where ``free`` are free: what was asked for, else a share, but no less than ``least``."""
-    room = asked() or max(LEAST, least, free // _SHARE)
+def limit(free: Callable[[], int], least: int = 0) -> int:
+    """Bytes that may be taken where ``free()`` are free: what was asked for, else a share, no less than ``least``."""
+    room = asked() or max(LEAST, least, free() // _SHARE)
     return max(min(room, least), room // _parts.get())
 
 

@@ -47,6 +47,16 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 }
 
 
+# products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
+FEW_ROWS = 64
+DEEP: dict[tuple[str, bool], Tile] = {
+    ("", True): (128, 256, 8, 3),
+    ("", False): (64, 128, 4, 4),
+    ("draws", True): (128, 64, 8, 4),  # not measured: the largest that do not spill
+    ("draws", False): (64, 128, 8, 4),
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """GPUs that are alike in what a kernel may hold. ``spare``: the share of shared memory that the count may take."""

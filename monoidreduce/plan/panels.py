@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .tail import Tail
+
 ROUND = 128  # rows of a panel are a multiple of this where there are more
 NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
 # a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
 ADDS = 8
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
+MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 
 
@@ -28,6 +31,7 @@ class Panels:
     cols: int
     wide: bool = False
     outer: str = "cols"
+    tail: Tail | None = None  # in turns, with most of what is held in the column gradients' own memory
 
     def count(self, rows: int) -> int:
         """How many panels of rows there are."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, use_plan
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -78,8 +78,22 @@ def distill(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
     return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
 
 
+@mr.op
+def best(x: Row["d"], y: Col["d"]):
+    return mr.argmax(x @ y)
+
+
+@mr.op
+def drawn(x: Row["d"], y: Col["d"], seed: int):
+    return mr.sample(x @ y, seed)
+
+
+def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
+    return lambda t: (torch.zeros(rows, 2304, dtype=t), torch.zeros(4096, 2304, dtype=t))
+
+
 def _labelled(d: int, cols: int) -> Callable[[torch.dtype], tuple]:
-    return lambda t: (torch.zeros(64, d, dtype=t), torch.zeros(64, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
+    return lambda t: (torch.zeros(96, d, dtype=t), torch.zeros(96, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
 
 
 @dataclass(frozen=True)
@@ -126,10 +140,14 @@ CASES = [
     Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
     Case("attention 64, float32", attention, _qkv(64), torch.float32, lean=False),
     Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
-    # panels: the vendor multiplies, so no tensor cores are asked of the kernels
-    Case("wide cross-entropy", cross_entropy, _labelled(300, 4096)),
+    # products of many features: folds to numbers have them in their kernels; else panels, which the vendor multiplies
+    Case("wide argmax, 256 rows", best, _wide(256)),
+    Case("wide argmax, 64 rows", best, _wide(64), lean=False),
+    Case("wide sample, 256 rows", drawn, lambda t: (*_wide(256)(t), 7), lean=False),
+    Case("wide sample, 64 rows", drawn, lambda t: (*_wide(64)(t), 7), lean=False),
+    Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(300, 4096)),
-    Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 300, dtype=t) for _ in range(2))),
+    Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
         "wide distillation, summed",
         distill.total,
@@ -173,13 +191,15 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
+        mock.patch.object(boxes, "on", lambda device: capability >= 90),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
         values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
-        torch.autograd.backward(values, [torch.ones_like(v) for v in values])
+        if values:
+            torch.autograd.backward(values, [torch.ones_like(v) for v in values])
     return found
 
 

@@ -8,7 +8,7 @@ import monoidreduce as mr
 from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, weigh
+from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sweep
 from monoidreduce.engine.walks import walks
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
@@ -19,14 +19,14 @@ from tests.layers_compare import Result, assert_error_rule, cast, run
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
-PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1), "weights": KernelPlan(8, 16, 4, 1)}
+PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
     for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
         monkeypatch.setattr(panels, name, value)
-    monkeypatch.setattr(weigh, "PLANS", PLANS)
+    monkeypatch.setattr(sweep, "PLANS", PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -104,6 +104,85 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
         got = layer.op(q, k, v, 0.05)
     torch.testing.assert_close(got, torch.softmax(q @ k.T * 0.05, -1) @ v)
     assert used and not [w for w in recwarn if isinstance(w.message, mr.FallbackWarning)]
+
+
+@pytest.mark.parametrize("limit", [600, 2000])
+def test_what_is_not_written_yet_holds_the_rest(limit, used, seed):
+    """bfloat16 column gradients lend their memory: the panel, and the float32 totals of the row gradients."""
+    args = [torch.randn(s, dtype=torch.float64).bfloat16() for s in ((14, 30), (500, 30), (500,))]
+    target = torch.randint(500, (14,))
+
+    def sum_of_rows(x, w, bias, target):
+        return (loss(x, w, target, bias) * torch.arange(14)).sum()
+
+    def plain_sum(x, w, bias, target):
+        s = (x @ w.mT + bias).to(torch.promote_types(x.dtype, torch.float32))
+        return (F.cross_entropy(s, target, reduction="none") * torch.arange(14)).sum()
+
+    given = [a.detach().requires_grad_() for a in args]
+    with mr.use(engine="panel"):
+        value = sum_of_rows(*given, target)
+    with mr.use(engine="panel"), mr.budget(limit):
+        grads = torch.autograd.grad(value * 0.3, given)
+    assert used[-1].tail is not None
+    got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
+    truth = pulled(plain_sum, cast(args, torch.float64), target)
+    assert_error_rule([(got, pulled(plain_sum, args, target), truth)], factor=3.0)
+
+
+@mr.op
+def log_total(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col):
+    s = x @ w + bias
+    return mr.logsumexp(s), mr.softmax_mean(s, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_maxima_far_from_the_first_tile(dtype):
+    """A softmax is measured from a row's first tile (16 columns here), and again where that was no good guess."""
+    inf, nan = float("inf"), float("nan")
+    steps = torch.arange(40) // 10
+    cases = [steps * 500.0, steps * -500.0, torch.where(steps == 0, -inf, -300.0), torch.where(steps == 3, 2e4, -inf)]
+    cases += [torch.full((40,), -inf), torch.where(steps == 2, nan, 1.0), torch.where(steps == 2, inf, 1.0)]
+    for bias in cases:
+        x, w, bias = torch.zeros(3, 4, dtype=dtype), torch.zeros(40, 4, dtype=dtype), bias.to(dtype)
+        with mr.use(engine="panel"), mr.budget("1MB"):
+            total, mean = log_total(x, w, bias)
+        s = bias.float().expand(3, 40)
+        torch.testing.assert_close(
+            total.float(), s.logsumexp(1), equal_nan=True, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0
+        )
+        if s.isfinite().all():
+            expected = (s.softmax(1) * s).sum(1)
+            torch.testing.assert_close(mean.float(), expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
+
+
+@mr.op
+def two_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    return mr.logsumexp(x @ w) - mr.sum(torch.where(mr.col_index == target, x @ w, 0.0))
+
+
+@mr.op
+def three_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    log_p = x @ w - mr.logsumexp(x @ w)
+    return -mr.sum(torch.exp(log_p) * log_p)
+
+
+@pytest.mark.parametrize(("op", "kernels"), [(two_passes, 1), (three_passes, 2)], ids=["two passes", "three passes"])
+def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
+    """Folds, the arithmetic between them and the weights of a gradient are one kernel; a sum of vectors ends it."""
+    launched = []
+    original = launch.execute
+    monkeypatch.setattr(launch, "execute", lambda call: launched.append(call.kernel.name) or original(call))
+    args = [torch.randn(s).requires_grad_() for s in ((14, 5), (37, 5))]
+    with mr.use(engine="triton"), mr.budget(4 * 37 * 4 + 37 * 5 * 4):
+        value = op.total(*args, torch.arange(14))
+    assert used[0].rows < 14
+    assert launched == ["sweep_rows"] * (kernels * -(-14 // used[0].rows))
+    got = torch.autograd.grad(value, args)
+    with mr.use(engine="eager"):
+        truth = torch.autograd.grad(op(*args, torch.arange(14)).sum(), args)
+    for a, b in zip(got, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_what_panels_have_no_kernel_for_runs_in_torch_and_says_so(seed):

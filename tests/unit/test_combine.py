@@ -10,6 +10,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine import combine, eager, parts, registry
 from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.program.expr import node, reduce_node
 from monoidreduce.program.lower import Fold
 from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import assert_equal, assert_error_rule, cast, named, run, use_small_tiles
@@ -139,3 +140,18 @@ def test_a_monoid_of_ones_own_combines(seed):
     whole = results_of(fold, [q, k, v], 5, 23, {"f": 5, "d": 3})
     for got, expected in zip(combine.combine(fold, stacked, lengths, starts), whole, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_parts_in_order_give_the_first_of_equals():
+    """What a split kernel combines by fewer calls is what any order gives."""
+    value = torch.tensor([[1.0, -math.inf, 2.0, math.nan], [3.0, -math.inf, 2.0, 5.0], [3.0, -math.inf, 1.0, math.nan]])
+    place = torch.tensor([[4, -1, 0, 2], [11, -1, 13, 12], [25, -1, 21, 20]])
+    x = node("leaf", (), ("x",), rows=True, cols=True, feature=None, dtype="float")
+    for largest in (True, False):
+        fold = Fold((x,), (reduce_node("best", "cols", (largest,), (x,)),))
+        sign = 1 if largest else -1
+        slow = combine.combine(fold, [sign * value, place], [10, 10, 10])
+        fast = combine.combine(fold, [sign * value, place], [10, 10, 10], ordered=True)
+        for a, b in zip(slow, fast, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+        assert fast[1].tolist() == [11, -1, 0, 2]

@@ -4,13 +4,14 @@ Panels are made small, so that small problems walk many ragged ones.
 """
 
 import math
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine import known, panel, walks
+from monoidreduce.engine import hardware, known, panel, walks
 from monoidreduce.plan import budget, panels, tiles
 from monoidreduce.program.total import total
 from tests.layers import BY_NAME, ZOO
@@ -212,3 +213,19 @@ def test_parts_fit_their_room(length, room, monkeypatch):
     for each in (0, 64, 1200):
         parts = panels.cut(length, 777, 4, room, each)
         assert parts is None or parts[0] * parts[1] * 4 + (parts[0] * each if parts[1] < 777 else 0) <= room
+
+
+def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
+    """As torch's own thread for a GPU: no block of the caller's is open there."""
+    x, w, target = head(50, 64, 300, False, torch.float32)
+    x.requires_grad_()
+    seen = []
+    original = budget.limit
+    monkeypatch.setattr(budget, "limit", lambda *a: seen.append((budget.asked(), hardware.asked.get())) or original(*a))
+    with mr.use(engine="panel", precision="tf32"), mr.budget("2MB"):
+        loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()
+    seen.clear()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert x.grad is not None and seen and set(seen) == {(2_000_000, ("tf32", False, None))}

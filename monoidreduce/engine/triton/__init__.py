@@ -27,7 +27,7 @@ from ...program.reductions import KINDS
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from . import launch, rows, source
+from . import deep, launch, rows, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -38,6 +38,7 @@ __all__ = [
     "Unsupported",
     "available",
     "run",
+    "run_deep",
     "runs_on",
     "sources",
     "tell",
@@ -50,6 +51,7 @@ _READY: dict[tuple, Ready] = {}
 
 
 hardware.ROW_DOT[:] = [rows.dot]
+hardware.SCALE[:] = [rows.scale]
 
 
 @functools.cache
@@ -75,13 +77,22 @@ def run(
         return fallback(fold, leaves, sizes)
 
 
+def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    """Run a fold to numbers of wide 16-bit vectors; raises Unsupported for all others."""
+    vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
+    if not deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow):
+        raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
+    return _run(fold, leaves, sizes)
+
+
 def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The tiles that the kernels of a fold would take, by direction; nothing where it has no kernels."""
+    """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
     try:
         ready = Ready(fold, leaves, sizes)
     except Unsupported:
         return {}
-    found = {one.over: one.plan for one in ready.launches}
+    found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
     return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
 
 

@@ -31,9 +31,9 @@ def on(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    if not torch.cuda.is_available():  # a plan for a GPU that is elsewhere
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def of(spec: Spec, leaves: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
@@ -46,16 +46,17 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int) -> tuple[int, ...] | No
         return None
     width, found = v.shape[-1], tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
     strides = [v.stride(k) for k in (*found, batch)]
-    fits = width == padded(width) <= WIDEST and v.stride(-1) == 1 and len(found) + 2 <= _DIMENSIONS
+    whole = width == padded(width) <= WIDEST or (spec.deep and width > WIDEST)
+    fits = whole and v.stride(-1) == 1 and len(found) + 2 <= _DIMENSIONS
     aligned = all(s > 0 and s * 2 % 16 == 0 for s in strides) and v.data_ptr() % 16 == 0
     return found if fits and aligned and v.numel() and not spec.room_of[e] else None
 
 
-def template(v: Tensor, dims: tuple[int, ...], folded: int) -> Any:
-    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of ``folded`` vectors."""
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
+    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features."""
     kept = (*dims, v.ndim - 2, v.ndim - 1)
     made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(
-        v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), folded, v.shape[-1]]
+        v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block]
     )
     made.base = None  # a frozen launch holds nobody's tensor
     return made

@@ -17,7 +17,7 @@ from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from . import skip
+from . import deep, skip
 from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
@@ -50,6 +50,7 @@ def describe(
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
         rooms.append(room)
+    wide = deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
     spec = Spec(
         fold,
         over,
@@ -61,8 +62,9 @@ def describe(
         len(batch),
         bool(skip.preferred(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
-        narrow in _GUESSED,
+        narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
+        deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
     )
     return spec, tuple(casts)

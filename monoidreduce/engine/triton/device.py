@@ -17,6 +17,11 @@ def decay(x):
     return tl.where(x == float("-inf"), 0.0, tl.exp(-x))
 
 
+def finite(x):
+    # what exponents are measured from: infinity less infinity would be NaN
+    return tl.where(tl.abs(x) == float("inf"), 0.0, x)
+
+
 def unseen(x):
     # the logarithm of a total by which weights are divided: infinite where there was nothing, so that they are 0
     return tl.where(x == float("-inf"), float("inf"), x)

@@ -56,6 +56,8 @@ class Kernel:
     few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
+    deep: bool = False  # whether a product's features are walked
+    draws: bool = False  # whether pairs draw random numbers
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
@@ -115,6 +117,8 @@ def kernel(spec: Spec) -> Kernel:
         v.few_width,
         "tl.exp2(" in text,
         spec.bounds,
+        spec.deep,
+        any(e.op == "uniform" for e in under),
     )
 
 

@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Sizes, form
-from . import boxes, describe, emit, recent, skip, source, topk
+from . import boxes, deep, describe, emit, recent, skip, source, topk
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
@@ -82,11 +82,13 @@ class Launch:
         count = torch.Size(self.batch).numel()
         plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
         ready = describe.converted(values, self.casts, self.batch, sizes)
-        found = boxes.of(self.spec, plainly.folded, ready, len(self.batch)) if boxes.on(sizes.device) else ()
+        boxed = (*plainly.folded, *deep.vectors(self.spec))
+        found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
         many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
-        self.plan = plan or choose(plainly, self.over, item, describe.family(sizes.device), many)
+        family = describe.family(sizes.device)
+        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device))
+        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -125,11 +127,16 @@ class Launch:
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         self.boxes = [
-            (place(e), boxes.template(values[e], dims, self.plan.block_folded))
+            (place(e), boxes.template(values[e], dims, self._block(e)))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
+
+    def _block(self, e: Expr) -> tuple[int, int]:
+        """How many vectors, and of how many features, a tensor descriptor copies at a time."""
+        width = self.sizes.of(str(e.feature))
+        return self.blocks[self.spec.folds(e)], deep.DEPTH if width > WIDEST else width
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
@@ -181,7 +188,7 @@ class Launch:
             block = self.plan.block_folded
             step = -(-self.lengths[1] // (block * self.parts)) * block
             ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)])
+            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True)
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs

@@ -60,5 +60,9 @@ class Matched(Values):
     def _leaf(self, e: Expr) -> str:
         if not self.spec.folds(e) or self.spec.is_number(e):
             return self.host.number(e)
-        text = f"tl.load({self.host.base(e)} + {self.place} * {e.attrs[0]}_s, mask={self.inside_text}, other=0)"
+        at = f"{self.host.base(e)} + {self.place} * {e.attrs[0]}_s"
+        if e.is_pair:
+            kept, folded = self.host.pair_strides(e)
+            at = f"{self.host.base(e)} + kept_at.to(tl.int64)[:, None] * {kept} + {self.place} * {folded}"
+        text = f"tl.load({at}, mask={self.inside_text}, other=0)"
         return self._loaded(text, e, self.spec.type_of[e])

@@ -1,105 +1,31 @@
 """What is done to a panel of pairs on a GPU: generated kernels for the arithmetic, the vendor's products for the rest.
 
-A stage becomes at most three kernels and its products: one folds numbers over columns (a program instance owns a row of
-the panel and walks its columns), one folds numbers over rows, and one writes the weights of every sum of vectors over
-the products they were made from, which are then contracted. Numbers come from the generator of the other kernels, a
-product being a leaf given per pair.
+A group of stages becomes its products, one kernel that takes every row through all of them (``sweep.py``), and one
+product for every sum of vectors, whose weights that kernel wrote over the panel. Numbers that are folded over rows have
+a kernel of their own. Numbers come from the generator of the other kernels, a product being a leaf given per pair.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...plan import panels
-from ...program.build import apply, substitute
-from ...program.contract import Contraction, contractions
-from ...program.expr import Expr, index, node, reduce_node, size, topological
+from ...plan import panels, tail
+from ...program.contract import Contraction
+from ...program.expr import Expr
 from ...program.lower import Fold
+from ...program.reductions import KINDS
 from .. import combine, hardware
-from ..evaluate import Sizes, form
-from ..panel import ALIGN
-from ..walks import Walk
-from . import emit, weigh
-from .spec import Unsupported
-
-
-def _whole_number(name: str) -> Expr:
-    return node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int")
-
-
-# where a panel begins, and how many rows and columns there are in all
-_FIRST = {axis: _whole_number(f"first_{axis}") for axis in ("row", "col")}
-_COUNT = {axis: _whole_number(f"count_{axis}") for axis in ("rows", "cols")}
-_PLACES = (*_FIRST.values(), *_COUNT.values())
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A stage cut by who does it. Places are those of the stage's reductions."""
-
-    numbers: Mapping[str, Fold]  # per direction, what one kernel folds
-    places: Mapping[str, tuple[int, ...]]
-    sums: tuple[tuple[int, str, tuple[Contraction, ...]], ...]  # place, direction, products to add
-    tops: tuple[tuple[int, Expr], ...]  # place, the number per pair whose best are found by sorting
-    weights: tuple[Expr, ...]  # numbers per pair that must lie in memory
-
-
-@functools.lru_cache(maxsize=1024)
-def parts(fold: Fold) -> Parts:
-    """Cut a stage; raises Unsupported where one of its reductions has neither a kernel nor a product."""
-    reductions = tuple(map(_placed, fold.reductions))
-    leaves = (*fold.leaves, *_PLACES)
-    numbers: dict[str, list[Expr]] = {"cols": [], "rows": []}
-    places: dict[str, list[int]] = {"cols": [], "rows": []}
-    sums, tops = [], []
-    for place, r in enumerate(reductions):
-        kind, over, _ = r.attrs
-        if kind == "topk" and over == "cols":
-            tops.append((place, r.args[0]))
-        elif kind == "sum" and r.args[0].feature is not None:
-            sums.append((place, over, _products(r)))
-        elif any(a.feature is not None for a in r.args):
-            raise Unsupported(f"{kind} of vectors")
-        else:
-            numbers[over].append(r)
-            places[over].append(place)
-    weights = [c.weight for _, _, cs in sums for c in cs] + [e for _, e in tops]
-    used = [n for over in numbers.values() for r in over for n in r.args] + weights
-    if any(e.op in ("dot", "sqdist", "fsum", "component") and e.is_pair for e in topological(used)):
-        raise Unsupported("vectors per pair")
-    folds = {over: Fold(leaves, tuple(rs)) for over, rs in numbers.items() if rs}
-    return Parts(
-        folds,
-        {o: tuple(p) for o, p in places.items()},
-        tuple(sums),
-        tuple(tops),
-        tuple(dict.fromkeys(weights)),
-    )
-
-
-def _placed(r: Expr) -> Expr:
-    """A reduction for a panel that does not begin at the first row and column: indices are counted from its own."""
-    here: dict[Expr, Expr] = {index(axis): apply("add", index(axis), first) for axis, first in _FIRST.items()}
-    here |= {size(axis): count for axis, count in _COUNT.items()}
-    (placed,) = substitute((r,), here)
-    kind, over, params = placed.attrs
-    if kind != "pick":
-        return placed
-    target = apply("sub", placed.args[0], _FIRST[params[0]])  # compared with the panel's own index
-    return reduce_node(kind, over, params, (target, *placed.args[1:]))
-
-
-def _products(r: Expr) -> tuple[Contraction, ...]:
-    found = contractions(r.args[0], r.attrs[1])
-    if any(c.walk or c.minus is not None or c.vector is None or c.vector.op != "leaf" for c in found):
-        raise Unsupported("a sum of vectors that is no product")
-    return found
+from ..evaluate import Sizes
+from ..panel import ALIGN, Part, cut_evenly
+from ..walks import Walk, fed
+from . import sweep
+from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
 class KernelStep:
@@ -109,7 +35,8 @@ class KernelStep:
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
-        self.parts = [parts(s.fold) for s in walk.stages]
+        self.parts = [parts(s) for s in walk.stages]
+        self.groups, self.written = groups(walk), _written(walk)
         sixteen = kinds & set(hardware.SIXTEEN)
         self.narrow = sixteen.pop() if len(sixteen) == 1 else None
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
@@ -124,7 +51,7 @@ class KernelStep:
         """
         stage, cut = self.walk.stages[at], self.parts[at]
         product = dict(stage.products)
-        kinds = [self._weight_type(w, cut) for w in cut.weights]
+        kinds = [self.kind if w in product else self._weight_type(w, cut) for w in cut.weights]
         plain = [w in product and kind == self.kind for w, kind in zip(cut.weights, kinds, strict=True)]
         kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
         free = [f for f in self.walk.dying(at) if f not in kept]
@@ -160,11 +87,22 @@ class KernelStep:
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
             return whole
+        found_tail = self._tail(room)
+        if found_tail:
+            return panels.Panels(rows, found_tail.own, tail=found_tail)
         if not self._each("rows"):
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
         return panels.Panels(*found[::-1]) if found else whole
+
+    def _tail(self, room: int) -> tail.Tail | None:
+        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
+        if not self.stored or not self._each("rows"):
+            return None
+        line = max(self._widths("rows")) * self.stored.itemsize
+        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
+        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
@@ -185,8 +123,11 @@ class KernelStep:
 
     def _each(self, over: str) -> int:
         """Bytes of the totals of one row or column."""
+        return sum(self._widths(over)) * self.sizes.compute.itemsize
+
+    def _widths(self, over: str) -> list[int]:
         vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return sum(self.sizes.of(str(v.feature)) * self.sizes.compute.itemsize for v in vectors if v is not None)
+        return [self.sizes.of(str(v.feature)) for v in vectors if v is not None]
 
     def _is_sum(self) -> bool:
         """Whether parts of a row can be added up: one stage, of sums and of picks."""
@@ -195,106 +136,176 @@ class KernelStep:
 
     def begin(self, panel: panels.Panels) -> None:
         self.panel = panel
-        self.panels = {f: self._buffer(self.kind) for f in self.walk.products}
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
-        self.extra = {key: self._buffer(key[1]) for key in sorted(numbered, key=str)}
+        self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
+        self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
+        self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
-        self.prepared: dict[tuple, weigh.Prepared] = {}
+        self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
         return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
 
-    # One stage of one panel
+    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
+        if self.panel.tail is None:
+            return cut_evenly(self.sizes, self.panel)
+        return self._take_turns(self.panel.tail)
 
-    def __call__(self, at: int, leaves: dict[Expr, Any], rows: slice, cols: slice) -> list[list[Tensor] | None]:
-        stage, cut = self.walk.stages[at], self.parts[at]
-        here = replace(self.sizes, rows=rows.stop - rows.start, cols=cols.stop - cols.start)
-        given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in leaves.items()}
-        for leaf, f in stage.products:
-            given[leaf] = self._product(f, leaves[leaf], (rows, cols)).unsqueeze(0)
-        counts = (rows.start, cols.start, self.sizes.rows, self.sizes.cols)
-        given |= dict(zip(_PLACES, counts, strict=True))
-        results: dict[int, list[Tensor]] = {}
-        whole = {"cols": here.cols == self.sizes.cols, "rows": False}  # whether a direction is complete here
-        for over, fold in cut.numbers.items():
-            found = combine.split(fold, self._fold((at, over), fold, over, given, here))
-            for place, (r, own) in zip(cut.places[over], found, strict=True):
-                if whole[over]:
-                    results[place] = own
-                else:
-                    self._combine(self.states[at], place, r, own, (rows, cols))
-        weights = self._weights(at, given, here)
+    def _take_turns(self, plan: tail.Tail) -> Iterator[tuple[slice, slice]]:
+        """Panels of all rows, in the memory of the largest column gradient until that is written."""
+        cut, rows = self.parts[0], self.sizes.rows
+        sums = {over: [(0, place) for place, o, _ in cut.sums if o == over] for over in ("rows", "cols")}
+        widths = {over: dict(zip(sums[over], self._widths(over), strict=True)) for over in sums}
+        for key, width in widths["rows"].items():
+            self.totals[key] = torch.empty(self.sizes.cols, width, dtype=self.kind, device=self.sizes.device)
+        host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
+        at = plan.totals
+        for key, width in widths["cols"].items():
+            size = rows * width * self.sizes.compute.itemsize
+            self.totals[key] = host[at : at + size].view(self.sizes.compute).view(rows, width).zero_()
+            at += size
+        for turn in plan.turns:
+            if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
+                self.totals |= {key: self.totals[key].to(self.kind) for key in widths["cols"]}
+                widths["cols"] = {}
+            self.over = turn.over
+            self.buffers = self.own if turn.at is None else self._inside(host, turn)
+            yield slice(0, rows), slice(turn.first, turn.last)
+
+    def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
+        """The panel's buffers in the memory of something else."""
+        found, at = {}, turn.at or 0
+        width = -(-(turn.last - turn.first) // ALIGN) * ALIGN
+        for key, kind in self.kinds.items():
+            size = self.sizes.rows * width * kind.itemsize
+            found[key] = host[at : at + size].view(kind).view(self.sizes.rows, width)
+            at += size
+        return found
+
+    # A group of stages of one panel
+
+    def __call__(self, group: range, part: Part) -> None:
+        at = group[-1]
+        cut = self.parts[at]
+        here = self._here(part)
+        self._fold_rows(at, part, here)
+        weights = self._sweep(group, part, here)
         for place, over, products in cut.sums:
-            value = self._contract((at, place), over, products, weights, leaves, (rows, cols))
+            value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
-                results[place] = [value]
+                part.keep(at, place, [value])
         for place, e in cut.tops:
-            results[place] = _top(weights[e], stage.fold.reductions[place], here)
-        return [results.get(place) for place in range(len(stage.fold.reductions))]
+            part.keep(at, place, _top(weights[e], self.walk.stages[at].fold.reductions[place], here))
 
-    def _product(self, f: Expr, sides: tuple[Tensor, Tensor], where: tuple[slice, slice]) -> Tensor:
-        x, y = sides if f.args[0].rows else sides[::-1]
-        panel = self.panels[f][: x.shape[0], : y.shape[0]]
+    def _here(self, part: Part) -> Sizes:
+        return replace(self.sizes, rows=part.rows.stop - part.rows.start, cols=part.cols.stop - part.cols.start)
+
+    def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
+        """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
+        moved = self.panel.cols < self.sizes.cols
+        whole = joint(self.walk, group, moved)
+        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
+        wholes = [self._rows(n) for names in whole.names for n in names]
+        numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
+        outputs: list[Any] = list(numbers)
+        found, written = {}, []
+        last = group[-1]
+        for w, inside, (kind, home) in zip(self.parts[last].weights, whole.weights, self.homes[last], strict=True):
+            if home is None:
+                found[w] = values[inside][0]
+                continue
+            buffer = self.buffers[(home, kind) if isinstance(home, int) else home].view(kind)
+            found[w] = buffer[: here.rows, : here.cols]
+            written.append(inside)
+            outputs += [found[w], found[w].stride(0)]
+        if outputs:
+            work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
+            self._launch((group, moved), work, "cols", values, part, here, outputs)
+        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
+        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
+        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
+        for (stage, place), (r, results), (_, complete) in own:
+            if "cols" not in self.over:
+                continue
+            if moved:
+                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
+            else:
+                part.keep(stage, place, results, complete)
+        return found
+
+    def _rows(self, name: Expr) -> Tensor:
+        """Where a kernel writes a number of every row: allocated once, not once a panel."""
+        if name not in self.numbers:
+            self.numbers[name] = _output(name.dtype, self.sizes.rows, self.sizes)
+        return self.numbers[name]
+
+    def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
+        """Numbers folded over the rows of a panel, added to those of the panels before."""
+        cut, stage = self.parts[at], self.walk.stages[at]
+        if not cut.numbers["rows"] or "rows" not in self.over:
+            return
+        fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
+        values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
+        kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
+        outputs = [_output(kind, here.cols, here) for kind in kinds]
+        self._launch(at, sweep.Plain(fold), "rows", values, part, here, outputs)
+        found = combine.split(fold, outputs)
+        for place, (r, own) in zip(cut.places["rows"], found, strict=True):
+            self._combine(self.states[at], place, r, own, part)
+
+    def _value(self, f: Expr, part: Part) -> Any:
+        """What is fed to a kernel: numbers, and tensors ``[1, length(, length)]``; a product is computed once."""
+        if f.feature is not None:
+            return None
+        value = self._product(f, part) if f.op == "dot" else part.feed(f)
+        if isinstance(value, Tensor):
+            return value.unsqueeze(0)
+        if self.sizes.compute is torch.float64 and f.dtype == "float":  # a kernel's own numbers are float32
+            return torch.full((1,), value, dtype=torch.float64, device=self.sizes.device)
+        return value
+
+    def _product(self, f: Expr, part: Part) -> Tensor:
+        where = (part.rows, part.cols, self.over)
+        panel = self.buffers[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
         if self.made[0] != where:
             self.made = (where, set())
         if f not in self.made[1]:
-            x, y = (t if t.dtype == self.narrow or self.narrow is None else t.to(self.narrow) for t in (x, y))
+            sides = [part.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1])]
+            x, y = (t if self.narrow is None else t.to(self.narrow) for t in sides)
             hardware.panel_into(panel, x, y)
             self.made[1].add(f)
         return panel
 
-    def _fold(self, key: tuple, fold: Fold, over: str, values: dict[Expr, Any], here: Sizes) -> list[Tensor]:
-        forms = [form(r, k, here, (1,)) for r, k in fold.outputs]
-        outputs = [torch.empty(shape, dtype=dtype, device=here.device) for shape, dtype in forms]
-        self._launch(key, emit.kernel, fold, over, values, here, outputs, over)
-        return [o[0] for o in outputs]
-
-    def _weights(self, at: int, values: dict[Expr, Any], here: Sizes) -> dict[Expr, Tensor]:
-        """Every weight of a stage as a matrix, in the type in which it is multiplied."""
-        found: dict[Expr, Tensor] = {}
-        written, outputs = [], []
-        for w, (kind, home) in zip(self.parts[at].weights, self.homes[at], strict=True):
-            if home is None:
-                found[w] = values[w][0]
-                continue
-            buffer = self.extra[home, kind] if isinstance(home, int) else self.panels[home].view(kind)
-            found[w] = buffer[: here.rows, : here.cols]
-            written.append(reduce_node("sum", "cols", (), (w,)))
-            outputs += [found[w], found[w].stride(0)]
-        if written:
-            fold = Fold((*self.walk.stages[at].fold.leaves, *_PLACES), tuple(written))
-            self._launch((at, "weights"), weigh.weights_kernel, fold, "cols", values, here, outputs, "weights")
-        return found
-
     def _launch(
-        self, key: tuple, write: Any, fold: Fold, over: str, values: Any, here: Sizes, outputs: list, plan: str
+        self, key: Any, work: sweep.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
     ) -> None:
-        used = {e: self._number(e, values[e]) for e in fold.leaves}
-        key = (*key, here.rows, here.cols)
-        if key not in self.prepared:
-            self.prepared[key] = weigh.prepare(write, fold, over, used, here, plan)
-        weigh.start(self.prepared[key], outputs, used, here.device)
-
-    def _number(self, e: Expr, v: Any) -> Any:
-        """A kernel's own numbers are float32: a float64 program gets its numbers as tensors."""
-        if isinstance(v, Tensor) or self.sizes.compute is not torch.float64 or e.dtype != "float":
-            return v
-        return torch.full((1,), v, dtype=torch.float64, device=self.sizes.device)
+        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
+        values = {**values, **dict(zip(PLACES, begins, strict=True))}
+        kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
+        sizes = (here.rows, here.cols, here.compute, here.device, tuple(here.letters.values()))
+        whole = (key, over, len(outputs), kinds, sizes, sweep.PLANS[over])
+        if whole not in self.written:
+            self.written[whole] = sweep.prepare(work, over, values, here)
+        self.written[whole](outputs, values, here.device)
 
     # What panels add up to
 
     def _contract(
-        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, leaves: Any, where: Any
+        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
-        rows, cols = where
+        rows, cols = part.rows, part.cols
+        stage = self.walk.stages[key[0]]
+        vectors: dict[Expr | None, Tensor] = {
+            e: part.feed(f) for e, f in fed(stage) if any(c.vector is e for c in products)
+        }
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
-        width = leaves[products[0].vector].shape[-1]
+        width = vectors[products[0].vector].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
             out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
@@ -302,8 +313,9 @@ class KernelStep:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
-            vector = leaves[c.vector].to(weight.dtype)
-            hardware.contract_into(out, weight, vector, add=k > 0 or (not alone and folded.start > 0))
+            vector = vectors[c.vector].to(weight.dtype)
+            begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
+            hardware.contract_into(out, weight, vector, add=k > 0 or begun)
         if alone:
             return out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
@@ -329,9 +341,9 @@ class KernelStep:
             return self.adding[key][: kept.stop - kept.start]
         return self.totals[key][kept]
 
-    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], where: Any) -> None:
+    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
         """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
-        rows, cols = where
+        rows, cols = part.rows, part.cols
         if r.attrs[1] == "cols":
             if place not in states:
                 length = (self.sizes.rows, *own[0].shape[1:])
@@ -349,12 +361,22 @@ class KernelStep:
     def finish(self, at: int) -> list[list[Tensor] | None]:
         cut = self.parts[at]
         results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
-        for over, fold in cut.numbers.items():
-            for place, r in zip(cut.places[over], fold.reductions, strict=True):
+        for over, reductions in cut.numbers.items():
+            for place, r in zip(cut.places[over], reductions, strict=True):
                 state = self.states[at].get(place)
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
+
+
+@functools.lru_cache(maxsize=256)
+def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
+    """The kernels of a walk that were written so far."""
+    return {}
+
+
+def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
+    return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
 
 
 def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, FAMILIES, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -46,22 +46,51 @@ def overrides() -> tuple:
     return tuple((_override.get() or {}).items())
 
 
-def choose(kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False) -> KernelPlan:
-    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices."""
+def choose(
+    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False, length: int = 0
+) -> KernelPlan:
+    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
+
+    ``length``: of the kept axis, where a plan may depend on it."""
     asked = (_override.get() or {}).get(over)
-    return asked or _fitting(kernel, item, family or FAMILY, boxes)
+    if asked or kernel.deep:
+        return asked or _deep(kernel, length, family or FAMILY)
+    return _fitting(kernel, item, family or FAMILY, boxes)
 
 
-def parts(plan: KernelPlan, instances: int, tiles: int, processors: int) -> int:
+def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
+    """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
+    plan = KernelPlan(*DEEP["draws" if kernel.draws else "", length > FEW_ROWS], boxes=True)
+    while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
+        family.shared * family.spare
+    ):
+        plan = replace(plan, num_stages=plan.num_stages - 1)
+    return plan
+
+
+def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, deep: bool = False) -> int:
     """Into how many parts the folded axis is cut: where kept tiles are too few to fill the device, and the walk long.
 
     A part has at least eight tiles, so that combining the parts costs little beside them.
     """
     if plan.parts:
         return max(1, min(plan.parts, tiles))
+    if deep:
+        return _even(instances, tiles, processors)
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
+
+
+def _even(instances: int, tiles: int, processors: int) -> int:
+    """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round."""
+    found, best = 1, 0.0
+    for count in range(1, max(1, min(2 * processors // max(1, instances), tiles // 2)) + 1):
+        longest = -(-tiles // count) * -(-instances * count // processors)  # tiles that a processor does, at most
+        busy = instances * tiles / (longest * processors)
+        if busy > best * 1.01:
+            found, best = count, busy
+    return found
 
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:

@@ -34,6 +34,7 @@ class Spec:
     guess: bool  # whether whole tiles do with a guess of a softmax's maximum
     exact: bool = True  # whether float32 products are to be as exact as float32 allows
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
+    deep: bool = False  # whether products may have more features than a block: they are then walked
     join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
 

@@ -16,6 +16,7 @@ import torch
 from ...program.build import ONE
 from ...program.expr import Expr, const, topological, widest
 from ...program.primitives import PRIMITIVES
+from . import deep
 from .exponents import Exponents, literal
 from .spec import TINY, WIDEST, Spec, Unsupported, padded
 
@@ -347,12 +348,14 @@ class Values(Exponents):
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
         return self.bind((e, "block"), text, folded, f"{name}_block")
 
-    def boxed(self, e: Expr, start: str) -> str:
-        """The vectors of a leaf from an index of the folded axis on, by its tensor descriptor."""
+    def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
+        """The vectors of a leaf from an index of its axis, and from a feature on, by its tensor descriptor."""
         dims = self.spec.box_of[e]
         at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
-        text = f"{e.attrs[0]}_box.load([{at}{start}, 0])"
-        return f"tl.reshape({text}, [FOLDED, {padded(self.spec.width(e.feature))}])" if dims else text
+        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
+        width = self.spec.width(e.feature)
+        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
+        return f"tl.reshape({text}, {shape})" if dims else text
 
     def products(self, e: Expr) -> None:
         """Bind the matrix products of an expression, before what is made of them."""
@@ -371,6 +374,8 @@ class Values(Exponents):
     def product(self, x: Expr, y: Expr) -> str:
         """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
+        if self.spec.deep and self.spec.width(x.feature) > WIDEST:
+            return deep.product(self, kept, folded)
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
 
 

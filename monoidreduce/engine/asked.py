@@ -1,0 +1,35 @@
+"""What was asked of a forward holds in its backward.
+
+``mr.budget``, ``mr.use(precision=, strict=, tune=)`` and the plans that are followed are context variables, and torch
+runs a backward on a GPU in a thread of its own, where no block of the caller's is open. So what the forward was asked
+is kept with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ..plan import budget, choice
+from . import hardware
+
+Asked = tuple[int | None, tuple, Any]
+
+
+def now() -> Asked:
+    """What is asked here."""
+    return budget.asked(), hardware.asked.get(), choice.followed.get()
+
+
+@contextlib.contextmanager
+def again(then: Asked) -> Iterator[None]:
+    """Ask the same once more."""
+    limit, settings, followed = then
+    before, token = hardware.asked.set(settings), choice.followed.set(followed)
+    try:
+        with budget.kept(limit):
+            yield
+    finally:
+        hardware.asked.reset(before)
+        choice.followed.reset(token)

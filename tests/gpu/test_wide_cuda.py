@@ -1,0 +1,68 @@
+"""Wide features on a GPU: budgets are kept, gradients are plain torch's, nothing of the pairs is there in a forward."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce.plan import budget
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def head(M, D, V, peaked):
+    torch.manual_seed(0)
+    w, target = torch.randn(V, D, device="cuda").bfloat16(), torch.randint(V, (M,), device="cuda")
+    x = torch.randn(M, D, device="cuda") / math.sqrt(D)
+    if peaked:
+        x = x + w[target].float() * ((math.log(V) + 0.9 + 3 * torch.randn(M, 1, device="cuda")) / D)
+    return x.bfloat16(), w, target
+
+
+def pulled(loss, *args):
+    given = [a.detach().requires_grad_() for a in args]
+    value = loss(*given)
+    return [value.detach(), *torch.autograd.grad(value, given)]
+
+
+def extra(call):
+    """Bytes at the peak of a call beyond what it returns."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(t.untyped_storage().nbytes() for t in kept)
+
+
+@pytest.mark.parametrize("limit", ["2MB", "8MB", "64MB", "300MB"])
+@pytest.mark.parametrize("peaked", [False, True], ids=["random", "peaked"])
+@pytest.mark.parametrize(("M", "D", "V"), [(1024, 768, 50257), (1000, 1100, 32003)])
+def test_budgets_are_kept_and_gradients_are_right(M, D, V, peaked, limit):
+    x, w, target = head(M, D, V, peaked)
+
+    def loss(x, w):
+        with mr.budget(limit):
+            return mr.ops.cross_entropy(x, w, target)
+
+    numbers = 64 * (M + V)  # a few per row and column
+    assert extra(lambda: pulled(loss, x, w)) <= budget.parse(limit) + numbers
+    truth = pulled(lambda x, w: F.cross_entropy(x @ w.T, target), x.double(), w.double())
+    plain = pulled(lambda x, w: F.cross_entropy((x @ w.T).float(), target), x, w)
+    for got, torchs, exact in zip(pulled(loss, x, w), plain, truth, strict=True):
+        error, other = ((t.double() - exact).norm() / exact.norm() for t in (got, torchs))
+        assert error <= 2 * other + 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_a_forward_and_an_argmax_hold_no_pairs(rows):
+    x, w, target = head(rows, 1024, 50257, False)
+    with torch.no_grad():
+        assert extra(lambda: [mr.ops.cross_entropy(x, w, target)]) <= 2**20
+        s = x.float() @ w.float().T
+        best = mr.ops.linear_argmax(x, w)
+        torch.testing.assert_close(s.gather(1, best[:, None])[:, 0], s.amax(1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mr.ops.cross_entropy(x, w, target), F.cross_entropy(s, target), rtol=1e-3, atol=1e-3)

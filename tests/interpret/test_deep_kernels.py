@@ -1,0 +1,140 @@
+"""Products of many features with a fold as their epilogue, in the interpreter: numbers only, no pairs in memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce.engine import panel
+from monoidreduce.engine.triton import KernelPlan, KernelStep, deep, plan, use_plan
+from monoidreduce.engine.triton.spec import Spec
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PLANS = {over: KernelPlan(16, 32, 4, 1) for over in ("cols", "rows")}
+BOXED = {over: KernelPlan(16, 32, 4, 1, boxes=True) for over in ("cols", "rows")}
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch, tmp_path_factory):
+    """No panel may stand in for the kernels."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a panel was used")
+
+    monkeypatch.setattr(KernelStep, "begin", refuse)
+    monkeypatch.setattr(panel.TorchStep, "begin", refuse)
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+
+@mr.op
+def head(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, bias: mr.Col):
+    s = x @ w + bias
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0)), mr.argmax(s), mr.max(s)
+
+
+@mr.op
+def both_ways(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y * 3.0
+    return mr.logsumexp(s), mr.logsumexp(s, over="rows"), mr.var(s), mr.sum(torch.relu(s), over="rows")
+
+
+@mr.op
+def two_heads(p: mr.Row["d"], c: mr.Col["d"], q: mr.Row["e"], t: mr.Col["e"]):
+    return mr.logsumexp(p @ c) - mr.softmax_mean(q @ t, p @ c)
+
+
+@mr.op
+def draw(x: mr.Row["d"], w: mr.Col["d"], seed: int):
+    return mr.sample(x @ w, seed)
+
+
+def vectors(rows, cols, features, seed):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = ((rows, features), (cols, features))
+    return [(torch.randn(s, generator=gen) / features**0.25).half() for s in shapes]
+
+
+SIZES = [(1, 59, 257, PLANS), (17, 33, 320, PLANS), (33, 130, 300, PLANS), (17, 33, 320, BOXED), (33, 70, 264, BOXED)]
+
+
+@pytest.mark.parametrize(("rows", "cols", "features", "plans"), SIZES)
+def test_a_head_without_logits(rows, cols, features, plans, seed):
+    x, w = vectors(rows, cols, features, seed)
+    bias, target = torch.randn(cols).half(), torch.randint(cols, (rows,))
+    with mr.use(engine="triton", strict=True), use_plan(plans):
+        loss, best, most = head(x, w, target, bias)
+    s = x.float() @ w.float().T + bias.float()
+    torch.testing.assert_close(loss.float(), F.cross_entropy(s, target, reduction="none"), rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(most.float(), s.amax(1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(s.gather(1, best[:, None])[:, 0], s.amax(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("features", "plans"), [(300, PLANS), (264, BOXED)])
+def test_both_directions_and_batches(features, plans, seed):
+    x, y = vectors(20, 37, features, seed)
+    x, y = torch.stack([x, x * 0.5]), torch.stack([y, -y])
+    with mr.use(engine="triton", strict=True), use_plan(plans):
+        found = both_ways(x, y)
+    s = x.float() @ y.float().mT * 3.0
+    expected = s.logsumexp(-1), s.logsumexp(-2), s.var(-1), torch.relu(s).sum(-2)
+    for got, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.float(), truth, rtol=2e-3, atol=2e-3)
+
+
+def test_two_products_of_other_features(seed):
+    (p, c), (q, t) = vectors(9, 40, 300, seed), vectors(9, 40, 270, seed + 1)
+    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+        got = two_heads(p, c, q, t)
+    student, teacher = p.float() @ c.float().T, q.float() @ t.float().T
+    expected = F.cross_entropy(student, teacher.softmax(-1), reduction="none")
+    torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_samples_are_those_of_every_engine(seed):
+    x, w = vectors(12, 90, 300, seed)
+    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+        got = draw(x, w, 5)
+    with mr.use(engine="reference"):
+        expected = draw(x.double(), w.double(), 5)
+    torch.testing.assert_close(got, expected)
+
+
+def test_strided_vectors_and_rows_that_see_nothing(seed):
+    x, w = (v.T.contiguous().T for v in vectors(5, 40, 300, seed))
+    bias = torch.full((40,), -torch.inf).half()
+    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+        loss, best, most = head(x, w, torch.zeros(5).long(), bias)
+    assert (best == -1).all() and (most == -torch.inf).all() and loss.isnan().all()
+
+
+def test_what_gradients_will_read_is_rounded_as_they_read_it():
+    """bfloat16 products of a logsumexp are rounded as a panel holds them; those of an argmax are not."""
+
+    def spec(op, *args):
+        (one,) = op.program(*args).passes
+        types = tuple("bfloat16" for _ in one.fold.leaves)
+        given = (one.fold, "cols", types, (0,) * len(types), (("d", 300),), "float32", "bfloat16", 0)
+        return Spec(*given, False, False, False, deep=True)
+
+    x = torch.zeros(3, 300, dtype=torch.bfloat16)
+
+    @mr.op
+    def total(x: mr.Row["d"], w: mr.Col["d"]):
+        return mr.logsumexp(x @ w)
+
+    @mr.op
+    def first(x: mr.Row["d"], w: mr.Col["d"]):
+        return mr.argmax(x @ w)
+
+    assert deep.rounds(spec(total, x, x)) and not deep.rounds(spec(first, x, x))
+
+
+SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("instances", "tiles"), SHAPES)
+def test_no_processor_is_idle_for_long(instances, tiles):
+    count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, deep=True)
+    longest = -(-tiles // count) * -(-instances * count // 132)
+    assert count * 2 <= max(2, tiles) and (instances * tiles / (longest * 132) > 0.75 or tiles < 4 * 132 // instances)

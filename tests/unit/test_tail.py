@@ -1,0 +1,54 @@
+"""Turns that use the column gradients' own memory: nothing that is still needed is ever written over."""
+
+import itertools
+
+import pytest
+
+from monoidreduce.plan.tail import COLS, ROWS, tail
+
+LARGE = [
+    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 8_000_000),
+    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 64_000_000),
+    (128_256, 8192, 8192 * 2, 8192 * 4096 * 4, 8_000_000),
+    (32_768, 1024, 32_768 * 2, 0, 64_000_000),
+    (50_257, 1536, 1000 * 6, 1000 * 768 * 4, 300_000),
+    (5000, 600, 59 * 2, 59 * 300 * 4, 4000),
+]
+
+
+@pytest.mark.parametrize(("cols", "line", "column", "totals", "room"), LARGE)
+def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
+    plan = tail(cols, line, column, totals, room, 4096)
+    assert plan is not None and plan.own * column <= room and plan.totals + totals <= cols * line
+    done = {"cols": 0, "rows": 0}
+    spans = {over: [] for over in done}
+    rows_done = False
+    for turn in plan.turns:
+        for over in turn.over:
+            done[over] += turn.last - turn.first
+            spans[over].append((turn.first, turn.last))
+        rows_done |= turn.over == COLS
+        assert not (rows_done and "cols" in turn.over)  # the row totals are given up once
+        if turn.at is None:
+            assert turn.last - turn.first <= plan.own
+            continue
+        end = turn.at + -(-(turn.last - turn.first) // 64) * 64 * column
+        assert end <= (cols * line if rows_done else plan.totals)  # neither beyond, nor in the row totals
+        written = max([0, *(last for _, last in spans["rows"])])
+        assert turn.at >= (0 if turn.over == ROWS else written * line)
+        if turn.over == ROWS:
+            assert not spans["rows"]  # nothing is written yet that the panel could lie over
+    for over in done:
+        assert done[over] == cols
+        ordered = sorted(spans[over])
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
+    met_twice = sum(t.last - t.first for t in plan.turns if t.over == ROWS)
+    assert met_twice <= totals // line + 2
+
+
+@pytest.mark.parametrize(
+    ("cols", "line", "column", "totals", "room"),
+    [(1000, 600, 100_000, 900_000, 10**7), (1000, 600, 10_000, 0, 10_000), (10, 4, 10**6, 0, 10**5)],
+)
+def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
+    assert tail(cols, line, column, totals, room, 4096) is None
