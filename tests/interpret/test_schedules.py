@@ -84,8 +84,8 @@ def test_few_rows_are_split_and_many_are_not():
 
 
 @mr.op
-def capped(q: Row["f"], k: Col["f"], v: Col["d"], bias: Col):
-    return mr.softmax_mean(4.0 * torch.tanh(q @ k * 0.1) + bias, v), mr.sum((q @ k) * v), mr.max(q @ k)
+def capped(q: Row["f"], k: Col["f"], v: Col["d"], cap: Row):
+    return mr.softmax_mean(cap * torch.tanh(q @ k * 0.1), v), mr.sum((q @ k) * v), mr.max(q @ k)
 
 
 def _close(op, args, extra, bound):
@@ -121,7 +121,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
     args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
     extra = {attention: (0.25,), causal: ()}.get(op) or ()
-    args += [(torch.arange(70.0) / 70 * size / 2).half().requires_grad_()] if op is capped else []
+    args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
     seen = []
     real = emit.kernel
     with (
