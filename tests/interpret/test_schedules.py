@@ -129,7 +129,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
         mr.use(engine="triton"),
         mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
     ):
-        _close(op, args, extra, 4e-3)
+        _close(op, args, extra, 2e-2 if op is capped else 4e-3)  # a saturated cap's gradient nearly cancels
     texts = [kernel.text for kernel in seen]
     assert any("near = " in text for text in texts)
     assert any("_box.load" in text for text in texts) == boxes
