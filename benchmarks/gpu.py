@@ -258,8 +258,9 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
         save("speed", rows)
 
 
-def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict]) -> None:
+def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], rows: list[dict], only: str) -> None:
     works = [*gpu_works.attention_variants(), *gpu_works.perceptrons(), *gpu_works.clouds()]
+    works = [w for w in works if any(word in w.name for word in only.split("|"))]
     for work in works:
         if not clock():
             return
@@ -407,11 +408,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=440.0, help="seconds after which nothing new is begun")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
     parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--only", default="", help="words, with | between: other works than plain attention, by name")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
     results: dict[str, Any] = {"environment": _environment(options.commit)}
-    stem = options.out / f"gpu-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+    kind = "gpu-works" if options.only else "gpu"
+    stem = options.out / f"{kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
 
     def save(key: str, value: Any) -> None:
         results[key] = value
@@ -425,8 +428,9 @@ def main() -> None:
         correctness(options.workers, save)
     rows: list[dict] = []
     time_hosts(save)
-    time_attention(clock, save, rows)
-    time_others(clock, save, rows)
+    if not options.only:
+        time_attention(clock, save, rows)
+    time_others(clock, save, rows, options.only)
     if clock():
         promises(save)
     print(f"{time.time() - began:.0f} s in all; {stem}.json and .md")

@@ -80,6 +80,7 @@ def _wide(results: dict[str, Any]) -> Iterator[Entry]:
 SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
     "cpu": (_cpu, "forward / forward and backward"),
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
+    "gpu-works": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-wide": (_wide, "loss and gradients"),
 }
 

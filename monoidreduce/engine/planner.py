@@ -25,29 +25,37 @@ from . import eager, hardware, held, panel, triton, winners
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
-_CHOSEN: dict[tuple, tuple[Fold, Choice]] = {}
+_CHOSEN: dict[tuple, tuple[Fold, Choice, Choice]] = {}  # as it is said, and as it is done
 _MOST = 4096
 
 
 def run(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold by its choice."""
-    return perform(chosen(fold, leaves, sizes), fold, leaves, sizes)
+    return perform(_chosen(fold, leaves, sizes)[1], fold, leaves, sizes)
 
 
 def chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Choice:
     """The choice for a fold on these leaves: found again for the next ones like them."""
+    return _chosen(fold, leaves, sizes)[0]
+
+
+def _chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Choice]:
+    """A choice, and the same with the tiles left out that kernels take by themselves: to tell them costs time."""
     kinds = tuple([v.dtype for v in leaves if isinstance(v, Tensor)])
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.device, sizes.compute, kinds)
     key += (budget.asked(), tuple(sizes.letters.values()), hardware.asked.get(), store.generation())
     if choice.followed.get() is not None or budget.parts() > 1:  # told what to do, or to do with less
-        return candidates.choose(case_of(fold, leaves, sizes))
+        told = candidates.choose(case_of(fold, leaves, sizes))
+        return told, told
     found = _CHOSEN.get(key)
     if found is None:
-        remembered = functools.partial(winners.recalled, device=sizes.device)
-        found = _CHOSEN[key] = fold, candidates.choose(case_of(fold, leaves, sizes), remembered)
+        case = case_of(fold, leaves, sizes)
+        best = candidates.choose(case, functools.partial(winners.recalled, device=sizes.device))
+        usual = case.kernels and best.tiles == case.defaults
+        found = _CHOSEN[key] = fold, best, replace(best, tiles=()) if usual else best
         while len(_CHOSEN) > _MOST:
             del _CHOSEN[next(iter(_CHOSEN))]
-    return found[1]
+    return found[1:]
 
 
 def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
