@@ -189,7 +189,8 @@ class PlainReductions:
         return -torch.log(-torch.log1p(-self.uniform(seed)))
 
     def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
-        kept = self._drawn(coin, seed) >= round(float(p) * 2**31)
+        value = p.t.flatten()[0].item() if isinstance(p, Plain) else float(p)
+        kept = self._drawn(coin, seed) >= round(value * 2**31)
         return torch.where(kept, x / (1 - p), 0.0) if not isinstance(p, float) or p < 1 else x * 0 * kept
 
     def sample(self, logit: Plain, seed: Any, over: str = "cols") -> Plain:
