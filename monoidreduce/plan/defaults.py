@@ -74,7 +74,8 @@ class Family:
 
 
 # With Hopper's 128 × 64, or 128 × 32, column gradients spill kilobytes a thread on 8.0; with this, 164 bytes at most.
-_OLDER = {"16 bits, wide": (64, 64, 4, 2)}
+# A product's 128 × 256 spills there too.
+_OLDER = {"16 bits, wide": (64, 64, 4, 2), "product": (128, 128, 8, 3)}
 FAMILIES = {
     "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
     "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0", _OLDER),

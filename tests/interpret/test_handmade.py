@@ -13,7 +13,7 @@ from monoidreduce.engine.triton import launch
 from monoidreduce.errors import ArgumentError, EngineError, NoGradientError, ShapeError
 from tests import handmade as tiles
 from tests.handmade import LAYERS, inputs
-from tests.unit.test_readme import BLOCK
+from tests.pages import BLOCK
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -85,7 +85,7 @@ def test_few_rows_are_split_and_many_are_not():
 
 @mr.op
 def capped(q: Row["f"], k: Col["f"], v: Col["d"], cap: Row):
-    return mr.softmax_mean(cap * torch.tanh(q @ k * 0.1), v), mr.sum((q @ k) * v), mr.max(q @ k)
+    return mr.softmax_mean(cap * torch.tanh(q @ k * 0.01), v), mr.sum((q @ k) * v), mr.max(q @ k)
 
 
 def _close(op, args, extra, bound):
@@ -129,7 +129,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
         mr.use(engine="triton"),
         mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
     ):
-        _close(op, args, extra, 2e-2 if op is capped else 4e-3)  # a saturated cap's gradient nearly cancels
+        _close(op, args, extra, 2e-2 if op is capped else 4e-3)  # a cap's gradient nearly cancels
     texts = [kernel.text for kernel in seen]
     assert any("near = " in text for text in texts)
     assert any("_box.load" in text for text in texts) == boxes
