@@ -19,11 +19,17 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 SPILLS = {"attention 128": 256, "causal attention 128": 256, "cross-entropy 256": 128}
 
 
+def chosen(capability, ready):
+    """The cases to compile: for 8.0 every second of the ready-made ones, since minutes count; 8.9 has all, when slow."""
+    mine = [c for c in CASES if c.lean == ready]
+    return mine[::2] if capability == 80 and ready else mine
+
+
 @functools.cache
 def compiled(capability, ready, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"MONOIDREDUCE_CACHE": f"{folder}/{capability}", "PYTHONWARNINGS": "ignore"}
-    names = [c.name for c in CASES if c.lean == ready]
+    names = [c.name for c in chosen(capability, ready)]
     command = [sys.executable, "-m", "tests.interpret.aot", f"cuda:{capability}", *names]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr[-3000:]
@@ -34,7 +40,7 @@ def compiled(capability, ready, folder):
 @pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90])
 def test_kernels_compile(capability, ready, tmp_path):
     found = compiled(capability, ready, tmp_path)
-    for case in (c for c in CASES if c.lean == ready):
+    for case in chosen(capability, ready):
         mine = [k for k in found if k["case"] == case.name]
         assert mine, case.name
         for kernel in mine:
