@@ -20,7 +20,7 @@ SPILLS = {"attention 128": 256, "causal attention 128": 256, "cross-entropy 256"
 
 
 def chosen(capability, ready):
-    """The cases to compile: for 8.0 every second of the ready-made ones, since minutes count; 8.9 has all, when slow."""
+    """The cases to compile: for 8.0 every second of the ready-made ones, since minutes count; all of 8.9 when slow."""
     mine = [c for c in CASES if c.lean == ready]
     return mine[::2] if capability == 80 and ready else mine
 
