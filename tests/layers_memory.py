@@ -4,17 +4,14 @@ Every operation that torch runs is watched; storages that were not there before 
 operation allocates inside itself and frees before it returns is not seen.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from monoidreduce.engine import library
+from monoidreduce.engine.alive import Alive
 from tests.layers_compare import flatten, is_float
 
 
@@ -27,41 +24,19 @@ class Usage:
     peak: int
 
 
-class Watch(TorchDispatchMode):
-    """Counts the storages made inside the block."""
+class Watch(Alive):
+    """Counts the storages made inside the block, and remembers which operation made the largest."""
 
     def __init__(self, given: Sequence[Any]):
-        super().__init__()
-        self.given = {id(t.untyped_storage()): t.untyped_storage() for t in given if isinstance(t, Tensor)}
-        self.live: dict[int, int] = {}
-        self.largest, self.culprit, self.total, self.peak = 0, "", 0, 0
+        super().__init__([t for t in given if isinstance(t, Tensor)])
+        self.largest, self.culprit, self.func = 0, "", None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.monoidreduce.fold.default:  # one operator to a mode: look inside
-            with self:
-                result = library._run(*args, **(kwargs or {}))
-        else:
-            result = func(*args, **(kwargs or {}))
-        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._see(t, func)
-        return result
+    def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        self.func = func
 
-    def _see(self, t: Tensor, func: Any) -> None:
-        storage = t.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self.given or self.live.get(key, -1) >= size:
-            return
-        if key not in self.live:
-            weakref.finalize(storage, self._gone, key).atexit = False
-        self.total += size - self.live.get(key, 0)
-        self.live[key] = size
-        self.peak = max(self.peak, self.total)
+    def grew(self, t: Tensor, size: int) -> None:
         if size > self.largest:
-            self.largest, self.culprit = size, f"{func} -> {str(t.dtype)[6:]}{list(t.shape)}"
-
-    def _gone(self, key: int) -> None:
-        self.total -= self.live.pop(key, 0)
+            self.largest, self.culprit = size, f"{self.func} -> {str(t.dtype)[6:]}{list(t.shape)}"
 
 
 def usage(function: Callable, args: Sequence[Any], *, backward: bool = True, held: Sequence[Any] = ()) -> Usage:

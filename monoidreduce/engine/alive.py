@@ -49,6 +49,9 @@ class Alive(TorchDispatchMode):
         """Bytes of a tensor's storage."""
         return 0 if t.is_meta else t.untyped_storage().nbytes()
 
+    def grew(self, t: Tensor, size: int) -> None:
+        """A storage is new, or larger than it was."""
+
     def _see(self, t: Tensor) -> None:
         storage = t.untyped_storage()
         key, size = id(storage), self.size(t)
@@ -59,6 +62,7 @@ class Alive(TorchDispatchMode):
         self.total += size - self.live.get(key, 0)
         self.live[key] = size
         self.peak = max(self.peak, self.total)
+        self.grew(t, size)
 
     def _gone(self, key: int) -> None:
         self.total -= self.live.pop(key, 0)

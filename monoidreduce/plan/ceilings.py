@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .defaults import family_name
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -107,7 +109,6 @@ GPUS = {
         source=_DERIVED,
     ),
 }
-_CLASSES = {8: "ampere", 9: "hopper", 10: "hopper", 12: "ada"}  # by the first number of the compute capability
 
 
 def of(device: torch.device) -> Ceilings:
@@ -121,8 +122,7 @@ def of(device: torch.device) -> Ceilings:
 def _known_gpu(device: torch.device) -> Ceilings:
     """The class of a GPU, scaled to the processors that it has."""
     found = torch.cuda.get_device_properties(device)
-    kind = "ada" if (found.major, found.minor) == (8, 9) else _CLASSES.get(found.major, "ampere")
-    base = GPUS[kind]
+    base = GPUS[family_name(found.major, found.minor)]
     share = found.multi_processor_count / base.processors
     if abs(share - 1) < 0.05:
         return base

@@ -89,6 +89,15 @@ def family(major: int, minor: int) -> Family:
     >>> [family(*version).name for version in ((8, 0), (8, 9), (9, 0))]
     ['A100', 'L4, RTX 4090, A10', 'H100, H200']
     """
+    return FAMILIES[family_name(major, minor)]
+
+
+def family_name(major: int, minor: int) -> str:
+    """What tables call the family of a compute capability.
+
+    >>> family_name(8, 6)
+    'ada'
+    """
     if (major, minor) == (8, 0):
-        return FAMILIES["ampere"]
-    return FAMILIES["ada"] if major in (7, 8, 12) else FAMILIES["hopper"]
+        return "ampere"
+    return "ada" if major in (7, 8, 12) else "hopper"

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ShapeError, UnreducedError
 from .expr import Expr, Feature, const, join, node, reduce_node, size, topological, widest
+from .philox import DRAWS
 from .primitives import PRIMITIVES
 
 ZERO, ONE = const(0.0), const(1.0)
@@ -39,7 +40,7 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
     simple = _simplify(name, args, attrs)
     if simple is not None:
         return simple
-    if all(a.op == "const" for a in args) and name not in ("coin", "uniform", "detach"):
+    if all(a.op == "const" for a in args) and name not in (*DRAWS, "detach"):
         return _fold_constants(name, args, attrs)
     if primitive.result == "float" and widest(args) != "float" and name not in ("uniform", "cast"):
         args = tuple(apply("cast", a, to="float") for a in args)  # torch would take log(3) of integers in float32

@@ -12,6 +12,7 @@ from . import intervals as iv
 from .build import ONE, gap_form, terms
 from .expr import Expr, topological
 from .lower import Fold
+from .philox import DRAWS
 from .primitives import PRIMITIVES
 
 
@@ -53,7 +54,7 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
 
 def _decidable(c: Expr) -> bool:
     """Whether a tile's index and number ranges can say anything of it."""
-    return not any(e.op in ("dot", "sqdist", "fsum", "coin", "uniform") for e in topological([c]))
+    return not any(e.op in ("dot", "sqdist", "fsum", *DRAWS) for e in topological([c]))
 
 
 def ranged(fold: Fold) -> tuple[Expr, ...]:

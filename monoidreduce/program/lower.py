@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from . import build
 from .expr import Expr, node, reduce_node, result, topological
 from .normal import is_pass, normalize
+from .philox import DRAWS
 from .primitives import PRIMITIVES
 from .reductions import KINDS
 
@@ -207,5 +208,5 @@ def _of_indices(e: Expr) -> bool:
     if not e.args or e.feature is not None or not (e.rows or e.cols):
         return False
     inside = topological([e], stop=lambda n: not n.rows and not n.cols)
-    known = lambda n: n.op in _BUILTIN or (n.op in PRIMITIVES and n.op not in ("coin", "uniform"))
+    known = lambda n: n.op in _BUILTIN or (n.op in PRIMITIVES and n.op not in DRAWS)
     return all(known(n) for n in inside if n.rows or n.cols)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DRAWS = ("coin", "uniform")  # the primitives that draw
 _MASK = 0xFFFFFFFF
 _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 

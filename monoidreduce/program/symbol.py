@@ -19,6 +19,7 @@ import torch
 from ..errors import ImpureError, TraceError, UnknownFunctionError
 from . import build
 from .expr import Expr, const, size, topological
+from .philox import DRAWS
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
 current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
@@ -294,7 +295,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {"coin", "uniform", "cast", "decay"}
+    hidden = {*DRAWS, "cast", "decay"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 
@@ -379,4 +380,4 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
     ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
      "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
-) | {"where": 3, "coin": 4, "uniform": 4}  # fmt: skip
+) | {"where": 3} | dict.fromkeys(DRAWS, 4)  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from ...program.build import ONE
 from ...program.expr import Expr, const, topological, widest
+from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from . import deep
 from .exponents import Exponents, literal
@@ -164,7 +165,7 @@ class Values(Exponents):
             return ["bool", e.dtype, e.dtype]
         if e.op in _COMPARE:
             return [widest(e.args)] * len(e.args)
-        if e.op in ("cast", "detach", "coin", "uniform"):
+        if e.op in ("cast", "detach", *DRAWS):
             return [a.dtype for a in e.args]
         if p.result == "bool":
             return ["float" if e.op in ("isnan", "isinf") else "bool"] * len(e.args)
