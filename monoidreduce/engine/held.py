@@ -14,7 +14,7 @@ from .evaluate import Sizes
 from .tilecode import Code, Reducer, Step
 from .tilerun import FEW_FEATURES
 
-_COPIED = ("cast", "coin", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
+_COPIED = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
 RANDOM = 9 * 8 * 2**16  # bytes that drawing random numbers holds, whatever the tile
 
 

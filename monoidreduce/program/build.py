@@ -8,6 +8,7 @@ features. A vector per pair is written as a sum of ``number × row vector × col
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -162,7 +163,16 @@ def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
         return apply("where", c, a.args[1], b)
     if b.op == "where" and b.args[0] is c:
         return apply("where", c, a, b.args[2])
+    if _is(b, -math.inf) and a.op == "where" and _is(a.args[2], -math.inf) and _joined(c) and _joined(a.args[0]):
+        return apply("where", apply("logical_and", c, a.args[0]), a.args[1], b)  # hidden twice is hidden once
     return None
+
+
+def _joined(c: Expr) -> bool:
+    """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
+    if c.feature is not None or (c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)):
+        return False
+    return not any(e.is_pair and e.op not in PRIMITIVES or e.op in DRAWS for e in topological([c]))
 
 
 def _logical(neutral: bool) -> Any:

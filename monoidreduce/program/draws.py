@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from . import build
-from .expr import index
+from .expr import Expr, index
 from .symbol import Symbol, expr_of
 
 
@@ -22,14 +22,14 @@ def uniform(seed: Any) -> Any:
     >>> fair(torch.zeros(1), torch.zeros(10_000)).round(decimals=1)
     tensor([0.5000])
     """
-    return _drawn("uniform", seed)
+    return Symbol(build.apply("uniform", _key(seed), index("batch"), index("row"), index("col")))
 
 
-def _drawn(name: str, seed: Any) -> Any:
+def _key(seed: Any) -> Expr:
     key = expr_of(seed)
     if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
         raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
-    return Symbol(build.apply(name, key, index("batch"), index("row"), index("col")))
+    return key
 
 
 def gumbel(seed: Any) -> Any:
@@ -58,4 +58,13 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
     if not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
-    return torch.where(_drawn("coin", seed) >= round(p * 2**31), x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+    kept, scale = _coin(seed) >= round(p * 2**31), 1 / (1 - p) if p < 1 else 0.0
+    vector = isinstance(x, Symbol) and x.expr.feature is not None
+    return x * torch.where(kept, scale, 0.0) if vector else torch.where(kept, x * scale, 0.0)
+
+
+def _coin(seed: Any) -> Any:
+    """31 bits per pair. Rows count up from 0 in each batch element, columns down from -1 in all of them."""
+    key = _key(seed)
+    row = build.apply("word", key, index("batch"), index("row"))
+    return Symbol(build.apply("coin", row, build.apply("word", key, 0, build.apply("sub", -1, index("col")))))

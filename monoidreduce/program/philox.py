@@ -1,8 +1,9 @@
 """Random numbers that depend on a counter and a key alone, in plain integer arithmetic.
 
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
-batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a tenth of it: seed, batch and row are hashed to a
-place in a sequence of 2³² words, the column counts from there, and two rounds of multiplying mix the word."""
+batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a pair one multiplication: every row and every column
+has a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place, and a pair has the
+upper bits of their product. Words are made once, outside the pairs."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS = ("coin", "uniform")  # the primitives that draw
+DRAWS = {"word": 3, "coin": 2, "uniform": 4}  # the primitives that draw, and how many arguments they take
 _MASK = 0xFFFFFFFF
+_STEPS = -0x61C8864680B583EB, -0x2E4AB5CD2E6D12FD  # odd: from place to place, from batch element to batch element
+_FACTORS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 
 
@@ -51,24 +54,20 @@ def _high(product: Tensor) -> Tensor:
     return (product >> 32) & _MASK
 
 
-def coin(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Whole numbers of 31 bits for every (seed, batch, i, j), broadcast against each other."""
-    seed, batch, i, j = (
-        t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=j.device)
-        for t in (seed, batch, i, j)
+def word(seed: Any, batch: Any, place: Any, out: Any = None) -> Any:
+    """Odd whole numbers of 32 bits for every (seed, batch, place), broadcast against each other."""
+    seed, batch, place = (
+        t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=place.device)
+        for t in (seed, batch, place)
     )
-    key = _mixed(_mixed(_mixed(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (batch & _MASK))
-    row = _mixed((key + i * 0x9E3779B9) & _MASK)
-    word = torch.add(row, j * 0x85EBCA6B) if out is None else torch.add(row, j * 0x85EBCA6B, out=out)
-    return _turned(_turned(word.bitwise_and_(_MASK), 16, 0x21F0AAAD), 15, 0xD35A2D97).bitwise_right_shift_(1)
+    found = (place * _STEPS[0] + batch * _STEPS[1]) ^ seed
+    for factor in _FACTORS:
+        found = found.bitwise_xor_(found >> 32).mul_(factor)
+    found = found.bitwise_right_shift_(32).bitwise_and_(_MASK).bitwise_or_(1)
+    return found if out is None else out.copy_(found)
 
 
-def _turned(word: Tensor, shift: int, factor: int) -> Tensor:
-    """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
-    return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
-
-
-def _mixed(word: Tensor) -> Tensor:
-    """A one-to-one map of 32 bits in which every bit depends on all."""
-    word = _turned(_turned(word.clone(), 16, 0x21F0AAAD), 15, 0xD35A2D97)
-    return word ^ (word >> 15)
+def coin(row: Any, col: Any, out: Any = None) -> Any:
+    """The upper 31 bits of the product of two words, counted in 32."""
+    found = torch.mul(row, col) if out is None else torch.mul(row, col, out=out)
+    return found.bitwise_and_(_MASK).bitwise_right_shift_(1)

@@ -380,4 +380,4 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
     ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
      "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
-) | {"where": 3} | dict.fromkeys(DRAWS, 4)  # fmt: skip
+) | {"where": 3} | DRAWS  # fmt: skip

@@ -18,7 +18,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
 from . import deep, skip
-from .spec import TINY, WIDEST, Spec
+from .spec import SHORT, TINY, WIDEST, Spec
 from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
@@ -66,6 +66,8 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
+        native=narrow is torch.bfloat16 and has_tanh(sizes.device),
+        short=max(sizes.rows, sizes.cols) <= SHORT,
     )
     return spec, tuple(casts)
 
@@ -94,6 +96,12 @@ def converted(
 def _is_there(device: torch.device) -> bool:
     """A GPU that can be asked; plans are also made for one that is elsewhere."""
     return device.type == "cuda" and torch.cuda.is_available()
+
+
+@functools.cache
+def has_tanh(device: torch.device) -> bool:
+    """Whether the device has an instruction for tanh: NVIDIA's, from 7.5 on."""
+    return _is_there(device) and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 @functools.cache

@@ -75,6 +75,16 @@ def quick_tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
+def native_tanh(x):
+    # one instruction, exact to 2**-11 of itself: less than products of bfloat16 lose
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def real(n):
+    # whole numbers of less than 2**22 in float32, by their bits: 2**23 + 2**22 + n has them at its end
+    return (n.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
 def quick_sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
 
@@ -217,23 +227,9 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def turned(word, shift, factor):
-    return (word ^ (word >> shift)) * factor
-
-
-def mixed(word):
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return word ^ (word >> 15)
-
-
-def coin(seed, batch, i, j):
-    # 31 bits for every (seed, batch, i, j): a place in a sequence for each row, columns count from there
-    wide = tl.full((), 0, tl.int64) + seed
-    key = mixed(mixed(mixed(wide.to(tl.uint32)) ^ (wide >> 32).to(tl.uint32)) ^ batch.to(tl.uint32))
-    row = mixed(key + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
-    word = row + j.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return (word >> 1).to(tl.int32)
+def coin(row, col):
+    # the upper 31 bits of the product of a row's word and a column's
+    return ((row.to(tl.uint32) * col.to(tl.uint32)) >> 1).to(tl.int32)
 
 
 def uniform(seed, batch, i, j):

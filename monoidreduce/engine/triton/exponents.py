@@ -69,12 +69,12 @@ class Exponents:
         mask = ", mask=folded_in, other=0" if self.masked else ""
         return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
 
-    def linear(self, e: Expr, positive: bool = False) -> tuple[Expr, str]:
-        """e as core × factor: the factor, times log2(e), is a number known before the loop, so it costs nothing.
+    def linear(self, e: Expr, positive: bool = False, unit: float = LOG2E) -> tuple[Expr, str]:
+        """e as core × factor: the factor, times a unit, is a number known before the loop, so it costs nothing.
 
         ``positive``: only factors above zero are taken out.
         """
-        factor = 1.0
+        factor = unit
         numbers: list[tuple[Expr, bool]] = []
         while True:
             k = None
@@ -84,7 +84,7 @@ class Exponents:
             if e.op in ("mul", "div"):
                 k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
             if k is None:
-                return e, self.factor(factor * LOG2E, *numbers)
+                return e, self.factor(factor, *numbers)
             rest = e.args[1] if k is e.args[0] else e.args[0]
             if k.op == "const":
                 factor = factor / k.const if e.op == "div" else factor * k.const

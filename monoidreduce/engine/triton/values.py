@@ -7,6 +7,7 @@ folded side. A vector is either a block ``[side, features]``, for matrix product
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,13 @@ from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from . import deep
 from .exponents import Exponents, literal
-from .spec import TINY, WIDEST, Spec, Unsupported, padded
+from .spec import SHORT, TINY, WIDEST, Spec, Unsupported, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
+_EXACT = 2**22  # whole numbers below this are the same in float32, and helpers know how to make them
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -106,7 +108,18 @@ class Values(Exponents):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
+        if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
+            return self._multiplied(e)
         return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
+
+    def _multiplied(self, e: Expr) -> str:
+        """A quotient, or tanh, whose numbers are joined to one factor before the loop: a pair divides by none."""
+        whole = e if e.op == "div" else e.args[0]
+        core, factor = self.linear(whole, unit=1.0)
+        if core is whole:
+            return self._primitive(e, [self.argument(a, "float") for a in e.args])
+        text = f"{self.argument(core, 'float')} * {factor}"
+        return text if e.op == "div" else self._primitive(e, [text])
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
@@ -176,6 +189,8 @@ class Values(Exponents):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
+        if want == "float" and a.is_pair and self.spec.short and self._reach(a) < _EXACT:
+            return self._real(a)
         return self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
@@ -187,6 +202,20 @@ class Values(Exponents):
         if want == "bool":
             return f"({text} != 0)"
         return f"{text}.to({self.float})" if want == "float" else f"{text}.to(tl.int{32 if a.dtype == 'bool' else 64})"
+
+    def _reach(self, e: Expr) -> float:
+        """How large a whole number made of indices may be; infinite for any other."""
+        if e.op in ("row_index", "col_index") or (e.op == "size" and e.attrs[0] in ("rows", "cols")):
+            return SHORT
+        if e.op == "const":
+            return abs(e.const)
+        return sum(map(self._reach, e.args)) if e.op in ("add", "sub", "neg", "abs") else math.inf
+
+    def _real(self, e: Expr) -> str:
+        """The same in float32, made from its parts on either side: a conversion per pair is as slow as an exponential."""
+        if not e.is_pair:
+            return literal(float(e.const)) if e.op == "const" else self.bind((e, "real"), f"real({self.number(e)})", self.spec.folds(e))
+        return self.bind((e, "real"), PRIMITIVES[e.op].triton.format(*map(self._real, e.args)), True)
 
     def _primitive(self, e: Expr, args: list[str]) -> str:
         p = PRIMITIVES[e.op]
@@ -213,7 +242,8 @@ class Values(Exponents):
             return f"{p.triton.format(*args)}.to({self.float})"
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
-        return _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
+        text = _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
+        return text.replace("quick_tanh(", "native_tanh(") if self.spec.native else text
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
