@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
+from monoidreduce.program import philox
 
 ZOO: list["Layer"] = []
 
@@ -130,3 +131,8 @@ def logsumexp(s: Tensor, dim: int = -1) -> Tensor:
 
 def at_target(s: Tensor, target: Tensor) -> Tensor:
     return s.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def coins(seed: int, batch: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+    """The 31 bits that decide what dropout drops, for tensors of places that broadcast."""
+    return philox.coin(philox.word(seed, batch, rows), philox.word(seed, 0, -1 - cols))

@@ -238,17 +238,18 @@ def uniform(seed: int, batch: int, row: int, col: int) -> float:
 
 
 @functools.lru_cache(maxsize=2**14)
+def word(seed: int, batch: int, place: int) -> int:
+    """The odd number of 32 bits of a row or column, in Python integers: shifts keep the sign of 64 bits."""
+    signed = lambda n: (n + 2**63) % 2**64 - 2**63
+    found = signed(place * 0x9E3779B97F4A7C15 + batch * 0xD1B54A32D192ED03) ^ seed
+    for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        found = signed((found ^ (found >> 32)) * factor)
+    return (found >> 32) % 2**32 | 1
+
+
 def coin(seed: int, batch: int, row: int, col: int) -> int:
     """The 31 bits that decide whether a pair is dropped, in Python integers."""
-    turned = lambda word, shift, factor: (word ^ (word >> shift)) * factor % 2**32
-    twice = lambda word: turned(turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
-
-    def mixed(word: int) -> int:
-        word = twice(word % 2**32)
-        return word ^ (word >> 15)
-
-    key = mixed(mixed(mixed(seed) ^ (seed >> 32) % 2**32) ^ batch)
-    return twice((mixed(key + row * 0x9E3779B9) + col * 0x85EBCA6B) % 2**32) >> 1
+    return word(seed, batch, row) * word(seed, 0, -1 - col) % 2**32 >> 1
 
 
 def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:

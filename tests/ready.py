@@ -15,8 +15,7 @@ from torch import Tensor
 
 from monoidreduce import ops
 from monoidreduce.ops.mlp import ACTIVATIONS
-from monoidreduce.program.philox import coin
-from tests.layers_base import logsumexp
+from tests.layers_base import coins, logsumexp
 from tests.pairwise import pairwise
 
 SIZES = [(19, 37), (1, 1), (33, 64), (59, 2), (2, 59), (16, 33), (40, 40)]
@@ -164,7 +163,7 @@ def _kept(h, options):
         return h
     p, (m, n) = options["dropout_p"], h.shape[-2:]
     counter = torch.arange(h[..., 0, 0].numel()).view(*h.shape[:-2], 1, 1)
-    return h * (coin(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= round(p * 2**31)) / (1 - p)
+    return h * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= round(p * 2**31)) / (1 - p)
 
 
 def _perceptron_options(s):

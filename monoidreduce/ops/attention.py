@@ -296,7 +296,8 @@ def _documents(documents: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     else:
         rows = cols = documents
     shape = "[L] or [B, L], or a pair of them"
-    row, col = (grouping.per_sequence("documents", t, shape, 1, q, k) for t in (rows, cols))
+    row = grouping.per_sequence("documents", rows, shape, 1, q, k)
+    col = row if cols is rows else grouping.per_sequence("documents", cols, shape, 1, q, k)
     if row.shape[-1] != q.shape[-2] or col.shape[-1] != k.shape[-2]:
         raise ShapeError(
             detail=f"documents has {row.shape[-1]} and {col.shape[-1]} tokens, but there are {q.shape[-2]} rows and "

@@ -32,7 +32,9 @@ def per_sequence(name: str, value: Any, shape: str, tail: int, *tensors: Any) ->
             detail=f"{name} has shape {tuple(value.shape)}, but there are only {lead} batch dimensions",
             fix=f"{shape} was expected",
         )
-    return value[(..., *(None,) * missing, *(slice(None),) * tail)]
+    for _ in range(missing):
+        value = value.unsqueeze(-1 - tail)
+    return value
 
 
 def lengths(name: str, value: Any, x: Any, *others: Any) -> Tensor:

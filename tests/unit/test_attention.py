@@ -10,8 +10,7 @@ from torch.testing import assert_close
 
 import monoidreduce as mr
 from monoidreduce.ops import attention, attention_decode, document_ids
-from monoidreduce.program.philox import coin
-from tests.layers_base import logsumexp, softmax
+from tests.layers_base import coins, logsumexp, softmax
 from tests.layers_compare import assert_equal, assert_error_rule, cast, flatten, run, use_small_tiles
 from tests.layers_memory import usage
 from tests.pairwise import pairwise
@@ -65,7 +64,7 @@ def dense(q, k, v, attn_mask=None, bias=None, alibi_slopes=None, sinks=None, sca
     weights = softmax(s)[..., :n]
     if p := options.get("dropout_p"):
         counter = torch.arange(weights[..., 0, 0].numel()).view(*weights.shape[:-2], 1, 1)
-        weights = weights * (coin(SEED, counter, torch.arange(m).unsqueeze(-1), j) >= round(p * 2**31)) / (1 - p)
+        weights = weights * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), j) >= round(p * 2**31)) / (1 - p)
     y = weights.to(v.dtype) @ v
     return (y, logsumexp(s)) if options.get("return_lse") else y
 

@@ -24,8 +24,9 @@ from monoidreduce.plan.tiles import Tiles
 from monoidreduce.program import build
 from monoidreduce.program import intervals as iv
 from monoidreduce.program.expr import node
-from monoidreduce.program.philox import coin as philox_coin
+from monoidreduce.program.philox import DRAWS
 from monoidreduce.program.primitives import COMPOSITES, PRIMITIVES
+from tests.layers_base import coins
 from tests.plain import coin, philox, uniform
 from tests.programs import difference, everything, tiled
 
@@ -113,7 +114,7 @@ VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize"
 def test_every_function_has_a_row():
     known = {*TABLE, *LOGICAL, *CHOICES, *CASTS, *VECTORS}
     assert known == set(mr.functions())
-    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "coin", "uniform", "decay"} <= set(mr.functions())
+    assert {*PRIMITIVES, *COMPOSITES} - {"cast", *DRAWS, "decay"} <= set(mr.functions())
 
 
 def spellings(name: str) -> dict[str, Callable]:
@@ -683,7 +684,7 @@ def interval(name: str, given: tuple[iv.Interval, ...], kinds: list[str], **attr
     return tilecode.interval(build.apply(name, *leaves, **attributes), dict(zip(leaves, given, strict=True)))
 
 
-@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in ("coin", "uniform", "cast")])
+@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in (*DRAWS, "cast")])
 def test_interval_holds_the_value(name):
     """Whatever the arguments are within their intervals, the result is within the interval that the rule gives."""
     rng = random.Random(name)
@@ -1092,7 +1093,7 @@ def test_dropout_tosses_the_same_coins(seed, engine):
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
 def test_coins_are_fair_and_do_not_know_each_other(seed):
     """Means, neighbours, the corners of rectangles, rows and columns among each other: all within five sigma."""
-    heads = philox_coin(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :]) >= 2**30
+    heads = coins(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :]) >= 2**30
     k = heads.double() * 2 - 1
     sums = [k, k[1:] * k[:-1], k[:, 1:] * k[:, :-1], k[64:] * k[:-64], k[:, 64:] * k[:, :-64]]
     sums += [k[d:, e:] * k[:-d, e:] * k[d:, :-e] * k[:-d, :-e] for d, e in ((1, 1), (2, 3), (64, 64))]

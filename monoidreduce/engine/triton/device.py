@@ -4,6 +4,8 @@ So this file needs no Triton, a kernel's text is complete in itself, and its has
 functions: the text must also run in Triton's interpreter. Helpers may call helpers that stand above them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 tl: Any = None  # triton.language, where the text is copied to
@@ -80,7 +82,7 @@ def native_tanh(x):
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-def real(n):
+def place(n):
     # whole numbers of less than 2**22 in float32, by their bits: 2**23 + 2**22 + n has them at its end
     return (n.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
@@ -227,6 +229,14 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
+def word(seed, batch, place):
+    # an odd number of 32 bits: two rounds of 64 bits from seed, batch and place; shifts keep the sign
+    found = (place.to(tl.int64) * -0x61C8864680B583EB + batch * -0x2E4AB5CD2E6D12FD) ^ seed
+    found = (found ^ (found >> 32)) * -0x40A7B892E31B1A47
+    found = (found ^ (found >> 32)) * -0x6B2FB644ECCEEE15
+    return ((found >> 32) & 0xFFFFFFFF) | 1
+
+
 def coin(row, col):
     # the upper 31 bits of the product of a row's word and a column's
     return ((row.to(tl.uint32) * col.to(tl.uint32)) >> 1).to(tl.int32)
@@ -277,6 +287,14 @@ def ordered64(x):
 
 def unordered64(k):
     return (k ^ ((k >> 63) & 9223372036854775807)).to(tl.float64, bitcast=True)
+
+
+def within(at, size, RAGGED: tl.constexpr):
+    # which indices of a tile exist; all of them where tiles fill the axis, which the compiler then knows
+    if RAGGED:
+        return at < size
+    else:
+        return tl.full(at.shape, 1, tl.int1)
 
 
 def longest_first(program, tiles, turns, flip):

@@ -2,7 +2,8 @@
 
 A program instance owns ``KEPT`` indices of the kept axis of one batch element and walks the folded axis in tiles of
 ``FOLDED``, its state in registers: no atomics, one fixed order. Two loops share the state. The first meets whole tiles
-on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end.
+on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end. Sums of
+vectors under conditions have one loop for both (``cuts.py``).
 The same text serves every length, plan and batch size, and equal programs have equal texts.
 """
 
@@ -16,6 +17,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
 from . import device, kinds, skip
@@ -58,6 +60,7 @@ class Kernel:
     bounds: bool = False  # whether it is told which tiles to visit
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
+    once: bool = False  # whether one loop meets whole tiles and the others
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
@@ -67,7 +70,8 @@ def kernel(spec: Spec) -> Kernel:
     v = Values(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     truths = skip.preferred(spec.fold) if spec.bounds else {}
-    walk = _walk(v, reductions, truths)
+    once = _once(spec, reductions, truths)
+    walk = _one_loop(v, reductions, truths) if once else _walk(v, reductions, truths)
     v.loop(False)
     stores = _stores(reductions, v)
     name = f"fold_over_{spec.over}"
@@ -80,7 +84,7 @@ def kernel(spec: Spec) -> Kernel:
         "# running values",
         *(line for r in reductions for line in r.start()),
         "",
-        *_range(spec),
+        *_range(spec, once),
         *walk,
         "",
         "# results",
@@ -119,6 +123,7 @@ def kernel(spec: Spec) -> Kernel:
         spec.bounds,
         spec.deep,
         any(e.op == "uniform" for e in under),
+        once,
     )
 
 
@@ -141,6 +146,29 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
         r.guessing = False
     after = _waiting(reductions), _judged(v.spec, reductions, soft)
     return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
+
+
+def _once(spec: Spec, reductions: list[Kind], truths: dict[Expr, bool]) -> bool:
+    """Whether one loop meets all tiles: products of 16 bits are added up, and conditions only choose among pairs."""
+    if not truths or not spec.narrow or spec.deep or not all(isinstance(r, kinds.Sum) and r.total.whole for r in reductions):
+        return False
+    fields = [f for r in reductions for f in r.reduction.args]
+    chosen = {(e.op == "where" and e.args[0], a) for e in topological(fields) for a in e.args if a in truths}
+    return all(c is a for c, a in chosen) and not any(c.walk or c.minus for f in fields for c in contractions(f, spec.over))
+
+
+def _one_loop(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
+    v.cuts = truths
+    body = _turn(v, reductions, {}, masked=True)
+    v.cuts = {}
+    return [
+        "for t in range(first, last):",
+        "    start = t * FOLDED",
+        "    cut = (t < whole_first) | (t >= again_last) | ((t >= whole_last) & (t < again_first))",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        "    folded_in = within(folded_at, folded_size, RAGGED)",
+        *(f"    {line}" for line in body),
+    ]
 
 
 def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
@@ -254,8 +282,8 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
-def _range(spec: Spec) -> list[str]:
-    """Which tiles are walked."""
+def _range(spec: Spec, once: bool) -> list[str]:
+    """Which tiles are walked; ``once``: in one loop."""
     if spec.bounds:
         lines = [
             "# the tiles to visit, from first to last: whole ones in two runs, and those around; others are idle",
@@ -273,7 +301,7 @@ def _range(spec: Spec) -> list[str]:
             "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
             *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in skip.EDGES),
         ]
-    return [
+    return lines if once else [
         *lines,
         "whole = whole_last - whole_first",
         "before = whole_first - first",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+from ...program.build import apply
 from ...program.expr import Expr
-from .spec import Spec
+from ...program.primitives import PRIMITIVES
+from .spec import SHORT, Spec
 
 LOG2E = math.log2(math.e)
+_EXACT = 2**22  # whole numbers below this the helper ``place`` makes
 
 
 def literal(value: float | int | bool) -> str:
@@ -74,17 +77,24 @@ class Exponents:
 
         ``positive``: only factors above zero are taken out.
         """
-        factor = unit
+        core, factor, numbers = self._taken_out(e, positive)
+        return core, self.factor(factor * unit, *numbers)
+
+    def _taken_out(self, e: Expr, positive: bool) -> tuple[Expr, float, list[tuple[Expr, bool]]]:
+        factor = 1.0
         numbers: list[tuple[Expr, bool]] = []
         while True:
             k = None
             if e.op == "neg" and not positive:
                 e, factor = e.args[0], -factor
                 continue
+            if e.op == "where" and e.args[2].op == "const" and e.args[2].const == -math.inf:  # what is hidden stays so
+                core, inner, more = self._taken_out(e.args[1], positive=True)
+                return apply("where", e.args[0], core, e.args[2]), factor * inner, [*numbers, *more]
             if e.op in ("mul", "div"):
                 k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
             if k is None:
-                return e, self.factor(factor, *numbers)
+                return e, factor, numbers
             rest = e.args[1] if k is e.args[0] else e.args[0]
             if k.op == "const":
                 factor = factor / k.const if e.op == "div" else factor * k.const
@@ -99,9 +109,37 @@ class Exponents:
             return k.const > 0 if positive else k.const != 0
         return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
 
+    def multiplied(self, e: Expr) -> str | None:
+        """A pair over a number, or times some, as one product; None where there is nothing to join."""
+        core, factor = self.linear(e, unit=1.0)
+        return None if core is e or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
+
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or over) numbers, as a literal or a name bound before the loop."""
         if not numbers:
             return literal(constant)
         text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
         return self.bind(("factor", constant, numbers), text, False)
+
+    # Indices among other numbers
+
+    def is_place(self, e: Expr) -> bool:
+        """Whether a whole number per pair is made of indices, and small enough to be exact in float32."""
+        return e.is_pair and e.dtype == "int" and self.spec.short and _reach(e) < _EXACT
+
+    def place(self, e: Expr) -> str:
+        """Such a number in float32, made from its parts on either side: a conversion is as slow as an exponential."""
+        if e.op == "const":
+            return literal(float(e.const))
+        if not e.is_pair:
+            return self.bind((e, "place"), f"place({self.number(e)})", self.spec.folds(e))
+        return self.bind((e, "place"), PRIMITIVES[e.op].triton.format(*map(self.place, e.args)), True)
+
+
+def _reach(e: Expr) -> float:
+    """How large a whole number made of indices may be; infinite for any other."""
+    if e.op in ("row_index", "col_index") or (e.op == "size" and e.attrs[0] in ("rows", "cols")):
+        return SHORT
+    if e.op == "const":
+        return abs(e.const)
+    return sum(map(_reach, e.args)) if e.op in ("add", "sub", "neg", "abs") else math.inf

@@ -51,7 +51,7 @@ class Sum(Kind):
     def _weight(self, w: Expr) -> str:
         text = self.v.full(w)
         text = f"{text}.to(tl.int32)" if w.dtype == "bool" else text
-        return self.v.bind((text, 0), self.v.seen(text, "0"), True) if self.v.masked else text
+        return self.v.seen_name(text, "0")
 
     def finish(self) -> list[tuple[list[str], Any]]:
         texts = self.total.result()
@@ -148,15 +148,11 @@ class Soft(Kind):
         v, factor = self.v, ""
         if self.fast:
             logit, factor = self._scaled(logit)
-        s = v.full(logit)
-        s = v.bind((s, -math.inf), v.seen(s, 'float("-inf")'), True) if v.masked else s
+        s = v.seen_name(v.full(logit), 'float("-inf")')
         return s, f" * {factor}" if factor else ""
 
     def _scaled(self, logit: Expr) -> tuple[Expr, str]:
         """A logit as core × (positive factor), the factor taken out of a ``where`` against minus infinity too."""
-        if logit.op == "where" and logit.args[2].const == -math.inf:
-            core, factor = self.v.linear(logit.args[1], positive=True)
-            return apply("where", logit.args[0], core, logit.args[2]), factor
         core, factor = self.v.linear(logit, positive=True)
         return (core, factor) if core.is_pair else (logit, self.v.factor(LOG2E))
 

@@ -92,8 +92,7 @@ class Launch:
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
-        # whether calls need leaves with merged batch
-        self.merged = bool(self.casts or self.data)
+        self.merged = bool(self.casts)  # whether calls need leaves with merged batch
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.again: Callable[..., Any] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
@@ -120,10 +119,8 @@ class Launch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
-        ragged = (
-            bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
-            or self.lengths[1] % self.plan.block_folded != 0
-        )
+        second = not self.kernel.once and bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
+        ragged = second or self.lengths[1] % self.plan.block_folded != 0
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         self.boxes = [
@@ -148,7 +145,7 @@ class Launch:
             for at, leaf in self.fill:
                 arguments[at] = given[leaf]
             if self.spec.bounds:
-                arguments += self.edges or self._bounds(given)
+                arguments += self.edges or self._bounds(leaves, merged)
             arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
             arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
             if self.again is not None:
@@ -199,16 +196,17 @@ class Launch:
         seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
         return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
 
-    def _bounds(self, given: Sequence[Any]) -> list[Any]:
+    def _bounds(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
-        asked = {e: given[leaf] for e, leaf in self.asked}
-        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked.values())
-        edges, stride, flip = recent.remembered(parts, lambda: self._edges(asked))
+        asked = [leaves[leaf] for _, leaf in self.asked]
+        parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()))
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
 
-    def _edges(self, asked: Values) -> list[Any]:
+    def _edges(self, values: Values) -> list[Any]:
+        asked = {e: values[e] for e, _ in self.asked}
         device, batches = self.sizes.device, len(self.batch) - 1
         bounds = functools.partial(skip.bounds, self.fold, self.over)
         if self.data:

@@ -7,7 +7,6 @@ folded side. A vector is either a block ``[side, features]``, for matrix product
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,18 @@ from ...program.expr import Expr, const, topological, widest
 from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from . import deep
-from .exponents import Exponents, literal
-from .spec import SHORT, TINY, WIDEST, Spec, Unsupported, padded
+from .cuts import Cuts
+from .exponents import literal
+from .spec import TINY, WIDEST, Spec, Unsupported, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
-_EXACT = 2**22  # whole numbers below this are the same in float32, and helpers know how to make them
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-class Values(Exponents):
+class Values(Cuts):
     """The names bound so far, before the loop and inside it, and the lines that bind them."""
 
     def __init__(self, spec: Spec):
@@ -47,6 +46,7 @@ class Values(Exponents):
         self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
+        self.cuts: dict[Expr, bool] = {}
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
@@ -72,6 +72,8 @@ class Values(Exponents):
         found = self.outer.get(e) or self.inner.get(e)
         if found:
             return found
+        if e.op == "where" and e.args[0] in self.cuts:
+            return self.chosen(e)
         if e.op in ("const", "nan"):
             value = float("nan") if e.op == "nan" else e.const
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
@@ -84,10 +86,6 @@ class Values(Exponents):
         text = self.number(e)
         kind = {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[e.dtype]
         return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
-
-    def seen(self, text: str, otherwise: str) -> str:
-        """A block with what lies beyond the folded axis replaced."""
-        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
@@ -108,18 +106,11 @@ class Values(Exponents):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
-        if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
-            return self._multiplied(e)
+        joined = self.spec.narrow and e.is_pair and e.op in ("div", "tanh")  # numbers are joined: a pair divides by none
+        text = self.multiplied(e if e.op == "div" else e.args[0]) if joined else None
+        if text is not None:
+            return text if e.op == "div" else self._primitive(e, [text])
         return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
-
-    def _multiplied(self, e: Expr) -> str:
-        """A quotient, or tanh, whose numbers are joined to one factor before the loop: a pair divides by none."""
-        whole = e if e.op == "div" else e.args[0]
-        core, factor = self.linear(whole, unit=1.0)
-        if core is whole:
-            return self._primitive(e, [self.argument(a, "float") for a in e.args])
-        text = f"{self.argument(core, 'float')} * {factor}"
-        return text if e.op == "div" else self._primitive(e, [text])
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
@@ -189,8 +180,8 @@ class Values(Exponents):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
-        if want == "float" and a.is_pair and self.spec.short and self._reach(a) < _EXACT:
-            return self._real(a)
+        if want == "float" and self.is_place(a):
+            return self.place(a)
         return self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
@@ -202,20 +193,6 @@ class Values(Exponents):
         if want == "bool":
             return f"({text} != 0)"
         return f"{text}.to({self.float})" if want == "float" else f"{text}.to(tl.int{32 if a.dtype == 'bool' else 64})"
-
-    def _reach(self, e: Expr) -> float:
-        """How large a whole number made of indices may be; infinite for any other."""
-        if e.op in ("row_index", "col_index") or (e.op == "size" and e.attrs[0] in ("rows", "cols")):
-            return SHORT
-        if e.op == "const":
-            return abs(e.const)
-        return sum(map(self._reach, e.args)) if e.op in ("add", "sub", "neg", "abs") else math.inf
-
-    def _real(self, e: Expr) -> str:
-        """The same in float32, made from its parts on either side: a conversion per pair is as slow as an exponential."""
-        if not e.is_pair:
-            return literal(float(e.const)) if e.op == "const" else self.bind((e, "real"), f"real({self.number(e)})", self.spec.folds(e))
-        return self.bind((e, "real"), PRIMITIVES[e.op].triton.format(*map(self._real, e.args)), True)
 
     def _primitive(self, e: Expr, args: list[str]) -> str:
         p = PRIMITIVES[e.op]
