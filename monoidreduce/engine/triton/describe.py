@@ -18,7 +18,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
 from . import deep, skip
-from .spec import SHORT, TINY, WIDEST, Spec
+from .spec import TINY, WIDEST, Spec
 from .totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
@@ -67,7 +67,6 @@ def describe(
         deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
         native=narrow is torch.bfloat16 and has_tanh(sizes.device),
-        short=max(sizes.rows, sizes.cols) <= SHORT,
     )
     return spec, tuple(casts)
 

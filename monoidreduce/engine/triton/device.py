@@ -82,11 +82,6 @@ def native_tanh(x):
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-def place(n):
-    # whole numbers of less than 2**22 in float32, by their bits: 2**23 + 2**22 + n has them at its end
-    return (n.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
-
-
 def quick_sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
 

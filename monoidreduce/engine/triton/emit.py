@@ -2,8 +2,7 @@
 
 A program instance owns ``KEPT`` indices of the kept axis of one batch element and walks the folded axis in tiles of
 ``FOLDED``, its state in registers: no atomics, one fixed order. Two loops share the state. The first meets whole tiles
-on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end. Sums of
-vectors under conditions have one loop for both (``cuts.py``).
+on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end.
 The same text serves every length, plan and batch size, and equal programs have equal texts.
 """
 
@@ -17,7 +16,6 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
 from . import device, kinds, skip
@@ -60,7 +58,6 @@ class Kernel:
     bounds: bool = False  # whether it is told which tiles to visit
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
-    once: bool = False  # whether one loop meets whole tiles and the others
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
@@ -70,8 +67,7 @@ def kernel(spec: Spec) -> Kernel:
     v = Values(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     truths = skip.preferred(spec.fold) if spec.bounds else {}
-    once = _once(spec, reductions, truths)
-    walk = _one_loop(v, reductions, truths) if once else _walk(v, reductions, truths)
+    walk = _walk(v, reductions, truths)
     v.loop(False)
     stores = _stores(reductions, v)
     name = f"fold_over_{spec.over}"
@@ -84,7 +80,7 @@ def kernel(spec: Spec) -> Kernel:
         "# running values",
         *(line for r in reductions for line in r.start()),
         "",
-        *_range(spec, once),
+        *_range(spec),
         *walk,
         "",
         "# results",
@@ -123,7 +119,6 @@ def kernel(spec: Spec) -> Kernel:
         spec.bounds,
         spec.deep,
         any(e.op == "uniform" for e in under),
-        once,
     )
 
 
@@ -148,39 +143,22 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
     return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
 
 
-def _once(spec: Spec, reductions: list[Kind], truths: dict[Expr, bool]) -> bool:
-    """Whether one loop meets all tiles: products of 16 bits are added up, and conditions only choose among pairs."""
-    if not truths or not spec.narrow or spec.deep or not all(isinstance(r, kinds.Sum) and r.total.whole for r in reductions):
-        return False
-    fields = [f for r in reductions for f in r.reduction.args]
-    chosen = {(e.op == "where" and e.args[0], a) for e in topological(fields) for a in e.args if a in truths}
-    return all(c is a for c, a in chosen) and not any(c.walk or c.minus for f in fields for c in contractions(f, spec.over))
-
-
-def _one_loop(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
-    v.cuts = truths
-    body = _turn(v, reductions, {}, masked=True)
-    v.cuts = {}
-    return [
-        "for t in range(first, last):",
-        "    start = t * FOLDED",
-        "    cut = (t < whole_first) | (t >= again_last) | ((t >= whole_last) & (t < again_first))",
-        "    folded_at = start + tl.arange(0, FOLDED)",
-        "    folded_in = within(folded_at, folded_size, RAGGED)",
-        *(f"    {line}" for line in body),
-    ]
-
-
 def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
     if not soft:
         return []
     v.loop(False)
     for r in soft:
         r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
-    some = "whole + again > 0" if v.spec.bounds or v.spec.split else "whole_last > whole_first"
-    first = "(whole_first + tl.where(whole > 0, 0, between))" if v.spec.bounds or v.spec.split else "whole_first"
+    runs = v.spec.bounds or v.spec.split
+    some = "whole + again > 0" if runs else "whole_last > whole_first"
+    first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"
+    what = "the first whole tile"
+    if any(r.sloped for r in soft):
+        what = "the whole tile nearest to the rows' own indices"
+        last = "tl.where(whole > 0, whole_last, again_last)" if runs else "whole_last"
+        first = f"tl.maximum({first}, tl.minimum(tile * KEPT // FOLDED, {last} - 1))"
     return [
-        "# the maximum of the first whole tile stands in for the running one in all of them",
+        f"# the maximum of {what} stands in for the running one in all of them",
         f"if {some}:",
         f"    start = {first} * FOLDED",
         "    folded_at = start + tl.arange(0, FOLDED)",
@@ -282,8 +260,8 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
-def _range(spec: Spec, once: bool) -> list[str]:
-    """Which tiles are walked; ``once``: in one loop."""
+def _range(spec: Spec) -> list[str]:
+    """Which tiles are walked."""
     if spec.bounds:
         lines = [
             "# the tiles to visit, from first to last: whole ones in two runs, and those around; others are idle",
@@ -301,7 +279,7 @@ def _range(spec: Spec, once: bool) -> list[str]:
             "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
             *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in skip.EDGES),
         ]
-    return lines if once else [
+    return [
         *lines,
         "whole = whole_last - whole_first",
         "before = whole_first - first",
@@ -323,6 +301,14 @@ def _loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], 
         begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
         count = "before + between + last - again_last"
         turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
+    second = [
+        f"for t in range(0, {count}):",
+        f"    start = ({turn}) * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        "    folded_in = within(folded_at, folded_size, RAGGED)",
+        *(f"    {line}" for line in general),
+    ]
+    always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
     return [
         f"for t in range({begin}, {stop}):",
         f"    start = {at.format('t')} * FOLDED",
@@ -331,12 +317,7 @@ def _loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], 
         *(f"    {line}" for line in plain),
         *_ended(begin, stop, at, waiting),
         *judged,
-        "if RAGGED:",
-        f"    for t in range(0, {count}):",
-        f"        start = ({turn}) * FOLDED",
-        "        folded_at = start + tl.arange(0, FOLDED)",
-        "        folded_in = folded_at < folded_size",
-        *(f"        {line}" for line in general),
+        *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
     ]
 
 

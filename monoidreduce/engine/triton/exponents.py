@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from ...program.build import apply
-from ...program.expr import Expr
-from ...program.primitives import PRIMITIVES
-from .spec import SHORT, Spec
+from ...program.expr import Expr, const
+from .spec import Spec
 
 LOG2E = math.log2(math.e)
-_EXACT = 2**22  # whole numbers below this the helper ``place`` makes
+Taken = tuple[Expr, float, list[tuple[Expr, bool]]]  # what is left, and what it is multiplied by, or divided (True)
 
 
 def literal(value: float | int | bool) -> str:
@@ -80,7 +79,7 @@ class Exponents:
         core, factor, numbers = self._taken_out(e, positive)
         return core, self.factor(factor * unit, *numbers)
 
-    def _taken_out(self, e: Expr, positive: bool) -> tuple[Expr, float, list[tuple[Expr, bool]]]:
+    def _taken_out(self, e: Expr, positive: bool) -> Taken:
         factor = 1.0
         numbers: list[tuple[Expr, bool]] = []
         while True:
@@ -91,6 +90,9 @@ class Exponents:
             if e.op == "where" and e.args[2].op == "const" and e.args[2].const == -math.inf:  # what is hidden stays so
                 core, inner, more = self._taken_out(e.args[1], positive=True)
                 return apply("where", e.args[0], core, e.args[2]), factor * inner, [*numbers, *more]
+            if e.op in ("add", "sub") and (made := self._from_both(e)) is not None:
+                core, inner, more = made
+                return core, factor * inner, [*numbers, *more]
             if e.op in ("mul", "div"):
                 k = next((a for a in (e.args if e.op == "mul" else e.args[1:]) if self._factors_out(a, positive)), None)
             if k is None:
@@ -101,6 +103,20 @@ class Exponents:
             else:
                 numbers.append((k, e.op == "div"))
             e = rest
+
+    def _from_both(self, e: Expr) -> Taken | None:
+        """A sum's factor: what its first part is multiplied by divides the other's number, before the loop."""
+        first, other = e.args
+        if not first.is_pair or other.op != "mul" or not other.is_pair:
+            return None
+        number, rest = other.args if not other.args[0].is_pair else other.args[::-1]
+        core, factor, numbers = self._taken_out(first, positive=True)
+        if number.is_pair or self.spec.folds(number) or number.feature is not None or core is first:
+            return None
+        by: Expr = const(factor)
+        for k, over in numbers:
+            by = apply("div" if over else "mul", by, k)
+        return apply(e.op, core, apply("mul", apply("div", number, by), rest)), factor, numbers
 
     def _factors_out(self, k: Expr, positive: bool) -> bool:
         if k.dtype != "float" or k.rows or k.cols or k.feature is not None:
@@ -120,26 +136,3 @@ class Exponents:
             return literal(constant)
         text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
         return self.bind(("factor", constant, numbers), text, False)
-
-    # Indices among other numbers
-
-    def is_place(self, e: Expr) -> bool:
-        """Whether a whole number per pair is made of indices, and small enough to be exact in float32."""
-        return e.is_pair and e.dtype == "int" and self.spec.short and _reach(e) < _EXACT
-
-    def place(self, e: Expr) -> str:
-        """Such a number in float32, made from its parts on either side: a conversion is as slow as an exponential."""
-        if e.op == "const":
-            return literal(float(e.const))
-        if not e.is_pair:
-            return self.bind((e, "place"), f"place({self.number(e)})", self.spec.folds(e))
-        return self.bind((e, "place"), PRIMITIVES[e.op].triton.format(*map(self.place, e.args)), True)
-
-
-def _reach(e: Expr) -> float:
-    """How large a whole number made of indices may be; infinite for any other."""
-    if e.op in ("row_index", "col_index") or (e.op == "size" and e.attrs[0] in ("rows", "cols")):
-        return SHORT
-    if e.op == "const":
-        return abs(e.const)
-    return sum(map(_reach, e.args)) if e.op in ("add", "sub", "neg", "abs") else math.inf

@@ -26,6 +26,9 @@ _ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one t
 _MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 
 
+_LEAST = 2.0**-80  # totals above this lost nothing that counts
+
+
 class Sum(Kind):
     def prepare(self) -> None:
         x = self.reduction.args[0]
@@ -43,12 +46,13 @@ class Sum(Kind):
         if self.total.waits(parts):
             self.v.products(parts[0].weight)
             self.v.inside.append(self.total.catch_up())
-            self.v.inside.append(self.total.wait(self._weight(parts[0].weight)))
+            self.v.inside.append(self.total.wait(self.weight(parts[0].weight)))
             return
         for c in parts:
-            self.total.add(c, None if c.walk else self._weight(c.weight))
+            self.total.add(c, None if c.walk else self.weight(c.weight))
 
-    def _weight(self, w: Expr) -> str:
+    def weight(self, w: Expr) -> str:
+        """The name of a whole block of weights, 0 beyond the folded axis."""
         text = self.v.full(w)
         text = f"{text}.to(tl.int32)" if w.dtype == "bool" else text
         return self.v.seen_name(text, "0")
@@ -79,17 +83,27 @@ class Soft(Kind):
     def prepare(self) -> None:
         n = self.name
         self.fast = self.v.spec.narrow is not None
+        self.sloped = False
         self.means = [
             Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
         ]
         self.guesses = self.v.spec.guess and self._level()
 
     def _level(self) -> bool:
-        """Whether one tile is like another: no number of the folded axis, such as a distance in it, raises logits."""
+        """Whether one tile is like another, and walks are long enough to look at one of them twice.
+
+        No data of the folded axis, such as a bias, may raise logits; where a conjunction of conditions or data (a
+        window, documents) says what is seen, walks are short. ``sloped``: where logits fall with a distance between
+        indices, the tile to look at is the one nearest to the rows' own indices.
+        """
         logit = self.reduction.args[0]
-        logit = logit.args[1] if logit.op == "where" and logit.args[2].const == -math.inf else logit
-        numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair]
-        return not any(self.v.spec.folds(e) for e in numbers)
+        if logit.op == "where" and logit.args[2].const == -math.inf:
+            if logit.args[0].op == "logical_and" or any(e.op == "leaf" for e in topological(logit.args[:1])):
+                return False
+            logit = logit.args[1]
+        numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair and self.v.spec.folds(e)]
+        self.sloped = bool(numbers)
+        return not any(e.op == "leaf" for e in numbers)
 
     def guess(self, fields: tuple[Expr, ...]) -> None:
         """A maximum for whole tiles, from one of them."""
@@ -101,7 +115,9 @@ class Soft(Kind):
 
     def guessed(self) -> str:
         """Whether no weight is out of range; NaN is not in range."""
-        return f"tl.max(tl.where({self.name}_total < {literal(_MOST)}, 0, 1)) == 0"
+        near = f"{self.name}_total < {literal(_MOST)}"
+        near = f"({near}) & ({self.name}_total > {literal(_LEAST)})" if self.sloped else near
+        return f"tl.max(tl.where({near}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float

@@ -119,8 +119,7 @@ class Launch:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
-        second = not self.kernel.once and bool(self.spec.bounds or self.spec.split or self.kernel.guesses)
-        ragged = second or self.lengths[1] % self.plan.block_folded != 0
+        ragged = self.lengths[1] % self.plan.block_folded != 0
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         self.boxes = [

@@ -10,7 +10,6 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 
 TINY = 8  # up to here features are unrolled; beyond, products are matrix products
-SHORT = 2**20  # indices up to here, and their differences, are exact in float32
 WIDEST = 256  # beyond, accumulators do not fit in registers
 
 
@@ -38,7 +37,6 @@ class Spec:
     deep: bool = False  # whether products may have more features than a block: they are then walked
     join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
     native: bool = False  # whether tanh is an instruction, and products bear its 11 digits
-    short: bool = False  # whether no index is larger than SHORT
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
 
     @cached_property

@@ -47,11 +47,6 @@ class Total:
         return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
 
     @property
-    def whole(self) -> bool:
-        """Whether it is one block of vectors."""
-        return self.feature is not None and not self.tiny
-
-    @property
     def names(self) -> list[str]:
         return [f"{self.name}_{f}" for f in range(self.width)] if self.tiny else [self.name]
 

@@ -18,8 +18,7 @@ from ...program.expr import Expr, const, topological, widest
 from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from . import deep
-from .cuts import Cuts
-from .exponents import literal
+from .exponents import Exponents, literal
 from .spec import TINY, WIDEST, Spec, Unsupported, padded
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
@@ -29,7 +28,7 @@ _QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|gelu_tanh)\(")  # helpers that hav
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-class Values(Cuts):
+class Values(Exponents):
     """The names bound so far, before the loop and inside it, and the lines that bind them."""
 
     def __init__(self, spec: Spec):
@@ -46,7 +45,6 @@ class Values(Cuts):
         self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
-        self.cuts: dict[Expr, bool] = {}
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
@@ -72,8 +70,6 @@ class Values(Cuts):
         found = self.outer.get(e) or self.inner.get(e)
         if found:
             return found
-        if e.op == "where" and e.args[0] in self.cuts:
-            return self.chosen(e)
         if e.op in ("const", "nan"):
             value = float("nan") if e.op == "nan" else e.const
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
@@ -86,6 +82,14 @@ class Values(Cuts):
         text = self.number(e)
         kind = {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[e.dtype]
         return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
+
+    def seen(self, text: str, otherwise: str) -> str:
+        """A block with what lies beyond the folded axis replaced."""
+        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+
+    def seen_name(self, text: str, otherwise: str) -> str:
+        """The same by name."""
+        return self.bind((text, otherwise), self.seen(text, otherwise), True) if self.masked else text
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
@@ -180,8 +184,6 @@ class Values(Cuts):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
-        if want == "float" and self.is_place(a):
-            return self.place(a)
         return self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
