@@ -2,7 +2,8 @@
 
 A box is a block of consecutive vectors of one batch element; what lies outside the tensor reads as zero. The copy takes
 one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their strides: the
-features lie side by side, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out.
+features lie side by side, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out. Numbers
+along the folded axis have boxes too: every thread of a kernel would copy those that it needs, many copying the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,28 +37,47 @@ def on(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def of(spec: Spec, leaves: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
+def of(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
     """Per leaf of the fold: the batch dimensions of its box, None where it has none."""
-    return tuple(_dimensions(e, spec, values[e], batch) if e in leaves else None for e in spec.fold.leaves)
+    numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
+    fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
+    return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 
 
-def _dimensions(e: Expr, spec: Spec, v: Any, batch: int) -> tuple[int, ...] | None:
-    if not (isinstance(v, Tensor) and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow):
+def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., bool]) -> tuple[int, ...] | None:
+    if not isinstance(v, Tensor) or not v.numel():
         return None
-    width, found = v.shape[-1], tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
-    strides = [v.stride(k) for k in (*found, batch)]
-    whole = width == padded(width) <= WIDEST or (spec.deep and width > WIDEST)
-    fits = whole and v.stride(-1) == 1 and len(found) + 2 <= _DIMENSIONS
-    aligned = all(s > 0 and s * 2 % 16 == 0 for s in strides) and v.data_ptr() % 16 == 0
-    return found if fits and aligned and v.numel() and not spec.room_of[e] else None
+    found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
+    kept = (*found, *((batch,) if e.feature is not None else ()))  # those with a stride of their own
+    aligned = all(s > 0 and s * v.element_size() % 16 == 0 for s in map(v.stride, kept)) and v.data_ptr() % 16 == 0
+    return found if aligned and len(found) + 2 <= _DIMENSIONS and v.stride(-1) == 1 and fits(e, spec, v) else None
 
 
-def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
-    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features."""
-    kept = (*dims, v.ndim - 2, v.ndim - 1)
-    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(
-        v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block]
-    )
+def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
+    whole = v.shape[-1] == padded(v.shape[-1]) <= WIDEST or (spec.deep and v.shape[-1] > WIDEST)
+    return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and not spec.room_of[e]
+
+
+def _fits_number(e: Expr, spec: Spec, v: Tensor) -> bool:
+    return v.element_size() in (4, 8)
+
+
+def line(length: int, count: int, block: int, device: torch.device) -> Any:
+    """The descriptor of float32 numbers ``[count, length]`` that are made for every launch."""
+    like = torch.empty(1, dtype=torch.float32, device=device).expand(count, length)
+    made = _descriptor(like, [count, length], [length, 1], [1, block])
+    made.base = None
+    return made
+
+
+def _descriptor(v: Tensor, *form: list[int]) -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
+
+
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...]) -> Any:
+    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some vectors and features, or numbers."""
+    kept = (*dims, *range(v.ndim - len(block), v.ndim))
+    made = _descriptor(v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block])
     made.base = None  # a frozen launch holds nobody's tensor
     return made
 

@@ -56,6 +56,7 @@ class Kernel:
     few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
+    reads: bool = False  # whether that depends on numbers of the folded side, which cut tiles read
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
@@ -117,6 +118,7 @@ def kernel(spec: Spec) -> Kernel:
         v.few_width,
         "tl.exp2(" in text,
         spec.bounds,
+        any(e.op == "leaf" and spec.folds(e) for e in topological(truths)),
         spec.deep,
         any(e.op == "uniform" for e in under),
     )
@@ -234,7 +236,7 @@ def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], li
     sizes += ["parts", "batches"] if spec.split else []
     names += sizes
     names += ["bounds", "bounds_b", "turns", "flip"] if spec.bounds else []
-    names += [f"shift{k}_ptr" for k in range(shifts)]
+    names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
     names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 

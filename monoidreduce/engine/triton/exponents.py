@@ -66,6 +66,9 @@ class Exponents:
         if (number, total) not in self.shifts:
             self.shifts.append((number, total))
         name = f"shift{self.shifts.index((number, total))}"
+        if self.spec.line:
+            text = f"tl.reshape({name}_box.load([tl.cast(batch, tl.int32), start]), [FOLDED])[None, :]"
+            return self.bind(name, text, True, name)
         base = f"{name}_ptr + tl.cast(batch, tl.int64) * folded_size"
         base = self.bind((name, "base"), base, False, f"{name}_base")
         mask = ", mask=folded_in, other=0" if self.masked else ""

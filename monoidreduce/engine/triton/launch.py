@@ -89,7 +89,8 @@ class Launch:
         self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
+        line = bool(self.plan.boxes and self.lengths[1] % 4 == 0)
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else (), line=line)
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         self.merged = bool(self.casts)  # whether calls need leaves with merged batch
@@ -122,6 +123,7 @@ class Launch:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
+        self.line = boxes.line(self.lengths[1], count, self.blocks[1], self.sizes.device) if self.spec.line else None
         self.boxes = [
             (place(e), boxes.template(values[e], dims, self._block(e)))
             for e, dims in self.spec.box_of.items()
@@ -129,8 +131,10 @@ class Launch:
         ]
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
-    def _block(self, e: Expr) -> tuple[int, int]:
-        """How many vectors, and of how many features, a tensor descriptor copies at a time."""
+    def _block(self, e: Expr) -> tuple[int, ...]:
+        """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
+        if e.feature is None:
+            return (self.blocks[1],)
         width = self.sizes.of(str(e.feature))
         return self.blocks[self.spec.folds(e)], deep.DEPTH if width > WIDEST else width
 
@@ -189,11 +193,12 @@ class Launch:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
-    def _shift(self, number: Tensor, total: Tensor) -> Tensor:
+    def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
         batch = self.batch if self.merged else self.sizes.batch
         seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
-        return (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
+        made = (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
+        return made if self.line is None else boxes.filled(self.line, made)
 
     def _bounds(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Any]:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""

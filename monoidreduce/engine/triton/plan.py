@@ -101,10 +101,10 @@ def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPl
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
-    """The widest features, how many sums of them are held, and whether tiles are passed over or a maximum guessed."""
+    """The widest features, how many sums of them are held, and how tiles are passed over or a maximum guessed."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
+    how = "reads" if kernel.reads else "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
     return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 

@@ -110,6 +110,8 @@ class Values(Exponents):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
+        if e.op == "where":
+            self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
         joined = self.spec.narrow and e.is_pair and e.op in ("div", "tanh")  # numbers are joined: a pair divides by none
         text = self.multiplied(e if e.op == "div" else e.args[0]) if joined else None
         if text is not None:
@@ -126,6 +128,8 @@ class Values(Exponents):
             mask = "kept_in[:, None]" + (" & folded_in[None, :]" if self.masked else "")
             place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
             text = f"tl.load({place}, mask={mask}, other=0)"
+        elif e in self.spec.box_of:
+            text = f"{self.boxed(e, 'start')}[None, :]"
         elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
@@ -359,9 +363,12 @@ class Values(Exponents):
         return self.bind((e, "block"), text, folded, f"{name}_block")
 
     def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
-        """The vectors of a leaf from an index of its axis, and from a feature on, by its tensor descriptor."""
+        """The vectors (from a feature on) or numbers of a leaf from an index of its axis, by its tensor descriptor."""
         dims = self.spec.box_of[e]
         at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        if e.feature is None:
+            text = f"{e.attrs[0]}_box.load([{at}{start}])"
+            return f"tl.reshape({text}, [FOLDED])" if dims else text
         text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
         width = self.spec.width(e.feature)
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
