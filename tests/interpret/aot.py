@@ -38,6 +38,11 @@ def causal_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def capped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(30.0 * torch.tanh(q @ k * 0.125 / 30.0), v)
+
+
+@mr.op
 def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
     return mr.sum(torch.relu(x @ p) * q)
 
@@ -122,6 +127,7 @@ def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
 CASES = [
     *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
     Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),

@@ -3,6 +3,7 @@ descriptors, the k best, picks computed where they point, launches made once and
 small tiles."""
 
 import math
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -88,6 +89,12 @@ def capped(q: Row["f"], k: Col["f"], v: Col["d"], cap: Row):
     return mr.softmax_mean(cap * torch.tanh(q @ k * 0.01), v), mr.sum((q @ k) * v), mr.max(q @ k)
 
 
+@mr.op
+def sloped(q: Row["f"], k: Col["f"], v: Col["d"], slope: float):
+    distance = (mr.row_index - mr.col_index).abs()
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index + 9, q @ k * 0.3 - slope * distance, -torch.inf), v)
+
+
 def _close(op, args, extra, bound):
     """Values and gradients of 16-bit kernels beside float64."""
     out = op(*args, *extra)
@@ -107,8 +114,14 @@ def _close(op, args, extra, bound):
 @pytest.mark.parametrize("size", [1.0, 60.0], ids=["near", "far"])
 @pytest.mark.parametrize(
     ("op", "parts", "boxes"),
-    [(attention, 1, False), (attention, 3, True), (causal, 3, False), (causal, 1, True), (capped, 1, True)],
-    ids=["full, loads", "full, split, boxes", "causal, split, loads", "causal, boxes", "capped, boxes"],
+    [
+        *((attention, 1, False), (attention, 3, True), (causal, 3, False), (causal, 1, True), (capped, 1, True)),
+        *((sloped, 1, True), (sloped, 3, False)),
+    ],
+    ids=[
+        *("full, loads", "full, split, boxes", "causal, split, loads", "causal, boxes", "capped, boxes"),
+        *("sloped, boxes", "sloped, split, loads"),
+    ],
 )
 def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
@@ -122,7 +135,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
     k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
     args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
-    extra = {attention: (0.25,), causal: ()}.get(op) or ()
+    extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
     seen = []
     real = emit.kernel
@@ -156,6 +169,28 @@ def test_boxes_whatever_the_strides(shape):
     args = [t.requires_grad_() for t in (q, k, v)]
     with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))), mr.use(engine="triton"):
         _close(attention, args, (0.2,), 4e-3)
+
+
+@pytest.mark.parametrize("length", [48, 50])
+@pytest.mark.parametrize("options", ["documents", "dropout"])
+def test_numbers_have_boxes(options, length, monkeypatch):
+    """Those along the folded axis, and the shifts of exponents where their rows begin on 16 bytes."""
+    monkeypatch.setattr(describe, "MANY", 0)
+    monkeypatch.setattr(engine, "_READY", {})
+    gen = torch.Generator().manual_seed(8)
+    args = [torch.randn(2, 3, length, 32, generator=gen).half().requires_grad_() for _ in range(3)]
+    documents = torch.arange(length) // 11
+    given = {"documents": dict(documents=documents, causal=True), "dropout": dict(dropout_p=0.3, seed=5)}[options]
+    seen, real = [], emit.kernel
+    with (
+        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))),
+        mr.use(engine="triton"),
+        mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
+    ):
+        _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
+    texts = "".join(kernel.text for kernel in seen)
+    assert ("shift0_box.load" in texts) == (length % 4 == 0)
+    assert re.search(r"x\d+ = .*_box\.load\(\[.*start\]\)", texts)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -49,7 +49,9 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., boo
         return None
     found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
     kept = (*found, *((batch,) if e.feature is not None else ()))  # those with a stride of their own
-    aligned = all(s > 0 and s * v.element_size() % 16 == 0 for s in map(v.stride, kept)) and v.data_ptr() % 16 == 0
+    aligned = (
+        all(s > 0 and s * v.element_size() % 16 == 0 for s in (v.stride(k) for k in kept)) and v.data_ptr() % 16 == 0
+    )
     return found if aligned and len(found) + 2 <= _DIMENSIONS and v.stride(-1) == 1 and fits(e, spec, v) else None
 
 
@@ -75,7 +77,7 @@ def _descriptor(v: Tensor, *form: list[int]) -> Any:
 
 
 def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some vectors and features, or numbers."""
+    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors."""
     kept = (*dims, *range(v.ndim - len(block), v.ndim))
     made = _descriptor(v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block])
     made.base = None  # a frozen launch holds nobody's tensor

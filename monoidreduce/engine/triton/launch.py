@@ -89,7 +89,7 @@ class Launch:
         self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
-        line = bool(self.plan.boxes and self.lengths[1] % 4 == 0)
+        line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else (), line=line)
         self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -123,7 +123,8 @@ class Launch:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
-        self.line = boxes.line(self.lengths[1], count, self.blocks[1], self.sizes.device) if self.spec.line else None
+        line = (self.lengths[1], count, self.blocks[1], self.sizes.device)
+        self.line = boxes.line(*line) if self.spec.line and self.shifts and count else None
         self.boxes = [
             (place(e), boxes.template(values[e], dims, self._block(e)))
             for e, dims in self.spec.box_of.items()

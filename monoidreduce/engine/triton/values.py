@@ -112,7 +112,7 @@ class Values(Exponents):
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e.op == "where":
             self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
-        joined = self.spec.narrow and e.is_pair and e.op in ("div", "tanh")  # numbers are joined: a pair divides by none
+        joined = self.spec.narrow and e.is_pair and e.op in ("div", "tanh")  # by one product: a pair divides by none
         text = self.multiplied(e if e.op == "div" else e.args[0]) if joined else None
         if text is not None:
             return text if e.op == "div" else self._primitive(e, [text])
