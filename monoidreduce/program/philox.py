@@ -55,7 +55,7 @@ def _high(product: Tensor) -> Tensor:
 
 
 def word(seed: Any, batch: Any, place: Any, out: Any = None) -> Any:
-    """Odd whole numbers of 32 bits for every (seed, batch, place), broadcast against each other."""
+    """Odd whole numbers of 32 bits, as int32 holds them, for every (seed, batch, place), broadcast."""
     seed, batch, place = (
         t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=place.device)
         for t in (seed, batch, place)
@@ -63,11 +63,11 @@ def word(seed: Any, batch: Any, place: Any, out: Any = None) -> Any:
     found = (place * _STEPS[0] + batch * _STEPS[1]) ^ seed
     for factor in _FACTORS:
         found = found.bitwise_xor_(found >> 32).mul_(factor)
-    found = found.bitwise_right_shift_(32).bitwise_and_(_MASK).bitwise_or_(1)
+    found = found.bitwise_right_shift_(32).bitwise_or_(1).to(torch.int32)
     return found if out is None else out.copy_(found)
 
 
 def coin(row: Any, col: Any, out: Any = None) -> Any:
-    """The upper 31 bits of the product of two words, counted in 32."""
-    found = torch.mul(row, col) if out is None else torch.mul(row, col, out=out)
+    """The upper 31 of the lower 32 bits of the product of two words."""
+    found = torch.mul(row, col).long() if out is None else torch.mul(row, col, out=out)
     return found.bitwise_and_(_MASK).bitwise_right_shift_(1)

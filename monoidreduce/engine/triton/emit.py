@@ -56,7 +56,8 @@ class Kernel:
     few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
-    reads: bool = False  # whether that depends on numbers of the folded side, which cut tiles read
+    short: bool = False  # whether walks are: several conditions, or data, say what is seen
+    reads: bool = False  # whether it is data, which cut tiles read
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
@@ -118,6 +119,7 @@ def kernel(spec: Spec) -> Kernel:
         v.few_width,
         "tl.exp2(" in text,
         spec.bounds,
+        any(e.op == "logical_and" or (e.op == "leaf" and spec.folds(e)) for e in topological(truths)),
         any(e.op == "leaf" and spec.folds(e) for e in topological(truths)),
         spec.deep,
         any(e.op == "uniform" for e in under),

@@ -105,6 +105,8 @@ def _sums(kernel: Kernel) -> tuple[int, int, str]:
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
     how = "reads" if kernel.reads else "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
+    if not alone and kernel.short:
+        return widest, 1, "short"
     return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 

@@ -226,7 +226,7 @@ class Values(Exponents):
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         text = _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
-        return text.replace("quick_tanh(", "native_tanh(") if self.spec.native else text
+        return text.replace("quick_tanh(", "native_tanh(") if self.spec.native and e.is_pair else text
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
