@@ -126,11 +126,11 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
-_SMALL = 256
+SMALL = 256
 
 
 def is_narrow(x: Tensor, y: Tensor) -> bool:

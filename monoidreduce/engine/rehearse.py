@@ -23,12 +23,13 @@ from torch.utils.flop_counter import flop_registry
 from ..plan.ceilings import Ceilings
 from ..plan.work import PLAIN, SPECIAL
 from ..program.lower import Fold
-from . import library, registry
+from . import hardware, library, registry
 from .alive import Alive
 from .autograd import REHEARSAL
 from .evaluate import Sizes
 
-_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157)
+_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
+_MANY = (257,)
 _LITERAL = 16  # lengths up to here stay as they are: a body may ask for a feature by its number
 _FREE = (
     "view",
@@ -70,12 +71,17 @@ class Rehearsal:
 
 
 class Scale:
-    """Small lengths for the axes of a call, and back: what a small number would be at the real lengths."""
+    """Small lengths for the axes of a call, and back: what a small number would be at the real lengths.
 
-    def __init__(self, sizes: Sizes, most: int = 0):
-        lengths = [*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values()]
+    ``most``: what all must exceed; ``tiles``: the lengths of tiles, which then stay shorter than what they are cut from.
+    """
+
+    def __init__(self, sizes: Sizes, most: int = 0, tiles: Sequence[int] = ()):
+        lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
         primes = iter(p for p in _PRIMES if p > most)
-        self.small: dict[int, int] = {n: next(primes, n) for n in dict.fromkeys(lengths) if n > _LITERAL}
+        self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
+        if not tiles and sizes.rows > hardware.SMALL:  # torch's products of so many rows are done in another way
+            self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
 
     def down(self, length: int) -> int:
@@ -114,12 +120,23 @@ class Scale:
 _CPU = torch.device("cpu")
 
 
-class _Stage(Alive):
+class Enlarged(Alive):
+    """Bytes alive at once, as they would be at the real lengths."""
+
+    def __init__(self, scale: Scale, given: Sequence[Tensor]):
+        super().__init__(given)
+        self.scale = scale
+
+    def size(self, t: Tensor) -> int:
+        return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
+
+
+class _Stage(Enlarged):
     """Notes every operation inside the block."""
 
     def __init__(self, sizes: Sizes, scale: Scale, roof: Ceilings, given: Sequence[Tensor]):
-        super().__init__(given)
-        self.sizes, self.scale, self.roof = sizes, scale, roof
+        super().__init__(scale, given)
+        self.sizes, self.roof = sizes, roof
         self.backward = False
         self.found = Rehearsal()
 
@@ -156,9 +173,6 @@ class _Stage(Alive):
             time = max(time, made * _plain(name, tensors) / roof.plain)
         new = sum(up(t.numel()) * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor))
         found.seconds += time + roof.launch + (new * roof.fresh if new > roof.near and not name.endswith("_") else 0.0)
-
-    def size(self, t: Tensor) -> int:
-        return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
 
 
 def _exponentials(name: str, args: tuple) -> float:
