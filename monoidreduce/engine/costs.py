@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MonoidReduceError
 from ..plan import budget, candidates, ceilings, communication, cost
+from ..plan.choice import Choice
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
@@ -115,8 +116,8 @@ def _scheduled(
         own += bool(mine)
         choice = (mine or ranked)[0]
         found = cost.estimate(case, choice)
-        if closely and not case.gpu and case.pairs():
-            found = replace(found, peak=inside.peak(noted, choice))
+        if closely and case.pairs():
+            found = replace(found, peak=_peak(noted, case, choice, found.peak))
         parts.append(Part(case, choice, found, noted.backward))
     if not own and (schedule != "flash" or parts):
         return None
@@ -126,6 +127,13 @@ def _scheduled(
     flops = passes.flops + sum(p.estimate.flops for p in parts)
     moved = passes.bytes + sum(p.estimate.bytes for p in parts)
     return Scheduled(schedule, flops, moved, seconds, held, peak, tuple(parts))
+
+
+def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
+    """Bytes that a fold holds at once, looked at closely; of panels on a GPU as the model has it."""
+    if not case.gpu:
+        return inside.peak(noted, choice)
+    return inside.of_kernels(noted, case, choice) if choice.schedule != "panel" else otherwise
 
 
 # Over ranks

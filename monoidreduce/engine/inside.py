@@ -1,6 +1,7 @@
-"""What a fold holds at once where torch runs it, in tiles or in panels: its engine gone through in small.
+"""What a fold holds at once: where torch runs it, in tiles or in panels, its engine gone through in small.
 
-The engines themselves run, on a few tiles of prime lengths (``rehearse.py``); so what is counted is what they do, copies and all, and stays so when they change. A few milliseconds: for who asks.
+The engines themselves run, on a few tiles of prime lengths (``rehearse.py``); so what is counted is what they do,
+copies and all, and stays so when they change. A few milliseconds: for who asks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..plan import budget, panels, tiles
+from ..plan import budget, cost, panels, tiles
 from ..plan.choice import Choice
+from ..plan.work import Case, directions
 from ..program.expr import Expr
+from ..program.lower import Fold
 from . import eager, hardware, library, panel
-from .evaluate import Sizes
-from .rehearse import Enlarged, Noted, Scale
+from .combine import combine
+from .evaluate import Sizes, form
+from .rehearse import Enlarged, Noted, Scale, forms
 from .tilecode import Code
 from .walks import Walk, as_program, walks
 
@@ -36,6 +40,36 @@ def peak(noted: Noted, choice: Choice) -> int:
     tile = tiles.Tiles(*(choice.tile("tile") or (1, tiles.ROWS, tiles.COLS)))
     together = max(1, min(tile.batch, batch))
     return _in_tiles(_of_batch(noted, together), tile) + results - results * together // batch
+
+
+def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
+    """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into."""
+    sizes = noted.sizes
+    made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
+    bytes_of = lambda found: sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found)
+    whole = bytes_of(made.values())
+    peaks = [whole]
+    for over in directions(noted.fold):
+        own = tuple(r for r in noted.fold.reductions if r.attrs[1] == over)
+        fold, parts = Fold(noted.fold.leaves, own), cost.parts_of(case, over, choice.tile(over) or _OWN)
+        if parts > 1:
+            others = whole - bytes_of(made[o] for o in fold.outputs)
+            peaks.append(others + _combined(fold, sizes, parts))
+    return max(peaks)
+
+
+_OWN = (64, 64, 4, 2, 0)
+
+
+def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
+    """Bytes alive while the results of parts are put together."""
+    scale = Scale(sizes, tiles=(parts,))
+    small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
+    with _disable_current_modes(), torch.no_grad(), Enlarged(scale, ()) as alive:
+        shapes = [form(r, k, small) for r, k in fold.outputs]
+        made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
+        combine(fold, made, [1] * scale.down(parts), ordered=True)
+    return alive.peak
 
 
 def _of_batch(noted: Noted, batch: int) -> Noted:
@@ -114,15 +148,20 @@ class _SmallStep(panel.TorchStep):
     real: ClassVar[Sizes]
     space: ClassVar[int]
     by: ClassVar[Scale]
-    coder = _Both
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         super().__init__(walk, sizes, kinds)
         self.twin = panel.TorchStep(walk, self.real, kinds)
 
     def choose(self, room: int) -> panels.Panels | None:
-        self.found = self.twin.choose(_room(self.twin, self.space))
-        return self.found and replace(self.found, rows=self.by.down(self.found.rows), cols=self.by.down(self.found.cols))
+        found = self.twin.choose(_room(self.twin, self.space))
+        if found is None:
+            return None
+        self.found = found
+        return replace(found, rows=self.by.down(found.rows), cols=self.by.down(found.cols))
+
+    def code(self, fold: Fold, numbers: frozenset[Expr]) -> eager.FoldCode:
+        return _Both(fold, numbers)
 
     def width(self, panel: panels.Panels) -> int:
         return self.by.down(self.twin.width(self.found))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..program.expr import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from . import hardware
 from .accumulate import ACCUMULATORS, Accumulator
-from .eager import Chunk, Coder, code_of, slices
+from .eager import Chunk, FoldCode, code_of, slices
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
 from .tilerun import Buffers
@@ -243,7 +243,6 @@ class TorchStep:
     """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds the products alone."""
 
     splits = False
-    coder: ClassVar[Coder] = staticmethod(code_of)
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
@@ -270,6 +269,9 @@ class TorchStep:
         self.tiles = self.cut(panel)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
         self.buffers: dict[int, Buffers] = {}
+
+    def code(self, fold: Fold, numbers: frozenset[Expr]) -> FoldCode:
+        return code_of(fold, numbers)
 
     def width(self, panel: panels.Panels) -> int:
         """Numbers from one row of a panel to the next."""
@@ -299,7 +301,7 @@ class TorchStep:
             given[leaf] = self._product(f, part)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
-        code = self.coder(stage.fold, frozenset(numbers))
+        code = self.code(stage.fold, frozenset(numbers))
         buffers, kept = self._buffers(at, numbers), self.kept[at]
         chunk = Chunk(code, given, self.sizes, self.tiles, 1, buffers, part.rows, kept)
         chunk.walk()

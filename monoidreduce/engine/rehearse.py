@@ -26,7 +26,7 @@ from ..program.lower import Fold
 from . import hardware, library, registry
 from .alive import Alive
 from .autograd import REHEARSAL
-from .evaluate import Sizes
+from .evaluate import Form, Sizes
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
 _MANY = (257,)
@@ -73,7 +73,7 @@ class Rehearsal:
 class Scale:
     """Small lengths for the axes of a call, and back: what a small number would be at the real lengths.
 
-    ``most``: what all must exceed; ``tiles``: the lengths of tiles, which then stay shorter than what they are cut from.
+    ``most``: what all must exceed; ``tiles``: the lengths of tiles, which stay shorter than what they are cut from.
     """
 
     def __init__(self, sizes: Sizes, most: int = 0, tiles: Sequence[int] = ()):
@@ -145,7 +145,7 @@ class _Stage(Enlarged):
         with _disable_current_modes():
             given = tuple(map(self.scale.leaf, leaves))
         self.found.folds.append(Noted(fold, given, self.sizes, self.backward, self.total))
-        made = library.shapes(fold, list(leaves), sizes)
+        made = forms(fold, leaves, sizes, self.sizes.device)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
     def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -173,6 +173,18 @@ class _Stage(Enlarged):
             time = max(time, made * _plain(name, tensors) / roof.plain)
         new = sum(up(t.numel()) * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor))
         found.seconds += time + roof.launch + (new * roof.fresh if new > roof.near and not name.endswith("_") else 0.0)
+
+
+def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
+    """Shape and type of a fold's results: on a GPU sums of 16-bit vectors come as their caller will hold them."""
+    made = library.shapes(fold, list(leaves), sizes)
+    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    narrow = next((d for d in vectors if d in hardware.SIXTEEN), None)
+    if device.type != "cuda" or narrow is None:
+        return made
+    tail = len(sizes.batch) + 1
+    sums = [r.attrs[0] in ("sum", "soft") and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
+    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
 def _exponentials(name: str, args: tuple) -> float:
@@ -216,7 +228,7 @@ def rehearse(
     with torch.set_grad_enabled(backward), _disable_current_modes():
         given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
-        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage):
+        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes.device):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
             values = [v for v in found if v.requires_grad]
             if backward and values:
@@ -232,6 +244,15 @@ def rehearse(
 
 _stage: contextvars.ContextVar[_Stage] = contextvars.ContextVar("stage")
 registry.FOLDERS[REHEARSAL] = lambda fold, leaves, sizes: _stage.get().note(fold, leaves, sizes)
+
+
+@contextlib.contextmanager
+def _standing(device: torch.device) -> Iterator[None]:
+    token = hardware.rehearsed.set(device.type == "cuda")
+    try:
+        yield
+    finally:
+        hardware.rehearsed.reset(token)
 
 
 @contextlib.contextmanager

@@ -93,7 +93,9 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
     except Unsupported:
         return {}
     found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
-    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
+    return {
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
+    }
 
 
 def sources(fold: Fold) -> list[Path]:
