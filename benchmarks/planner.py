@@ -121,49 +121,59 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
 
 
 @functools.cache
-def _recorded(work: int, size: Size) -> dict[str, tuner.Call]:
+def _recorded(work: int, size: Size, device: str) -> dict[str, tuner.Call]:
     with following(PASSES):
-        return {s.case.name: call for s, call in folds(WORKS[work], WORKS[work].args(size, "cuda"))}
+        return {s.case.name: call for s, call in folds(WORKS[work], WORKS[work].args(size, device))}
 
 
-def compiled(work: int, size: Size, wanted: list[tuple[str, Choice]]) -> None:
-    """Run some candidates of a program once (its defaults in any case), so that Triton's cache on disk holds them."""
-    for name, choice in wanted or [(n, Choice("flash")) for n in _recorded(work, size)]:
+Wanted = list[tuple[str, Choice]]  # folds by name, and what to run them by
+
+
+def compiled(device: str, work: int, size: Size, wanted: Wanted) -> None:
+    """Run some candidates of a program once (or its defaults), so that Triton's cache on disk holds them."""
+    known = _recorded(work, size, device)
+    for name, choice in wanted or [(n, Choice("flash")) for n in known]:
         with contextlib.suppress(Exception), torch.no_grad():
-            planner.perform(choice, *_recorded(work, size)[name])
-    torch.cuda.synchronize()
+            planner.perform(choice, *known[name])
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
-def to_compile(given: list[tuple[Work, Size]], each: int = 3) -> Iterator[tuple[int, Size, list[tuple[str, Choice]]]]:
+def to_compile(given: list[tuple[Work, Size]], device: str, each: int = 3) -> Iterator[tuple[int, Size, Wanted]]:
     """What is to be compiled, every kernel once: a few candidates of one program at a time."""
-    seen = set()
+    seen: set[tuple[str, tuple]] = set()
     for work, size in given:
         found = []
-        for session, _ in folds(work, work.args(size, "cuda")):
-            case = session.case
-            for way in ways(case):
-                for choice in varied(case, way):
-                    tile = choice.tile(way) if way else None
-                    cut = tile is not None and cost.parts_of(case, str(way), tile) > 1
-                    key = (work.name, case.name, way, tile and (*tile[:4], cut, *tile[5:]), choice.schedule == "panel")
+        for session, _ in folds(work, work.args(size, device)):
+            for way in ways(session.case):
+                for choice in varied(session.case, way):
+                    key = (work.name, _kernel(session.case, way, choice))
                     if key not in seen:
                         seen.add(key)
-                        found.append((case.name, choice))
+                        found.append((session.case.name, choice))
         for at in range(0, len(found), each):
             yield WORKS.index(work), size, found[at : at + each]
 
 
-def compile_all(given: list[tuple[Work, Size]], workers: int, seconds: float) -> int:
-    """All candidates of all cases, by many processes; how many kernels, about."""
+def _kernel(case: Case, way: str | None, choice: Choice) -> tuple:
+    """What is compiled for a candidate: numbers of parts, and rooms, are told when it runs."""
+    tile = choice.tile(way) if way else None
+    if way is None or tile is None:
+        return case.name, choice.schedule
+    return case.name, way, tile[:4], cost.parts_of(case, way, tile) > 1, tile[5:]
+
+
+def compile_all(given: list[tuple[Work, Size]], device: str, workers: int, seconds: float) -> int:
+    """All candidates of all cases, by many processes, defaults first; how many candidates."""
     began = time.time()
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    count, waiting = 0, []
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         first = {WORKS.index(w): size for w, size in reversed(given)}
-        concurrent.futures.wait([pool.submit(compiled, w, size, []) for w, size in first.items()], timeout=seconds)
+        defaults = [pool.submit(compiled, device, w, size, []) for w, size in first.items()]
+        concurrent.futures.wait(defaults, timeout=seconds)
         print(f"defaults compiled in {time.time() - began:.0f} s", flush=True)
-        count, waiting = 0, []
-        for job in to_compile(given):
-            waiting.append(pool.submit(compiled, *job))
+        for job in to_compile(given, device):
+            waiting.append(pool.submit(compiled, device, *job))
             count += len(job[2])
         concurrent.futures.wait(waiting, timeout=max(1.0, seconds - (time.time() - began)))
         pool.shutdown(wait=False, cancel_futures=True)
@@ -415,7 +425,7 @@ def main() -> None:
     wanted = cases(given.device, given.shapes, given.only)
     results: dict[str, Any] = {"environment": told_of(given), "rows": []}
     if given.device == "cuda" and given.workers > 1:
-        results["kernels"] = compile_all(wanted, given.workers, 0.6 * given.budget)
+        results["kernels"] = compile_all(wanted, "cuda", given.workers, 0.6 * given.budget)
         results["compiling_s"] = round(time.time() - began)
         print(f"{results['kernels']} candidates compiled in {results['compiling_s']} s", flush=True)
     stem = given.out / f"planner-{given.device}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"

@@ -223,7 +223,7 @@ def test_few_rows_are_split_over_a_gpu():
 def test_bytes_of_kernels_are_equation_5():
     q, k = meta(1024, 64), meta(4096, 64)
     (part,) = attention.cost(q, k, k, device="cuda", backward=False)["flash"].parts  # one part: the columns are whole
-    kept, folded, _, _, _ = dict(part.choice.tiles)["cols"]
+    kept, folded, *_ = dict(part.choice.tiles)["cols"]
     work = count(part.case, "cols")
     each = work.reads["rows"], work.reads["cols"], work.writes["rows"]
     slices = 1024 // kept, 4096 // folded
