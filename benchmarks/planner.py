@@ -377,6 +377,7 @@ def markdown(results: Mapping[str, Any]) -> str:
             f"| {r['predicted_ms']:.3f} | {r['predicted_peak'] / 1e6:.2f} / {r['peak'] / 1e6:.2f} "
             f"| {r['first_ms']:.1f} | {r['cached_us']:.0f} |"
         )
+    lines += ["", *(f"- failed: {name}: {why}" for name, why in results.get("failed", {}).items())]
     lines += ["", "| host time of a call, µs | forward | forward and backward |", "|---|---|---|"]
     lines += [f"| {h['call']} | {h['forward_us']:.0f} | {h['both_us']:.0f} |" for h in results.get("hosts", [])]
     return "\n".join(lines) + "\n"
@@ -433,7 +434,12 @@ def main() -> None:
     for work, size in wanted:
         if time.time() - began > given.budget:
             break
-        results["rows"].append(run(work, size, given.device, least))
+        try:
+            results["rows"].append(run(work, size, given.device, least))
+        except Exception as error:  # the other cases still count; a case that fails is shown
+            results.setdefault("failed", {})[f"{work.name} {size}"] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{work.name} {size} failed: {type(error).__name__}: {error}"[:500], flush=True)
+            continue
         print(line(results["rows"][-1]), flush=True)
         results["summary"] = summary(results["rows"])
         results["seconds"] = round(time.time() - began)
