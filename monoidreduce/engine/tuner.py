@@ -182,7 +182,6 @@ class Session:
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, winner, mine, safe, tuple(self.trials), lasting)
 
-
     def _finalists(self) -> list[Choice]:
         """The candidates that came closest to the best, three at most."""
         ranked = sorted(self.times, key=lambda c: self.times[c])
