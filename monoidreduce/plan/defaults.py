@@ -28,8 +28,8 @@ KERNELS: dict[str, Tile] = {
 
 # where tensor descriptors copy the blocks of a kernel with exponentials: by its widest features, how many sums of them
 # it holds, and whether conditions let it pass over tiles ("reads": those on data, for whose numbers two instances on a
-# processor have no room beside three stages), or else a softmax guesses its maximum, or neither; "short": two blocks are
-# kept, and several conditions or data make walks short
+# processor have no room beside three stages), or else a softmax guesses its maximum, or neither; "short": two blocks
+# are kept, and several conditions or data make walks short
 COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 1, "passes"): (64, 64, 4, 3),
     (128, 1, "reads"): (64, 64, 4, 2),

@@ -66,7 +66,7 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
-        native=narrow is torch.bfloat16 and has_tanh(sizes.device),
+        native=narrow is not None and has_tanh(sizes.device),
     )
     return spec, tuple(casts)
 
@@ -98,12 +98,6 @@ def _is_there(device: torch.device) -> bool:
 
 
 @functools.cache
-def has_tanh(device: torch.device) -> bool:
-    """Whether the device has an instruction for tanh: NVIDIA's, from 7.5 on."""
-    return _is_there(device) and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 5)
-
-
-@functools.cache
 def family(device: torch.device) -> Family | None:
     """The family of a GPU, with the shared memory that it says it has; None where there is none."""
     if not _is_there(device):
@@ -111,6 +105,14 @@ def family(device: torch.device) -> Family | None:
     known = torch.cuda.get_device_properties(device)
     found = defaults.family(known.major, known.minor)
     return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
+
+
+@functools.cache
+def has_tanh(device: torch.device) -> bool:
+    """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
+    if not _is_there(device) or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 @functools.cache

@@ -34,6 +34,9 @@ class Exponents:
     def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
         raise NotImplementedError
 
+    def _primitive(self, e: Expr, args: list[str]) -> str:
+        raise NotImplementedError
+
     def exp(self, x: Expr, total: Expr | None = None) -> str:
         """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.
 
@@ -128,10 +131,15 @@ class Exponents:
             return k.const > 0 if positive else k.const != 0
         return k.op == "leaf" and (not positive or self.spec.type_of[k] == "positive")
 
-    def multiplied(self, e: Expr) -> str | None:
-        """A pair over a number, or times some, as one product; None where there is nothing to join."""
-        core, factor = self.linear(e, unit=1.0)
-        return None if core is e or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
+    def joined(self, e: Expr) -> str:
+        """A quotient, or tanh, of pairs with their numbers joined to one factor: a pair divides by none."""
+        whole = e if e.op == "div" else e.args[0]
+        core, factor = self.linear(whole, unit=1.0)
+        text = None if core is whole or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
+        if e.op == "div":
+            return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
+        text = self._primitive(e, [text or self.argument(whole, "float")])
+        return text.replace("native", "paired") if self.spec.narrow == "bfloat16" else text
 
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or over) numbers, as a literal or a name bound before the loop."""

@@ -36,9 +36,9 @@ class Spec:
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
     deep: bool = False  # whether products may have more features than a block: they are then walked
     join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
-    native: bool = False  # whether tanh is an instruction, and products bear its ten digits
-    line: bool = False  # whether shifts have tensor descriptors
+    native: bool = False  # whether the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
+    line: bool = False  # whether shifts have tensor descriptors
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

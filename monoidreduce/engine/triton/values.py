@@ -24,7 +24,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|gelu_tanh)\(")  # helpers that have a quick form for programs of 16 bits
+_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|(?:normal_)?gate|gelu_\w+)\(")  # with quick forms, for 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -112,10 +112,8 @@ class Values(Exponents):
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e.op == "where":
             self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
-        joined = self.spec.narrow and e.is_pair and e.op in ("div", "tanh")  # by one product: a pair divides by none
-        text = self.multiplied(e if e.op == "div" else e.args[0]) if joined else None
-        if text is not None:
-            return text if e.op == "div" else self._primitive(e, [text])
+        if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
+            return self.joined(e)
         return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def _leaf(self, e: Expr) -> str:
@@ -225,8 +223,7 @@ class Values(Exponents):
             return f"{p.triton.format(*args)}.to({self.float})"
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
-        text = _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
-        return text.replace("quick_tanh(", "native_tanh(") if self.spec.native and e.is_pair else text
+        return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
