@@ -76,7 +76,10 @@ if __name__ == "__main__":
     names = [a for a in sys.argv[1:] if a in VARIANTS] or list(VARIANTS)
     t0 = time.time()
     def go(n):
-        p = subprocess.run([sys.executable, "-m", "exp_gluon.bench", "compile", n], capture_output=True, text=True, timeout=120)
+        try: return go_(n)
+        except subprocess.TimeoutExpired: return n, 1, "timeout"
+    def go_(n):
+        p = subprocess.run([sys.executable, "-m", "exp_gluon.bench", "compile", n], capture_output=True, text=True, timeout=45)
         return n, p.returncode, p.stderr[-600:]
     with ThreadPoolExecutor(12) as pool:
         done = list(pool.map(go, names))
