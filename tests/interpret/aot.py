@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, staged, use_plan
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -192,6 +192,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
+        mock.patch.object(staged, "on", lambda device: capability == 90),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
@@ -212,6 +213,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
@@ -223,7 +225,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif hasattr(value, "block_shape"):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
+            laid = f",{value.layout!r}" if call.kernel.staged else ""
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}{laid}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:
@@ -234,7 +237,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    ast = ASTSource(function, signature, constants, attributes)
+    options |= staged.OPTIONS if call.kernel.staged else {}
+    ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _assembled(result.asm["ptx"], capability)
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))

@@ -114,25 +114,11 @@ class Soft(Kind):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        s, factor = self._logit(fields[0])
-        power = "tl.exp2" if self.fast else "tl.exp"
         parts = [[factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and is_one(p[0].weight) and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        s, factor = self._logit(fields[0])
         v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
-        if self.guessing:
-            v.inside += [
-                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
-                f"{n}_total += tl.sum({n}_weight, 1)",
-            ]
-        else:
-            v.inside += [
-                f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
-                f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
-                f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
-                f"{n}_shrink = {power}({n}_top - {n}_safe)",
-                f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
-                f"{n}_top = {n}_new",
-            ]
+        self._weigh(s, factor)
         for mean, cs, waits in zip(self.means, parts, late, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
             if waits:
@@ -142,6 +128,27 @@ class Soft(Kind):
                 plain = c.walk or is_one(c.weight)
                 part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
+
+    def weigh(self, logit: Expr) -> None:
+        """What one tile does to the maximum and to the total: its weights, and what the sums before it shrink by."""
+        self._weigh(*self._logit(logit))
+
+    def _weigh(self, s: str, factor: str) -> None:
+        n, power = self.name, "tl.exp2" if self.fast else "tl.exp"
+        if self.guessing:
+            self.v.inside += [
+                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
+                f"{n}_total += tl.sum({n}_weight, 1)",
+            ]
+            return
+        self.v.inside += [
+            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+            f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
+            f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
+            f"{n}_shrink = {power}({n}_top - {n}_safe)",
+            f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
+            f"{n}_top = {n}_new",
+        ]
 
     def _logit(self, logit: Expr) -> tuple[str, str]:
         """The name of a whole block of logits, and the text that multiplies them, if anything does."""
@@ -170,8 +177,8 @@ class Soft(Kind):
         ]
         results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
         for m in self.means:
-            across = "[:, None]" if m.feature is not None and not m.tiny else ""
-            results.append(([f"{t} / {n}_seen{across}" for t in m.result()], m.feature))
+            seen = self.v.across(f"{n}_seen") if m.feature is not None and not m.tiny else f"{n}_seen"
+            results.append(([f"{t} / {seen}" for t in m.result()], m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 
 

@@ -87,6 +87,10 @@ class Values(Exponents):
         """A block with what lies beyond the folded axis replaced."""
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
+    def across(self, name: str) -> str:
+        """A number per kept index, beside features."""
+        return f"{name}[:, None]"
+
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
 
