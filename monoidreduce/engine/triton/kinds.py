@@ -23,7 +23,7 @@ from .totals import Total, factored
 from .values import Values, is_one
 
 _ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one tile
-_MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
+MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 
 
 class Sum(Kind):
@@ -101,7 +101,7 @@ class Soft(Kind):
 
     def guessed(self) -> str:
         """Whether no weight is out of range; NaN is not in range."""
-        return f"tl.max(tl.where({self.name}_total < {literal(_MOST)}, 0, 1)) == 0"
+        return f"tl.max(tl.where({self.name}_total < {literal(MOST)}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
@@ -138,7 +138,7 @@ class Soft(Kind):
         if self.guessing:
             self.v.inside += [
                 f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
-                f"{n}_total += tl.sum({n}_weight, 1)",
+                f"{n}_total += {self.v.added(f'{n}_weight')}",
             ]
             return
         self.v.inside += [

@@ -19,7 +19,8 @@ from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from . import emit, skip, source
 from .describe import processors
-from .kinds import Soft, known, make
+from .exponents import literal
+from .kinds import MOST, Soft, known, make
 from .plan import KernelPlan
 from .spec import Spec
 from .totals import factored
@@ -98,10 +99,17 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     v = _Values(spec)
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
+    if not soft.guesses:
+        return None
     truths = skip.preferred(spec.fold) if spec.bounds else {}
-    turns = {"whole": _weighed(soft, truths, masked=False), "masked": _weighed(soft, {}, masked=True)}
+    turns = {
+        "first": _turn(soft, {}, masked=True, guess=True),
+        "whole": _turn(soft, truths, masked=False),
+        "other": _turn(soft, {}, masked=True),
+        "again": _turn(soft, {}, masked=True, near=False),
+    }
     at = v.pointer(found.kept)
-    arithmetic = "\n".join([*v.before, *turns["whole"], *turns["masked"]])
+    arithmetic = "\n".join(line for lines in (v.before, *turns.values()) for line in lines)
     if not set(re.findall(r"(?<!\w)tl\.(\w+)", arithmetic)) <= _WORDS:
         return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
@@ -112,9 +120,10 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "at": at,
         "n": soft.name,
         "before": _inside(v.before, 4),
+        "first": _inside(turns["first"], 4),
         "whole": _inside(turns["whole"], 8),
-        "masked_first": _inside(turns["masked"], 4),
-        "masked": _inside(turns["masked"], 12),
+        "other": _inside(turns["other"], 12),
+        "again": _inside(turns["again"], 12),
         "results": _inside(_results(soft, spec), 4),
     }
     body = _TEXT.format(**fields)
@@ -132,15 +141,22 @@ class _Values(Values):
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
         return "wide_lane", None
 
+    def added(self, name: str) -> str:
+        return f"lanes({name})"
+
     def across(self, name: str) -> str:
         return f"tl.convert_layout({name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
-def _weighed(soft: Soft, truths: dict[Expr, bool], masked: bool) -> list[str]:
-    """The arithmetic of a tile: from its scores to its weights."""
+def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool = True, guess: bool = False) -> list[str]:
+    """The arithmetic of a tile: from its scores to its weights. ``near``: by the guess of a maximum, which holds."""
     soft.v.loop(masked)
+    soft.guessing = near
+    logit = known(soft.reduction.args[0], truths)
+    if guess:
+        soft.guess((logit,))
     soft.v.inside.append(f"# {emit._described(soft.reduction)}")
-    soft.weigh(known(soft.reduction.args[0], truths))
+    soft.weigh(logit)
     return soft.v.inside
 
 
@@ -185,6 +201,8 @@ def _fields(spec: Spec, found: Leaves) -> dict[str, str]:
         "across": str(width // 8),
         "down": str(256 // width),
         "narrow": f"tl.{spec.narrow}",
+        "most": literal(MOST),
+        "least": literal(1 / MOST**2),
         "opening": _inside([*scalars, *ranges], 4),
     }
 
@@ -194,7 +212,7 @@ def _inside(lines: list[str], by: int) -> str:
 
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
-_GIVEN = "{names}, room, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
+_GIVEN = "{names}, room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
 
 _TEXT = '''
 @gluon.jit
@@ -232,6 +250,12 @@ def sums(weights, ring, full, turn, total):
 
 
 @gluon.jit
+def lanes(block):
+    # sums over what a thread holds of a row; its four threads are added at the end
+    return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
 def computes(
     __GIVEN__, SIDE: tl.constexpr,
     __CONSTANTS__,
@@ -252,29 +276,28 @@ def computes(
     wide_in = tile * KEPT + wide_row < kept_size
     out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT
 {before}
-    room = room.index(SIDE)
+    room, spare, came = room.index(SIDE), spare.index(SIDE), came.index(SIDE)
     room.store(tl.load({at} + wide_row[:, None] * {x0}_s + wide_lane[None, :] * {x0}_f, mask=wide_in[:, None], other=0))
-    fence_async_shared()
+    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
 
     # running values
     blank = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
-    {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
-    {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
+    {n}_total = lanes(blank)
     {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
 
-    # the first tile, of any kind
+    # the first tile: its maximum stands in for the running one in all of them
     turn = 0
     start = ({at_any}) * FOLDED
     folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
     folded_in = folded_at < folded_size
-    score = warpgroup_mma_wait(0, deps=[scores(room, {x1}_ring, {x1}_full, 0, blank)])
+    score = warpgroup_mma_wait(0, deps=[scores({x0}_block, {x1}_ring, {x1}_full, 0, blank)])
     mbarrier.arrive({x1}_empty.index(0))
-{masked_first}
+{first}
     weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
 
     # whole tiles: the scores of each beside the sums of the one before
     for turn in range(1, wholes):
-        score = scores(room, {x1}_ring, {x1}_full, turn, blank)
+        score = scores({x0}_block, {x1}_ring, {x1}_full, turn, blank)
         {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
         score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive({x1}_empty.index(turn % 2))
@@ -283,24 +306,45 @@ def computes(
 {whole}
         {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
         mbarrier.arrive({x2}_empty.index((turn - 1) % 2))
-        {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
         weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
-            score = scores(room, {x1}_ring, {x1}_full, turn, blank)
+            score = scores({x0}_block, {x1}_ring, {x1}_full, turn, blank)
             {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive({x1}_empty.index(turn % 2))
             start = ({at_other}) * FOLDED
             folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
             folded_in = folded_at < folded_size
-{masked}
+{other}
             {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
             mbarrier.arrive({x2}_empty.index((turn - 1) % 2))
-            {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
             weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
     {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
+    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+
+    # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
+    if tl.max(tl.where(({n}_total < {most}) & ({n}_total > {least}) | (kept_at >= kept_size), 0, 1)) > 0:
+        {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+        for turn in range(0, visits):
+            start = ({at_any}) * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+            mbarrier.expect(came, {x1}_box.block_type.nbytes)
+            copy({x1}_box, [{spot1}start, 0], came, spare)
+            mbarrier.wait(came, 0)
+            block = spare.reshape([FOLDED, {width}])
+            score = warpgroup_mma({x0}_block, block.permute((1, 0)), blank, use_acc=False)
+{again}
+            {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
+            weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
+            mbarrier.expect(came, {x2}_box.block_type.nbytes)
+            copy({x2}_box, [{spot2}start, 0], came, spare)
+            mbarrier.wait(came, 1)
+            {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
 
     # results
 {results}
@@ -316,6 +360,8 @@ def {name}(
     )
     {x1}_ring = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
     {x2}_ring = tl.allocate_shared_memory({narrow}, [2] + {x2}_box.block_type.shape, {x2}_box.layout)
+    spare = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
+    came = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x1}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x1}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x2}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -325,6 +371,7 @@ def {name}(
         mbarrier.init({x2}_full.index(k), count=1)
         mbarrier.init({x1}_empty.index(k), count=2)
         mbarrier.init({x2}_empty.index(k), count=2)
+        mbarrier.init(came.index(k), count=1)
     fence_async_shared()
     tl.warp_specialize(
         [

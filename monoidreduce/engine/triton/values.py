@@ -87,6 +87,10 @@ class Values(Exponents):
         """A block with what lies beyond the folded axis replaced."""
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
+    def added(self, name: str) -> str:
+        """A block's sum over the folded side."""
+        return f"tl.sum({name}, 1)"
+
     def across(self, name: str) -> str:
         """A number per kept index, beside features."""
         return f"{name}[:, None]"
