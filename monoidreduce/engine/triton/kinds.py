@@ -23,7 +23,7 @@ from .totals import Total, factored
 from .values import Values, is_one
 
 _ABOVE = 60  # in powers of two: how far a guess lies above the maximum of one tile
-MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
+_MOST = 2.0**40  # totals below this leave room for what weights are multiplied by
 
 
 class Sum(Kind):
@@ -99,9 +99,9 @@ class Soft(Kind):
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 
-    def guessed(self) -> str:
-        """Whether no weight is out of range; NaN is not in range."""
-        return f"tl.max(tl.where({self.name}_total < {literal(MOST)}, 0, 1)) == 0"
+    def guessed(self, also: str = "") -> str:
+        """Whether no weight is out of range, and what else is asked of a total; NaN is not in range."""
+        return f"tl.max(tl.where(({self.name}_total < {literal(_MOST)}){also}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float

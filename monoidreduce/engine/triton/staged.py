@@ -20,7 +20,7 @@ from ...program.expr import Expr, topological
 from . import emit, skip, source
 from .describe import processors
 from .exponents import literal
-from .kinds import MOST, Soft, known, make
+from .kinds import Soft, known, make
 from .plan import KernelPlan
 from .spec import Spec
 from .totals import factored
@@ -28,6 +28,7 @@ from .values import Values, is_one
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # of a thread when the kernel starts; then the copying warp leaves most of its own to the others
+_LEAST = 2.0**-80  # totals above this were not rounded to nothing
 _WIDTHS = {64, 128}  # of all vectors
 _WORDS = frozenset(  # of Triton's language that Gluon's has too
     "abs arange cast cdiv ceil erf exp exp2 float16 bfloat16 float32 floor fma full int1 int32 int64 load log log2 max "
@@ -119,6 +120,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "name": plain.name,
         "at": at,
         "n": soft.name,
+        "near": soft.guessed(f" & ({soft.name}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
         "before": _inside(v.before, 4),
         "first": _inside(turns["first"], 4),
         "whole": _inside(turns["whole"], 8),
@@ -201,8 +203,6 @@ def _fields(spec: Spec, found: Leaves) -> dict[str, str]:
         "across": str(width // 8),
         "down": str(256 // width),
         "narrow": f"tl.{spec.narrow}",
-        "most": literal(MOST),
-        "least": literal(1 / MOST**2),
         "opening": _inside([*scalars, *ranges], 4),
     }
 
@@ -325,7 +325,7 @@ def computes(
     {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
 
     # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
-    if tl.max(tl.where(({n}_total < {most}) & ({n}_total > {least}) | (kept_at >= kept_size), 0, 1)) > 0:
+    if not ({near}):
         {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
         {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
         {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
