@@ -87,7 +87,8 @@ class Soft(Kind):
     def _level(self) -> bool:
         """Whether one tile is like another: no number of the folded axis, such as a distance in it, raises logits."""
         logit = self.reduction.args[0]
-        logit = logit.args[1] if logit.op == "where" and logit.args[2].const == -math.inf else logit
+        while logit.op == "where" and logit.args[2].const == -math.inf:
+            logit = logit.args[1]
         numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair]
         return not any(self.v.spec.folds(e) for e in numbers)
 
@@ -160,9 +161,9 @@ class Soft(Kind):
         return s, f" * {factor}" if factor else ""
 
     def _scaled(self, logit: Expr) -> tuple[Expr, str]:
-        """A logit as core × (positive factor), the factor taken out of a ``where`` against minus infinity too."""
+        """A logit as core × (positive factor), the factor taken out of every ``where`` against minus infinity too."""
         if logit.op == "where" and logit.args[2].const == -math.inf:
-            core, factor = self.v.linear(logit.args[1], positive=True)
+            core, factor = self._scaled(logit.args[1])
             return apply("where", logit.args[0], core, logit.args[2]), factor
         core, factor = self.v.linear(logit, positive=True)
         return (core, factor) if core.is_pair else (logit, self.v.factor(LOG2E))

@@ -380,6 +380,6 @@ def {name}(
             (copies, (__GIVEN__, 0, KEPT, FOLDED, INT, PRECISION, RAGGED)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )
 '''.replace("__GIVEN__", _GIVEN).replace("__CONSTANTS__", _CONSTANTS)
