@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,7 +116,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
     fields = _fields(spec, found) | {
-        "names": ", ".join(names),
+        "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
         "unspecialized": repr(unspecialized),
         "name": plain.name,
         "at": at,
@@ -212,15 +213,19 @@ def _inside(lines: list[str], by: int) -> str:
 
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
-_GIVEN = "{names}, room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
+_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
 
 _TEXT = '''
 @gluon.jit
 def copies(
-    __GIVEN__, SIDE: tl.constexpr,
+    given, SIDE: tl.constexpr,
     __CONSTANTS__,
 ):
     # one warp keeps the rings full
+    (
+{names},
+        __RINGS__,
+    ) = given
 {opening}
     for turn in range(0, visits):
         start = ({at_any}) * FOLDED
@@ -257,10 +262,14 @@ def lanes(block):
 
 @gluon.jit
 def computes(
-    __GIVEN__, SIDE: tl.constexpr,
+    given, SIDE: tl.constexpr,
     __CONSTANTS__,
 ):
     # four warps own one side of the kept tile
+    (
+{names},
+        __RINGS__,
+    ) = given
     SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
     SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
     WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)
@@ -352,7 +361,7 @@ def computes(
 
 @gluon.jit(do_not_specialize={unspecialized})
 def {name}(
-    {names},
+{names},
     __CONSTANTS__,
 ):
     room = tl.allocate_shared_memory(
@@ -373,13 +382,17 @@ def {name}(
         mbarrier.init({x2}_empty.index(k), count=2)
         mbarrier.init(came.index(k), count=1)
     fence_async_shared()
+    given = (
+{names},
+        __RINGS__,
+    )
     tl.warp_specialize(
         [
-            (computes, (__GIVEN__, 0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED)),
-            (computes, (__GIVEN__, 1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED)),
-            (copies, (__GIVEN__, 0, KEPT, FOLDED, INT, PRECISION, RAGGED)),
+            (computes, (given, 0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED)),
+            (computes, (given, 1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED)),
+            (copies, (given, 0, KEPT, FOLDED, INT, PRECISION, RAGGED)),
         ],
         [4, 1],
         [232, 40],
     )
-'''.replace("__GIVEN__", _GIVEN).replace("__CONSTANTS__", _CONSTANTS)
+'''.replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
