@@ -7,7 +7,7 @@ t0 = time.time()
 ps = [(g, subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-x", "-c", "/dev/null", "--rootdir=.", "--noconftest", "-p", "no:cacheprovider", "tests/gpu/test_staged_cuda.py", "-k", g],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)) for g in GROUPS]
 for g, p in ps:
-    try: out, _ = p.communicate(timeout=max(1, 60 - (time.time() - t0)))
+    try: out, _ = p.communicate(timeout=max(1, 28 - (time.time() - t0)))
     except subprocess.TimeoutExpired:
         p.kill(); out, _ = p.communicate(); out += "\nTIMEOUT"
     tail = out.strip().splitlines()
