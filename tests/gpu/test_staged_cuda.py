@@ -94,6 +94,14 @@ def test_a_guess_that_fails(causal):
     check((-q.bfloat16(), k.bfloat16(), v), causal=causal, scale=1.0)
 
 
+def test_rows_that_see_nothing_in_the_first_tile_and_little_later():
+    """Their logits lie 300 below what the guess is for a row that saw nothing."""
+    q, k, v = made(700, 700, size=0.1)
+    here = torch.arange(128, device="cuda") == 3
+    documents = torch.arange(700, device="cuda") // 150
+    check((q + (12 * here).bfloat16(), k - (25 * here).bfloat16(), v), documents=documents, scale=1.0)
+
+
 def test_nan_and_infinity_stay_in_their_rows():
     q, k, v = made(300, 300)
     q[:, 7, 3], q[:, 150, 0] = math.nan, math.inf

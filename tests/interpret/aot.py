@@ -173,6 +173,8 @@ class Compiled:
     shared: int
     counted: int  # bytes of shared memory as the plan counts them
     tensor_cores: int  # matrix instructions in the text
+    staged: bool
+    crumbs: int  # loads of two bytes
     lean: bool
 
 
@@ -245,7 +247,9 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
     shared = result.metadata.shared
-    return Compiled(case.name, call.kernel.name, tiles, registers, spills, shared, counted, cores, case.lean)
+    crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
+    said = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    return Compiled(case.name, call.kernel.name, tiles, *said)
 
 
 _TYPES = {
