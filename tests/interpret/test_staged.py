@@ -1,16 +1,24 @@
-"""Which folds have kernels that take turns, and their text. They are compiled in ``test_compile.py``, and run on a GPU."""
+"""Which folds have kernels that take turns, their text, and what it computes, on a machine of our own (``machine.py``).
+
+They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
+"""
 
 import pathlib
+from dataclasses import replace
 
 import pytest
 import torch
 
+import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
+from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls
+from tests.staged import BY_TURNS, check, check_nan
+from tests.staged import CASES as TRIED
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
-BY_TURNS = {"cols": KernelPlan(128, 128, 4, 2, parts=1, boxes=2)}
 DOCUMENTS = torch.arange(300) // 60
 
 
@@ -76,3 +84,47 @@ def test_the_text_of_a_staged_kernel():
     if not GOLDEN.exists():
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+@pytest.fixture
+def by_turns(monkeypatch):
+    """Attention's forward runs by turns, on the machine; that it did is looked at."""
+    seen = []
+    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(engine, "_READY", {})
+    with machine.instead_of(launch, seen), use_plan(BY_TURNS), mr.use(engine="triton"):
+        yield
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("case", TRIED, ids=repr)
+def test_against_float64(case, by_turns):
+    check(case, "cpu")
+
+
+def test_nan_and_infinity_stay_in_their_rows(by_turns):
+    check_nan("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "message"),
+    [
+        ("phase ^ 1)", "phase)", "nobody ends"),  # the copying warp waits before it begins
+        ("        mbarrier.arrive(x3_empty.index((turn - 1) % 2))\n", "", "nobody ends"),  # a block is not given back
+        ("score = warpgroup_mma_wait(1, deps=[score])", "pass", "Product"),  # a product is not waited for
+    ],
+    ids=["phase", "arrival", "wait"],
+)
+def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkeypatch):
+    """Else it would prove nothing."""
+    monkeypatch.setattr(machine, "PATIENCE", 0.5)
+    real = machine.execute
+
+    def broken(call):
+        assert text in call.kernel.text
+        kernel = replace(call.kernel, text=call.kernel.text.replace(text, instead))
+        return real(replace(call, kernel=kernel))
+
+    monkeypatch.setattr(machine, "execute", broken)
+    with pytest.raises((AssertionError, TypeError), match=message):
+        check(TRIED[4], "cpu")
