@@ -71,7 +71,8 @@ class Choice:
 
 def _kernel(kept: int, folded: int, warps: int, stages: int, parts: int, boxes: int = 0) -> str:
     cut = f", {parts} parts" if parts > 1 else ""
-    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{('', ', tensor descriptors', ', by turns')[min(boxes, 2)]}"
+    copied = ("", ", tensor descriptors", ", by turns")[min(boxes, 2)]
+    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{copied}"
 
 
 # Following ----------------------------------------------------------------------------------------------------
