@@ -178,8 +178,9 @@ class Soft(Kind):
         ]
         results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
         for m in self.means:
-            seen = self.v.across(f"{n}_seen") if m.feature is not None and not m.tiny else f"{n}_seen"
-            results.append(([f"{t} / {seen}" for t in m.result()], m.feature))
+            block = m.feature is not None and not m.tiny
+            texts = [self.v.divided(t, f"{n}_seen") if block else f"{t} / {n}_seen" for t in m.result()]
+            results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 
 

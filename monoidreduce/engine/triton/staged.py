@@ -94,6 +94,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     truths = skip.preferred(spec.fold) if spec.bounds else {}
     turns = {
         "first": _turn(soft, {}, masked=True, guess=True),
+        "first_whole": _turn(soft, truths, masked=False, guess=True),
         "whole": _turn(soft, truths, masked=False),
         "other": _turn(soft, {}, masked=True),
         "again": _turn(soft, {}, masked=True, near=False),
@@ -113,7 +114,8 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "n": soft.name,
         "near": soft.guessed(f" & ({soft.name}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
         "before": _inside(v.before, 4),
-        "first": _inside(turns["first"], 4),
+        "first": _inside(turns["first"], 8),
+        "first_whole": _inside(turns["first_whole"], 8),
         "whole": _inside(turns["whole"], 8),
         "other": _inside(turns["other"], 12),
         "again": _inside(turns["again"], 12),
@@ -137,8 +139,8 @@ class _Values(Values):
     def added(self, name: str) -> str:
         return f"lanes({name})"
 
-    def across(self, name: str) -> str:
-        return f"tl.convert_layout({name}, tl.SliceLayout(1, SUMS))[:, None]"
+    def divided(self, block: str, name: str) -> str:
+        return f"{block} * tl.convert_layout(1.0 / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
 def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool = True, guess: bool = False) -> list[str]:

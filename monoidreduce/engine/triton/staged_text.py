@@ -102,7 +102,10 @@ def computes(
     folded_in = folded_at < folded_size
     score = warpgroup_mma_wait(0, deps=[scores(room, {x1}_ring, {x1}_full, 0, blank)])
     mbarrier.arrive({x1}_empty.index(0))
+    if RAGGED:
 {first}
+    else:
+{first_whole}
     weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
 
     # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers

@@ -91,9 +91,9 @@ class Values(Exponents):
         """A block's sum over the folded side."""
         return f"tl.sum({name}, 1)"
 
-    def across(self, name: str) -> str:
-        """A number per kept index, beside features."""
-        return f"{name}[:, None]"
+    def divided(self, block: str, name: str) -> str:
+        """Vectors by a number per kept index."""
+        return f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
