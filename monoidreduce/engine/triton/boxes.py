@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...program.expr import Expr
+from ...program.lower import Fold
 from . import source
 from .spec import WIDEST, Spec, padded
 
@@ -44,14 +45,18 @@ def of(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch:
     return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 
 
+def vectors(fold: Fold, found: tuple) -> tuple:
+    """The boxes of vectors alone."""
+    return tuple(b if e.feature is not None else None for e, b in zip(fold.leaves, found, strict=True))
+
+
 def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., bool]) -> tuple[int, ...] | None:
     if not isinstance(v, Tensor) or not v.numel():
         return None
     found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
     kept = (*found, *((batch,) if e.feature is not None else ()))  # those with a stride of their own
-    aligned = (
-        all(s > 0 and s * v.element_size() % 16 == 0 for s in (v.stride(k) for k in kept)) and v.data_ptr() % 16 == 0
-    )
+    aligned = all(v.stride(k) > 0 and v.stride(k) * v.element_size() % 16 == 0 for k in kept)
+    aligned &= v.data_ptr() % 16 == 0
     return found if aligned and len(found) + 2 <= _DIMENSIONS and v.stride(-1) == 1 and fits(e, spec, v) else None
 
 
@@ -76,10 +81,18 @@ def _descriptor(v: Tensor, *form: list[int]) -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
 
 
-def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors."""
-    kept = (*dims, *range(v.ndim - len(block), v.ndim))
-    made = _descriptor(v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block])
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
+    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors.
+
+    ``staged``: for kernels that name the layout of what is copied."""
+    kept, shape = (*dims, *range(v.ndim - len(block), v.ndim)), [*(1 for _ in dims), *block]
+    given = ([v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
+    if staged:
+        gl = importlib.import_module("triton.experimental.gluon.language")
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(v.dtype)[6:]))
+        made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)
+    else:
+        made = _descriptor(v, *given)
     made.base = None  # a frozen launch holds nobody's tensor
     return made
 

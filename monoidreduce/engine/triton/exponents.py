@@ -19,7 +19,7 @@ def literal(value: float | int | bool) -> str:
 
 
 class Exponents:
-    """The part of :class:`Values` that knows of exponents."""
+    """The part of :class:`Values` that knows of exponents, and of what lies beyond the folded axis."""
 
     spec: Spec
     shifts: list[tuple[Expr, Expr]]  # of exponents, which the launch computes: a number and the logarithm beside it
@@ -36,6 +36,14 @@ class Exponents:
 
     def _primitive(self, e: Expr, args: list[str]) -> str:
         raise NotImplementedError
+
+    def seen(self, text: str, otherwise: str) -> str:
+        """A block with what lies beyond the folded axis replaced."""
+        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+
+    def seen_name(self, text: str, otherwise: str) -> str:
+        """The same by name."""
+        return self.bind((text, otherwise), self.seen(text, otherwise), True) if self.masked else text
 
     def exp(self, x: Expr, total: Expr | None = None) -> str:
         """exp as exp2, the factors of the exponent and log2(e) joined, one-sided parts scaled outside the pairs.

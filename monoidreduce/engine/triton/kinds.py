@@ -87,23 +87,26 @@ class Soft(Kind):
         self.means = [
             Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
         ]
-        self.guesses = self.v.spec.guess and self._level()
+        self.level = self.v.spec.guess and self._level()
+        self.guesses = self.level and not self._short()
 
     def _level(self) -> bool:
-        """Whether one tile is like another, and walks are long enough to look at one of them twice.
+        """Whether one tile is like another: no data of the folded axis, such as a bias, raises logits.
 
-        No data of the folded axis, such as a bias, may raise logits; where a conjunction of conditions or data (a
-        window, documents) says what is seen, walks are short. ``sloped``: where logits fall with a distance between
-        indices, the tile to look at is the one nearest to the rows' own indices.
-        """
+        ``sloped``: logits fall with a distance between indices, and the tile to look at is the one nearest to the rows'
+        own indices."""
         logit = self.reduction.args[0]
-        if logit.op == "where" and logit.args[2].const == -math.inf:
-            if logit.args[0].op == "logical_and" or any(e.op == "leaf" for e in topological(logit.args[:1])):
-                return False
+        while logit.op == "where" and logit.args[2].const == -math.inf:
             logit = logit.args[1]
         numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair and self.v.spec.folds(e)]
         self.sloped = bool(numbers)
         return not any(e.op == "leaf" for e in numbers)
+
+    def _short(self) -> bool:
+        """Whether walks are too short to look at a tile twice: several conditions, or data, say what is seen."""
+        logit = self.reduction.args[0]
+        conditions = topological(logit.args[:1]) if logit.op == "where" else []
+        return any(e.op in ("logical_and", "leaf") for e in conditions)
 
     def guess(self, fields: tuple[Expr, ...]) -> None:
         """A maximum for whole tiles, from one of them."""
@@ -113,11 +116,11 @@ class Soft(Kind):
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 
-    def guessed(self) -> str:
-        """Whether no weight is out of range; NaN is not in range."""
-        near = f"{self.name}_total < {literal(_MOST)}"
-        near = f"({near}) & ({self.name}_total > {literal(_LEAST)})" if self.sloped else near
-        return f"tl.max(tl.where({near}, 0, 1)) == 0"
+    def guessed(self, also: str = "") -> str:
+        """Whether no weight is out of range, and what else is asked of a total; NaN is not in range."""
+        near = f"({self.name}_total < {literal(_MOST)})"
+        near = f"{near} & ({self.name}_total > {literal(_LEAST)})" if self.sloped else near
+        return f"tl.max(tl.where({near}{also}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
@@ -130,25 +133,11 @@ class Soft(Kind):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        s, factor = self._logit(fields[0])
-        power = "tl.exp2" if self.fast else "tl.exp"
         parts = [[factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and is_one(p[0].weight) and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        s, factor = self._logit(fields[0])
         v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
-        if self.guessing:
-            v.inside += [
-                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
-                f"{n}_total += tl.sum({n}_weight, 1)",
-            ]
-        else:
-            v.inside += [
-                f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
-                f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
-                f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
-                f"{n}_shrink = {power}({n}_top - {n}_safe)",
-                f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
-                f"{n}_top = {n}_new",
-            ]
+        self._weigh(s, factor)
         for mean, cs, waits in zip(self.means, parts, late, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
             if waits:
@@ -158,6 +147,27 @@ class Soft(Kind):
                 plain = c.walk or is_one(c.weight)
                 part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
+
+    def weigh(self, logit: Expr) -> None:
+        """What one tile does to the maximum and to the total: its weights, and what the sums before it shrink by."""
+        self._weigh(*self._logit(logit))
+
+    def _weigh(self, s: str, factor: str) -> None:
+        n, power = self.name, "tl.exp2" if self.fast else "tl.exp"
+        if self.guessing:
+            self.v.inside += [
+                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
+                f"{n}_total += {self.v.added(f'{n}_weight')}",
+            ]
+            return
+        self.v.inside += [
+            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+            f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
+            f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
+            f"{n}_shrink = {power}({n}_top - {n}_safe)",
+            f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
+            f"{n}_top = {n}_new",
+        ]
 
     def _logit(self, logit: Expr) -> tuple[str, str]:
         """The name of a whole block of logits, and the text that multiplies them, if anything does."""
@@ -182,8 +192,9 @@ class Soft(Kind):
         ]
         results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
         for m in self.means:
-            across = "[:, None]" if m.feature is not None and not m.tiny else ""
-            results.append(([f"{t} / {n}_seen{across}" for t in m.result()], m.feature))
+            block = m.feature is not None and not m.tiny
+            texts = [self.v.divided(t, f"{n}_seen") if block else f"{t} / {n}_seen" for t in m.result()]
+            results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 
 

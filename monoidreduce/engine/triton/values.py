@@ -83,13 +83,13 @@ class Values(Exponents):
         kind = {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[e.dtype]
         return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
 
-    def seen(self, text: str, otherwise: str) -> str:
-        """A block with what lies beyond the folded axis replaced."""
-        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+    def added(self, name: str) -> str:
+        """A block's sum over the folded side."""
+        return f"tl.sum({name}, 1)"
 
-    def seen_name(self, text: str, otherwise: str) -> str:
-        """The same by name."""
-        return self.bind((text, otherwise), self.seen(text, otherwise), True) if self.masked else text
+    def divided(self, block: str, name: str) -> str:
+        """Vectors by a number per kept index."""
+        return f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
