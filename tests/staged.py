@@ -67,6 +67,8 @@ CASES = [
     _sized(400, 400, causal=True, window=(100, 0)),
     _sized(200, 300, softcap=20.0),
     _sized(300, 300, causal=True, softcap=5.0),
+    *(_sized(M, N, alibi_slopes=torch.tensor([0.1, 5.0])) for M, N in ((300, 600), (600, 300), (59, 111))),
+    _sized(400, 400, causal=True, alibi_slopes=torch.tensor([0.02, 2.0])),
     Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
     Case("transposed, shared keys", _transposed),
     Case("parts of one tensor", lambda: torch.cat(made(300, 300), -1).split(128, -1)),
@@ -82,7 +84,8 @@ def check(case, device):
     args, options = case.on(device)
     got, lse = ops.attention(*args, return_lse=True, **options)
     with mr.use(engine="reference"):
-        exact, exact_lse = ops.attention(*(a.double() for a in args), return_lse=True, **options)
+        wide = {k: v.double() if k == "alibi_slopes" else v for k, v in options.items()}
+        exact, exact_lse = ops.attention(*(a.double() for a in args), return_lse=True, **wide)
         plain = ops.attention(*args, **options)
     allowed = max(2 * (plain.double() - exact).norm().item(), 2**-9 * exact.norm().item())
     assert (got.double() - exact).norm() <= allowed

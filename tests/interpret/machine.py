@@ -134,6 +134,7 @@ class Machine:
             zeros=lambda shape, kind, layout: torch.zeros(shape, dtype=kind),
             where=lambda c, a, b: torch.where(c, a, b) if isinstance(c, torch.Tensor) else a if c else b,
             maximum=lambda a, b: torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b),
+            minimum=lambda a, b: torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b),
             sum=lambda x, axis: x.sum(axis),
             max=lambda x, axis=None: x.max().item() if axis is None else x.amax(axis),
             convert_layout=lambda x, layout: x,

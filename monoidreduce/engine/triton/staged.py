@@ -89,7 +89,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     v = _Values(spec)
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
-    if not soft.level or soft.sloped:
+    if not soft.level:
         return None
     truths = skip.preferred(spec.fold) if spec.bounds else {}
     turns = {
@@ -101,7 +101,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join(line for lines in (v.before, *turns.values()) for line in lines)
-    fields = _fields(spec, found)
+    fields = _fields(spec, found, soft.sloped)
     helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
         return None
@@ -172,8 +172,10 @@ def _results(soft: Soft, spec: Spec) -> list[str]:
     return [*v.inside, *stores]
 
 
-def _fields(spec: Spec, found: Leaves) -> dict[str, str]:
-    """What a kernel's text says of its leaves and of the tiles that it meets."""
+def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
+    """What a kernel's text says of its leaves and of the tiles that it meets.
+
+    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices, and goes round."""
     width = spec.width(found.kept.feature)
     scalars = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
     place = dict.fromkeys(("at_whole", "at_other", "at_any"), "turn")
@@ -185,6 +187,11 @@ def _fields(spec: Spec, found: Leaves) -> dict[str, str]:
         place = {"at_whole": whole, "at_other": other, "at_any": f"tl.where(turn < wholes, {whole}, {other})"}
         ranges = [*emit._range(spec), "wholes = whole + again"]
         ranges.append("visits = tl.maximum(wholes + before + between + last - again_last, 1)")
+    if sloped:
+        away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
+        ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
+        round_ = re.sub(r"\bturn\b", "((turn + nearest) % tl.maximum(wholes, 1))", place["at_whole"])
+        place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e]) for e in (found.folded, found.summed)]
     return place | {
         "x0": str(found.kept.attrs[0]),
