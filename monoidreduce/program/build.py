@@ -170,9 +170,8 @@ def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _joined(c: Expr) -> bool:
     """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
-    if c.feature is not None or (c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)):
-        return False
-    return not any((e.is_pair and e.op not in PRIMITIVES) or e.op in DRAWS for e in topological([c]))
+    gathers = c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)
+    return c.feature is None and not gathers and not any((e.is_pair and e.op not in PRIMITIVES) or e.op in DRAWS for e in topological([c]))
 
 
 def _logical(neutral: bool) -> Any:
