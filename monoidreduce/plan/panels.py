@@ -38,9 +38,10 @@ class Panels:
         return -(-rows // self.rows)
 
 
-def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False) -> Panels | None:
-    """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair, all about equally large."""
-    most = room // max(1, cols * pair)
+def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False, each: int = 0) -> Panels | None:
+    """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair and ``each`` a row, all about
+    equally large."""
+    most = room // max(1, cols * pair + each)
     return Panels(_even(rows, most), cols, wide) if most > 0 else None
 
 

@@ -52,6 +52,12 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int) -> tuple[int, ...] | No
     return found if fits and aligned and v.numel() and not spec.room_of[e] else None
 
 
+def fits(v: Tensor) -> bool:
+    """Whether vectors ``[1, length, features]`` of any number of features can be copied."""
+    aligned = v.stride(-2) > 0 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
+    return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
+
+
 def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
     """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features."""
     kept = (*dims, v.ndim - 2, v.ndim - 1)

@@ -24,7 +24,7 @@ from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
-from . import sweep
+from . import epilogue, sweep
 from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
@@ -80,9 +80,10 @@ class KernelStep:
         Column totals of 16 bits are rounded once a panel: beyond a few panels they are kept in float32.
         """
         rows, cols, pair, totals = self.sizes.rows, self.sizes.cols, self._pair(), self._totals("rows")
-        whole = panels.by_rows(rows, cols, pair, room)
+        each = self._beside()
+        whole = panels.by_rows(rows, cols, pair, room, each=each)
         if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
-            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True)
+            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True, each=each)
         if not self._is_sum():
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
@@ -116,6 +117,14 @@ class KernelStep:
         """Bytes held of one pair."""
         extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
         return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
+
+    def _beside(self) -> int:
+        """Bytes held of a row besides its pairs: where weights wait for a factor, its vectors in other types."""
+        fused = self._fused(False)
+        if fused is None or not fused.guesses:
+            return 0
+        raised, rounded = (sum(self._widths(over)) for over in ("cols", "rows"))
+        return fused.each(self.sizes.cols) + raised * self.sizes.compute.itemsize + rounded * self.kind.itemsize
 
     def _totals(self, over: str) -> int:
         """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
@@ -208,9 +217,43 @@ class KernelStep:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
         whole = joint(self.walk, group, moved)
-        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
         wholes = [self._rows(n) for names in whole.names for n in names]
         numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
+        fused, self.factors = self._fused(moved), None
+        found = self._written(fused, part, here, numbers) if fused else self._swept(group, part, here, numbers)
+        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
+        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
+        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
+        for (stage, place), (r, results), (_, complete) in own:
+            if "cols" not in self.over:
+                continue
+            if moved:
+                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
+            else:
+                part.keep(stage, place, results, complete)
+        return found
+
+    def _fused(self, moved: bool) -> epilogue.Epilogue | None:
+        """The whole walk as one product that writes weights over what would be its own place."""
+        if len(self.groups) != 1 or not self.stored or not epilogue.on(self.sizes.device):
+            return None
+        found = epilogue.epilogue(self.walk, self.groups[0], moved)
+        return found if found and self.homes[self.groups[0][-1]] == [(self.stored, found.product)] else None
+
+    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by a product of its own; ``factors``: what they are still to be multiplied by, per row."""
+        values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
+        sides = zip(fused.vectors, fused.sides, strict=True)
+        values |= {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+        out = self.buffers[fused.product][: here.rows, : here.cols]
+        self.factors = fused(out, values, numbers, here)
+        return {self.parts[self.groups[0][-1]].weights[0]: out}
+
+    def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by the vendor's product and a kernel over its rows."""
+        moved = self.panel.cols < self.sizes.cols
+        whole = joint(self.walk, group, moved)
+        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
         outputs: list[Any] = list(numbers)
         found, written = {}, []
         last = group[-1]
@@ -225,16 +268,6 @@ class KernelStep:
         if outputs:
             work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
             self._launch((group, moved), work, "cols", values, part, here, outputs)
-        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
-        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
-        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
-        for (stage, place), (r, results), (_, complete) in own:
-            if "cols" not in self.over:
-                continue
-            if moved:
-                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
-            else:
-                part.keep(stage, place, results, complete)
         return found
 
     def _rows(self, name: Expr) -> Tensor:
@@ -283,14 +316,17 @@ class KernelStep:
     def _launch(
         self, key: Any, work: sweep.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
     ) -> None:
-        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
-        values = {**values, **dict(zip(PLACES, begins, strict=True))}
+        values = {**values, **self._begins(part)}
         kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
         sizes = (here.rows, here.cols, here.compute, here.device, tuple(here.letters.values()))
         whole = (key, over, len(outputs), kinds, sizes, sweep.PLANS[over])
         if whole not in self.written:
             self.written[whole] = sweep.prepare(work, over, values, here)
         self.written[whole](outputs, values, here.device)
+
+    def _begins(self, part: Part) -> dict[Expr, int]:
+        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
+        return dict(zip(PLACES, begins, strict=True))
 
     # What panels add up to
 
@@ -308,19 +344,26 @@ class KernelStep:
         width = vectors[products[0].vector].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
-            out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
+            kind = self.kind if self.factors is None else self.sizes.compute
+            out = torch.empty(shape, dtype=kind, device=self.sizes.device)
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
-            vector = vectors[c.vector].to(weight.dtype)
+            vector = vectors[c.vector].to(weight.dtype) if over == "cols" else self._scaled(vectors[c.vector], weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
             hardware.contract_into(out, weight, vector, add=k > 0 or begun)
         if alone:
-            return out
+            return self._scaled(out, self.kind)
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
+
+    def _scaled(self, vectors: Tensor, kind: torch.dtype) -> Tensor:
+        """Vectors per row in a type, times what weights were left to be multiplied by."""
+        if self.factors is None:
+            return vectors.to(kind)
+        return torch.mul(vectors, self.factors[:, None], out=torch.empty_like(vectors, dtype=kind))
 
     def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
         """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.

@@ -1,0 +1,274 @@
+"""The kernels of a product that writes weights (``epilogue.py`` launches them). Each meets a tile of pairs at a time.
+
+``write_known``: all numbers of rows are given, and a tile's weights are complete.
+``guess_peaks``: the greatest logit of each row among a few columns.
+``write_guessed``: weights measured from that guess, and every tile's greatest logit and sum of exponentials. A tile whose
+greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
+``close_rows``: the totals of rows, what is made of them, and what belongs into one column of each. Rows whose weights the
+guess could not bear are marked.
+``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from dataclasses import dataclass
+
+from ...program.expr import Expr, topological
+from ...program.reductions import KINDS
+from . import emit, kinds
+from .exponents import LOG2E, literal
+from .late import Late
+from .matched import Matched
+from .spec import Spec
+from .sweep import RowValues
+from .values import Values
+
+FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
+_MOST = 2.0**100  # factors of rows, and what is added to one column, below this
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be written, in some leaves: per pair a weight, which may be known late only."""
+
+    leaves: tuple[Expr, ...]
+    folds: tuple[Expr, ...]  # a softmax and picks, where the weight needs them
+    names: tuple[Expr, ...]  # of their results
+    weight: Expr
+    late: Late | None = None
+
+
+class _TileSoft(kinds.Soft):
+    """A softmax whose exponents are measured from a guess."""
+
+    def prepare(self) -> None:
+        self.fast, self.guesses, self.means = True, False, []
+
+
+class _Places(Matched):
+    """Numbers at one column of each row, products of many features walked."""
+
+    def _text(self, e: Expr) -> str:
+        if e.op != "dot":
+            return super()._text(e)
+        row, col = e.args if self.spec.folds(e.args[1]) else e.args[::-1]
+        names, width = [str(a.attrs[0]) for a in (row, col)], self.spec.width(row.feature)
+        bases = [self.host.base(a) for a in (row, col)]
+        total = self.bind((e, "total"), f"tl.zeros([KEPT, 1], {self.float})", False)
+        at = (f"kept_at.to(tl.int64)[:, None] * {names[0]}_s", f"{self.place} * {names[1]}_s")
+        mask = f"{self.inside_text} & (lane < {width})[None, :]"
+        parts = [
+            f"tl.load({base} + {place} + lane[None, :] * {name}_f, mask={mask}, other=0).to({self.float})"
+            for base, place, name in zip(bases, at, names, strict=True)
+        ]
+        lines = [f"for d in range(0, {width}, 128):", "    lane = d + tl.arange(0, 128)"]
+        self.before += [*lines, f"    {total} += tl.sum({parts[0]} * {parts[1]}, 1)[:, None]"]
+        return total
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
+    """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
+    v = RowValues(spec)
+    v.loop(masked)
+    products = [e for e in topological(spec.fold.reductions) if e.op == "dot"] if name != "close_rows" else []
+    for e in products:  # first of all: what else is read waits until they are there
+        v.number(e)
+    first, v.before, v.inside = [*v.before, *v.inside], [], []
+    outs, lines = _WRITERS[name](v, task, first)
+    under = set(topological(spec.fold.reductions))
+    used = [e for e in spec.fold.leaves if e in under]
+    names, unspecialized = emit._arguments(spec, used, 0)
+    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    arguments = ", ".join([*outs, *names[count:]]) + ","
+    text = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in emit.CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in lines),
+    ]
+    whole = "\n".join(text)
+    return emit.Kernel(name, "\n".join([emit._header(spec, used), *emit._copied(whole), "", whole, ""]), tuple(used))
+
+
+def reads(name: str, task: Task) -> tuple[Expr, ...]:
+    """The expressions that a kernel reads leaves for."""
+    late = task.late
+    if name in ("write_known", "write_spare") or late is None:
+        return (task.weight,)
+    if name == "close_rows":
+        return (*(r for r in task.folds[1:]), late.late, *(e for e in (late.target, late.hit) if e is not None))
+    return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
+
+
+# The lines of each
+
+
+def _every_tile(lines: list[str], flatten: bool) -> list[str]:
+    """A program instance takes one tile after the other. ``flatten``: the products of one begin before the last of the
+    tile before are done with."""
+    return [
+        "turns = tl.cdiv(folded_size, FOLDED)",
+        f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
+        "    tile, turn = grouped(program, tiles, turns)",
+        "    start = turn * FOLDED",
+        *(f"    {line}" for line in (*_PLACES, *lines)),
+    ]
+
+
+_PLACES = [
+    "b0 = tl.cast(0, tl.int64)",
+    "kept_at = tile * KEPT + tl.arange(0, KEPT)",
+    "kept_in = kept_at < kept_size",
+    "kept_lane = tl.arange(0, KEPT).to(INT)",
+    "folded_lane = tl.arange(0, FOLDED).to(INT)",
+    "folded_at = start + tl.arange(0, FOLDED)",
+    "folded_in = folded_at < folded_size",
+]
+
+
+def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    weight = v.full(task.weight)
+    return ["out_box"], _every_tile([*first, *v.before, *v.inside, *_stored(weight)], True)
+
+
+def _stored(weight: str) -> list[str]:
+    """A tile of weights to the panel, in two halves: the room that takes is another product's."""
+    return [
+        f"halves = tl.permute(tl.reshape({weight}.to(tl.bfloat16), [KEPT, 2, FOLDED // 2]), [0, 2, 1])",
+        "left, right = tl.split(halves)",
+        "out_box.store([tile * KEPT, start], left)",
+        "out_box.store([tile * KEPT, start + FOLDED // 2], right)",
+    ]
+
+
+def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    weight = v.full(task.weight)
+    mask = "(own > 0)[:, None] & folded_in[None, :]"
+    place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
+    body = [*first, *v.before, *v.inside, f"tl.store({place}, {weight}.to(tl.bfloat16), mask={mask})"]
+    turn = ["own = tl.load(marks + kept_at, mask=kept_in, other=0)", "if tl.max(own) > 0:", *(f"    {x}" for x in body)]
+    return ["out", "out_r", "marks"], [
+        "some = 0",
+        "for r in range(0, kept_size, 1024):",
+        "    row = r + tl.arange(0, 1024)",
+        "    some += tl.max(tl.load(marks + row, mask=row < kept_size, other=0))",
+        "if some > 0:",
+        *(f"    {line}" for line in _every_tile(turn, False)),
+    ]
+
+
+def _soft(v: Values, task: Task) -> tuple[str, str, str]:
+    """The name of the softmax, of its logits, and the text that multiplies them."""
+    soft = _TileSoft(0, task.folds[0], kinds.ONE, v)
+    return (soft.name, *soft._logit(task.folds[0].args[0]))
+
+
+def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    _, s, factor = _soft(v, task)
+    store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
+    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *first, *v.before, *v.inside, store]
+
+
+def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    assert task.late is not None
+    n, s, factor = _soft(v, task)
+    v.inside += [
+        f"{n}_most = tl.max({s}, 1){factor}",
+        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
+        f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
+        "place = turn.to(tl.int64) * kept_size + kept_at",
+        f"tl.store(tops + place, {n}_most, mask=kept_in)",
+        f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
+        f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+    ]
+    v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+    stored = _stored(v.full(task.late.early))
+    guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
+    lines = [*first, guess, *v.before, *v.inside, *stored]
+    return ["out_box", "guesses", "tops", "sums"], _every_tile(lines, True)
+
+
+def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    assert task.late is not None
+    late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
+    v.inside += [
+        f"{n}_log = tl.log({n}_total)",
+        f"{n}_peak = tl.where({n}_total == 0.0, 0.0, {n}_ref) * {literal(1 / LOG2E)}",
+    ]
+    texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
+    for k, r in enumerate(task.folds[1:], 1):
+        there = _Places(v, f"pick{k}", r.args[0])
+        number = there.number(r.args[1])
+        v.inside += there.before
+        zeros = f"tl.zeros([KEPT, 1], {v.float})"
+        texts.append(f"tl.reshape(tl.where({there.inside_text}, {number} + {zeros}, 0.0), [KEPT])")
+    for out, name, text in zip(outs, task.names, texts, strict=True):
+        x = str(name.attrs[0])
+        v.inside += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
+        v.inner[name] = f"{x}[:, None]"
+    first, v.before = [*first, *v.before], []
+    factor = v.number(late.late)
+    lines = [
+        f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
+        f"lost = ~(tl.abs(factor) < {_MOST!r})",
+    ]
+    stores = []
+    if late.target is not None and late.hit is not None:
+        target, hit = v.number(late.target), v.number(late.hit)
+        lines += [
+            f"target = tl.reshape({target} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
+            f"hit = tl.reshape({hit} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
+            "inside = (target >= 0) & (target < folded_size) & kept_in & (hit != 0.0)",
+            "share = tl.where(inside, hit / factor, 0.0)",
+            f"lost = lost | ~(tl.abs(share) < {_MOST!r})",
+        ]
+        stores = [
+            "place = pairs + kept_at.to(tl.int64) * pairs_r + target",
+            f"old = tl.load(place, mask=inside, other=0).to({v.float})",
+            "tl.store(place, (old + share).to(tl.bfloat16), mask=inside & (marked == 0))",
+        ]
+    marked = f"marked = tl.where({n}_far | lost, 1, 0)"
+    ends = ["tl.store(marks + kept_at, marked, mask=kept_in)", *stores]
+    ends.append("tl.store(factors + kept_at, tl.where(marked == 1, 1.0, factor), mask=kept_in)")
+    lines = [*_TOTAL, *first, *v.inside, *v.before, *lines, marked, *ends]
+    return [*outs, "pairs", "pairs_r", "guesses", "tops", "sums", "factors", "marks"], lines
+
+
+_PARTS = [
+    "part = t + tl.arange(0, FOLDED)",
+    "there = kept_in[:, None] & (part < parts)[None, :]",
+    "place = part.to(tl.int64)[None, :] * kept_size + kept_at[:, None]",
+    'most = tl.load(tops + place, mask=there, other=float("-inf"))',
+]
+_TOTAL = [
+    "tile = tl.program_id(0)",
+    "start = 0",
+    *_PLACES,
+    "parts = tiles",
+    "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
+    'soft0_top = tl.full([KEPT], float("-inf"), tl.float32)',
+    "for t in range(0, parts, FOLDED):",
+    *(f"    {line}" for line in _PARTS),
+    "    soft0_top = tl.maximum(soft0_top, tl.max(most, 1))",
+    f'soft0_far = (soft0_top != float("-inf")) & ~(tl.abs(soft0_top - soft0_guess) <= {FAR})',
+    f"soft0_ref = measured(soft0_top, soft0_guess, {FAR})",
+    "soft0_total = tl.zeros([KEPT], tl.float32)",
+    "for t in range(0, parts, FOLDED):",
+    *(f"    {line}" for line in _PARTS),
+    "    some = tl.load(sums + place, mask=there, other=0.0)",
+    f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {FAR}) - soft0_ref[:, None])",
+    "    soft0_total += tl.sum(tl.where(some == 0.0, 0.0, some * shrink), 1)",
+]
+
+_WRITERS = {
+    "write_known": _write_known,
+    "write_spare": _write_spare,
+    "guess_peaks": _guess_peaks,
+    "write_guessed": _write_guessed,
+    "close_rows": _close_rows,
+}
