@@ -1,211 +1,156 @@
 """A throw-away probe."""
 from __future__ import annotations
-import itertools, os, subprocess, sys, time
-import torch, triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
+import gc, subprocess, sys, time
+import torch
+import monoidreduce as mr
+from monoidreduce.engine import hardware
+from monoidreduce.engine.triton import epilogue, sweep, KernelPlan
+from benchmarks import gpu_wide
 
-@triton.jit
-def place(t, gm, gn, GROUP: tl.constexpr):
-    per = GROUP * gn
-    g = t // per
-    first = g * GROUP
-    size = tl.minimum(gm - first, GROUP)
-    r = t % per
-    return first + r % size, r // size
+CASES = {"g": (8192, 2304, 256000), "l": (8192, 4096, 128256), "c": (32768, 512, 32768), "C": (65536, 768, 65536)}
+VARIANTS = {"A": KernelPlan(128, 256, 8, 3), "B": KernelPlan(128, 256, 8, 4), "D": KernelPlan(128, 128, 4, 3), "E": KernelPlan(128, 128, 8, 3)}
 
-@triton.jit
-def one(x, w, e, k_ptr, sum_ptr, max_ptr, pm, pn, M, K, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, MAX: tl.constexpr):
-    acc = tl.zeros([BM, BN], tl.float32)
-    for d in range(0, K, BK):
-        acc = tl.dot(x.load([pm * BM, d]), tl.trans(w.load([pn * BN, d])), acc=acc)
-    rows = pm * BM + tl.arange(0, BM)
-    k = tl.load(k_ptr + rows)
-    if MAX:
-        tl.store(max_ptr + pn.to(tl.int64) * M + rows, tl.max(acc, 1))
-    if SUB == 1:
-        p = tl.exp2(acc * C - k[:, None])
-        tl.store(sum_ptr + pn.to(tl.int64) * M + rows, tl.sum(p, 1))
-        e.store([pm * BM, pn * BN], p.to(tl.bfloat16))
-    else:
-        a, b = tl.split(tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1]))
-        p = tl.exp2(a * C - k[:, None])
-        z = tl.sum(p, 1)
-        e.store([pm * BM, pn * BN], p.to(tl.bfloat16))
-        p = tl.exp2(b * C - k[:, None])
-        z += tl.sum(p, 1)
-        e.store([pm * BM, pn * BN + BN // 2], p.to(tl.bfloat16))
-        tl.store(sum_ptr + pn.to(tl.int64) * M + rows, z)
+def data(name, peaked=False, small=False):
+    M, D, V = CASES[name]
+    if small:
+        M, V = 512, 4096
+    if name in "gl":
+        x, w, t = gpu_wide._head(M, D, V, peaked)()
+        return (x, w), lambda x, w: mr.ops.cross_entropy(x, w, t), lambda x, w: gpu_wide._cross_entropy(x, w, t), t
+    M = V if not small else 4096
+    torch.manual_seed(0)
+    F = torch.nn.functional
+    x, y = (F.normalize(torch.randn(M, D, device="cuda"), dim=-1) for _ in range(2))
+    y = F.normalize(y + 0.5 * x, dim=-1)
+    t = torch.arange(M, device="cuda")
+    return ((x * 14).bfloat16(), y.bfloat16()), lambda x, y: gpu_wide.own_index.total(x, y) / len(x), None, t
 
-@triton.jit
-def fused(x, w, e, k_ptr, sum_ptr, max_ptr, M, N, K, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, MAX: tl.constexpr, GROUP: tl.constexpr, PERSIST: tl.constexpr, FLAT: tl.constexpr):
-    gm = tl.cdiv(M, BM)
-    gn = tl.cdiv(N, BN)
-    if PERSIST:
-        for t in tl.range(tl.program_id(0), gm * gn, tl.num_programs(0), flatten=FLAT):
-            pm, pn = place(t, gm, gn, GROUP)
-            one(x, w, e, k_ptr, sum_ptr, max_ptr, pm, pn, M, K, C, BM, BN, BK, SUB, MAX)
-    else:
-        pm, pn = place(tl.program_id(0), gm, gn, GROUP)
-        one(x, w, e, k_ptr, sum_ptr, max_ptr, pm, pn, M, K, C, BM, BN, BK, SUB, MAX)
+def reference(args, t, block=2048):
+    x, w = (a.float() for a in args)
+    M = len(x)
+    loss, dx, dw = torch.zeros((), device="cuda"), torch.empty_like(x), torch.zeros_like(w)
+    for at in range(0, M, block):
+        r = slice(at, at + block)
+        s = x[r] @ w.mT
+        lse = s.logsumexp(1)
+        loss += (lse - s.gather(1, t[r, None])[:, 0]).sum() / M
+        p = torch.exp_(s.sub_(lse[:, None]))
+        p[torch.arange(len(p), device="cuda"), t[r]] -= 1
+        p /= M
+        dx[r] = p @ w
+        dw.addmm_(p.mT, x[r])
+        del s, p
+    return [loss, dx, dw]
 
-# BM BN BK warps stages SUB MAX GROUP PERSIST FLAT
-CONFIGS = [
-    (128, 256, 64, 8, 3, 1, 1, 8, 0, 0),
-    (128, 256, 64, 8, 4, 2, 1, 8, 0, 0),
-    (128, 256, 64, 8, 3, 1, 0, 8, 0, 0),
-    (128, 256, 64, 8, 4, 2, 1, 8, 1, 0),
-    (128, 256, 64, 8, 3, 2, 1, 8, 1, 1),
-    (128, 128, 64, 4, 3, 1, 1, 16, 0, 0),
-    (128, 128, 64, 8, 3, 1, 1, 16, 0, 0),
-    (256, 128, 64, 8, 4, 1, 1, 8, 0, 0),
-    (128, 256, 64, 8, 4, 2, 1, 16, 0, 0),
-    (128, 128, 64, 4, 3, 1, 1, 64, 0, 0),
-]
+def on(fused):
+    epilogue.on = lambda device: fused
 
-def launch(cfg, x, w, e, k, sums, maxs, C):
-    BM, BN, BK, warps, stages, SUB, MAX, GROUP, P, FLAT = cfg
-    M, K = x.shape
-    N = w.shape[0]
-    xd = TensorDescriptor(x, [M, K], [K, 1], [BM, BK])
-    wd = TensorDescriptor(w, [N, K], [K, 1], [BN, BK])
-    ed = TensorDescriptor(e, [M, N], [e.stride(0), 1], [BM, BN // SUB])
-    n = triton.cdiv(M, BM) * triton.cdiv(N, BN)
-    return fused[(132 if P else n,)](xd, wd, ed, k, sums, maxs, M, N, K, C, BM, BN, BK, SUB, MAX, GROUP, P, FLAT, num_warps=warps, num_stages=stages)
+def run(loss, args, limit):
+    given = [a.detach().requires_grad_() for a in args]
+    with mr.budget(limit):
+        v = loss(*given)
+    return [v.detach(), *torch.autograd.grad(v, given)]
 
-def timed(calls, reps=6):
-    """Medians of interleaved calls."""
-    times = {n: [] for n in calls}
+marks = []
+def mark(label, f, *a, **k):
+    s, t = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    s.record(); out = f(*a, **k); t.record(); marks.append((label, s, t))
+    return out
+
+def watched():
+    pi, ci, ca, fo = hardware.panel_into, hardware.contract_into, sweep.Prepared.__call__, None
+    hardware.panel_into = lambda *a: mark("product", pi, *a)
+    hardware.contract_into = lambda o, w, v, add: mark("rows" if w.stride(-1) == 1 else "cols", ci, o, w, v, add)
+    sweep.Prepared.__call__ = lambda self, *a: mark(self.kernel.name, ca, self, *a)
+    def undo():
+        hardware.panel_into, hardware.contract_into, sweep.Prepared.__call__ = pi, ci, ca
+    return undo
+
+def compile_one(name):
+    for fused in (True, False):
+        on(fused)
+        args, loss, _, _ = data(name, small=True)
+        run(loss, args, "100MB"); run(loss, args, "600KB")
+    on(True)
+    for v in VARIANTS.values():
+        for k in ("write_guessed", "write_known"):
+            epilogue.PLANS[k] = v
+        try:
+            run(loss, args, "100MB"); run(loss, args, "600KB")
+        except Exception as e:
+            print("PROBLEM", name, v, str(e)[:200])
+
+def times(calls, reps=5):
+    found = {n: [] for n in calls}
     for n, c in calls.items():
-        c()
+        c(); 
     for _ in range(reps):
         for n, c in calls.items():
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record(); c(); b.record(); b.synchronize()
-            times[n].append(a.elapsed_time(b))
-    return {n: sorted(t)[len(t) // 2] for n, t in times.items()}
-
-def compile_one(i):
-    x = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
-    w = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
-    e = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
-    k = torch.zeros(256, device="cuda")
-    s = torch.zeros(8, 256, device="cuda")
-    out = launch(CONFIGS[i], x, w, e, k, s, s.clone(), 1.0)
-    torch.cuda.synchronize()
-    print(i, CONFIGS[i], "regs", out.n_regs, "spills", out.n_spills, "shared", out.metadata.shared, flush=True)
-
-SHAPES = {"g 1024": (1024, 2304, 256000), "g 2048": (2048, 2304, 256000), "l 2048": (2048, 4096, 128256), "c 8192": (8192, 512, 32768), "C 4096": (4096, 768, 65536)}
-
-def probe():
-    for name, (R, D, V) in SHAPES.items():
-        torch.manual_seed(0)
-        x = (torch.randn(R, D, device="cuda") / D**0.5).bfloat16()
-        w = torch.randn(V, D, device="cuda").bfloat16()
-        e = torch.empty(R, V, device="cuda", dtype=torch.bfloat16)
-        k = (x @ w[:256].mT).float().amax(1) * 1.4427
-        sums = torch.zeros(-(-V // 128), R, device="cuda")
-        maxs = torch.zeros_like(sums)
-        truth = torch.exp2((x[:128].float() @ w.float().mT) * 1.4427 - k[:128, None])
-        good = {}
-        for i, cfg in enumerate(CONFIGS):
-            try:
-                sums.zero_(); e.zero_()
-                launch(cfg, x, w, e, k, sums, maxs, 1.4427)
-                err = float((e[:128].float() - truth).norm() / truth.norm())
-                es = float((sums.sum(0)[:128] / truth.sum(1) - 1).abs().max())
-                assert err < 0.004 and es < 1e-3, (err, es)
-                good[i] = cfg
-            except Exception as problem:
-                print("PROBLEM", cfg, str(problem)[:150], flush=True)
-        del truth
-        calls = {"mm": lambda: torch.mm(x, w.mT, out=e)}
-        calls |= {str(cfg): (lambda cfg=cfg: launch(cfg, x, w, e, k, sums, maxs, 1.4427)) for cfg in good.values()}
-        f = 2 * R * D * V / 1e9
-        print("==", name, {n: (round(t, 3), round(f / t)) for n, t in timed(calls).items()}, flush=True)
-        # contractions
-        e.normal_()
-        dx = torch.empty(R, D, device="cuda", dtype=torch.bfloat16)
-        dx32 = torch.empty(R, D, device="cuda")
-        dw = torch.zeros(V, D, device="cuda", dtype=torch.bfloat16)
-        dw32 = torch.zeros(V, D, device="cuda")
-        def split(n, e=e, w=w, R=R, V=V, D=D):
-            a = e.view(R, n, V // n).transpose(0, 1)
-            b = w.view(n, V // n, D)
-            return lambda: torch.bmm(a, b, out_dtype=torch.float32).sum(0)
-        calls = {
-            "dx": lambda: torch.mm(e, w, out=dx),
-            "dx32": lambda: torch.ops.aten.mm.dtype_out(e, w, torch.float32, out=dx32),
-            "dx split2": split(2), "dx split4": split(4), "dx split8": split(8),
-            "dw": lambda: torch.mm(e.mT, x, out=dw),
-            "dw add": lambda: torch.addmm(dw, e.mT, x, out=dw),
-            "dw32": lambda: torch.ops.aten.mm.dtype_out(e.mT, x, torch.float32, out=dw32),
-            "dw32 add": lambda: torch.ops.aten.addmm.dtype_out(dw32, e.mT, x, torch.float32, out=dw32),
-            "dwT add": None,
-        }
-        dwt = torch.zeros(D, V, device="cuda", dtype=torch.bfloat16)
-        calls["dwT add"] = lambda: torch.addmm(dwt, x.mT, e, out=dwt)
-        print("  ", name, {n: (round(t, 3), round(f / t)) for n, t in timed(calls, 5).items()}, flush=True)
-        del x, w, e, dx, dx32, dw, dw32, dwt, calls
-        torch.cuda.empty_cache()
-
-def present():
-    import monoidreduce as mr
-    from monoidreduce.engine import hardware
-    from monoidreduce.engine.triton import sweep
-    from benchmarks import gpu_wide
-    marks = []
-    def wrap(owner, name, label):
-        old = getattr(owner, name)
-        def new(*a, **k):
             s, t = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            s.record(); out = old(*a, **k); t.record()
-            marks.append((label(*a, **k), s, t))
-            return out
-        setattr(owner, name, new)
-    wrap(hardware, "panel_into", lambda *a, **k: "product")
-    wrap(hardware, "contract_into", lambda out, weights, vectors, add: "rows' sum" if weights.stride(-1) == 1 else "cols' sum")
-    old = sweep.Prepared.__call__
-    def call(self, *a):
-        s, t = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        s.record(); old(self, *a); t.record(); marks.append(("sweep", s, t))
-    sweep.Prepared.__call__ = call
-    for work in gpu_wide._works()[:6]:
-        if work.brief:
-            continue
-        args = work.make()
-        grads = [0, 1] if work.plain is gpu_wide._cross_entropy else [0, 2]
-        products = work.gemms(args)
-        print("==", work.name, "three", round(gpu_wide.milliseconds(products, 2, 0.1), 2), flush=True)
-        torch.cuda.empty_cache()
-        for who, loss in gpu_wide.contenders(work):
-            if not who.startswith("ours "):
-                break
-            run = lambda: gpu_wide.pull(loss, args, grads)
-            run(); run()
-            marks.clear()
-            s, t = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began = time.perf_counter()
-            s.record(); run(); t.record()
-            host = time.perf_counter() - began
-            t.synchronize()
-            parts = {}
-            for n, a, b in marks:
-                parts.setdefault(n, []).append(a.elapsed_time(b))
-            print("  ", who, "whole", round(s.elapsed_time(t), 2), "host", round(1e3 * host, 2), {n: (len(v), round(sum(v), 2)) for n, v in parts.items()}, flush=True)
-        del args, products
-        torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+            s.record(); c(); t.record(); t.synchronize()
+            found[n].append(s.elapsed_time(t))
+    return {n: round(sorted(v)[len(v) // 2], 2) for n, v in found.items()}
+
+def main():
+    began = time.time()
+    jobs = [subprocess.Popen([sys.executable, "-m", "benchmarks._probe_wide", "compile", n]) for n in CASES]
+    for j in jobs: j.wait()
+    print("compiled", round(time.time() - began, 1), flush=True)
+    # guesses that fail
+    torch.manual_seed(0)
+    x, w = torch.randn(600, 512, device="cuda").bfloat16(), torch.randn(3000, 512, device="cuda").bfloat16()
+    t = torch.randint(3000, (600,), device="cuda")
+    for label, a in (("plain", (x / 20, w)), ("huge", (x * 8, w)), ("late", (x, torch.cat([w[:500] * 0.01, w[500:] * 3])))):
+        truth = reference(a, t)
+        for fused in (True, False):
+            on(fused)
+            got = run(lambda x, w: mr.ops.cross_entropy(x, w, t), a, "100MB")
+            print("repair", label, fused, [round(gpu_wide.relative(g, r), 5) for g, r in zip(got, truth)], flush=True)
+    for name in CASES:
+        for peaked in (False, True) if name in "gl" else (False,):
+            args, loss, plain, t = data(name, peaked)
+            truth = reference(args, t)
+            torch.cuda.empty_cache()
+            for limit in gpu_wide.BUDGETS[1 if name in "cC" else 0:]:
+                if peaked and limit in ("64MB", "1100MB"): continue
+                on(True)
+                if limit == "64MB" and name in "cC": continue
+                got = run(loss, args, limit)
+                err = [round(gpu_wide.relative(g, r), 5) for g, r in zip(got, truth)]
+                del got
+                mb = gpu_wide.extra_memory(lambda: tuple(run(loss, args, limit)))
+                print("==", name, "peaked" if peaked else "", limit, "errors", err, "MB", round(mb, 1), flush=True)
+            del truth; gc.collect(); torch.cuda.empty_cache()
+            if peaked: continue
+            for limit in gpu_wide.BUDGETS[1 if name in "cC" else 0:]:
+                if limit == "64MB" and name in "cC": continue
+                x, w = args
+                def three():
+                    s = x @ w.mT; s @ w; s.mT @ x
+                def with_(v):
+                    def call():
+                        on(v is not None)
+                        if v is not None:
+                            epilogue.PLANS["write_guessed"] = epilogue.PLANS["write_known"] = v
+                        run(loss, args, limit)
+                    return call
+                calls = {"three": three, "swept": with_(None)} | {k: with_(v) for k, v in VARIANTS.items()}
+                try:
+                    print("  ", name, limit, times(calls, 4), flush=True)
+                except Exception as e:
+                    print("PROBLEM", name, limit, str(e)[:300], flush=True)
+                torch.cuda.empty_cache()
+                on(True); epilogue.PLANS["write_guessed"] = epilogue.PLANS["write_known"] = VARIANTS["A"]
+                undo = watched(); marks.clear()
+                s, e = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize(); b = time.perf_counter(); s.record(); run(loss, args, limit); e.record(); host = time.perf_counter() - b
+                e.synchronize(); undo()
+                parts = {}
+                for n, a, z in marks: parts.setdefault(n, []).append(a.elapsed_time(z))
+                print("     parts", round(s.elapsed_time(e), 2), "host", round(host * 1e3, 2), {n: (len(v), round(sum(v), 2)) for n, v in parts.items()}, flush=True)
+            del args, loss, plain, t, x, w; gc.collect(); torch.cuda.empty_cache()
+            print("at", round(time.time() - began, 1), flush=True)
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compile"]:
-        compile_one(int(sys.argv[2]))
-    else:
-        began = time.time()
-        jobs = [subprocess.Popen([sys.executable, "-m", "benchmarks._probe_wide", "compile", str(i)]) for i in range(len(CONFIGS))]
-        for j in jobs:
-            j.wait()
-        print("compiled", time.time() - began, flush=True)
-        probe()
-        print("probed", time.time() - began, flush=True)
-        present()
-        print("all", time.time() - began, flush=True)
+    compile_one(sys.argv[2]) if sys.argv[1:2] == ["compile"] else main()

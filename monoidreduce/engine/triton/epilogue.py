@@ -105,7 +105,8 @@ class _Run:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
         plan = self.plan(name)
         rows, turns = -(-self.here.rows // plan.block_kept), -(-self.here.cols // plan.block_folded)
-        return min(rows * turns, describe.processors(self.here.device)) if name.startswith("write_") else rows
+        at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
+        return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def box(self, name: str) -> Any:
         """The panel, written block by block."""

@@ -56,7 +56,7 @@ class _Places(Matched):
         row, col = e.args if self.spec.folds(e.args[1]) else e.args[::-1]
         names, width = [str(a.attrs[0]) for a in (row, col)], self.spec.width(row.feature)
         bases = [self.host.base(a) for a in (row, col)]
-        total = self.bind((e, "total"), f"tl.zeros([KEPT, 1], {self.float})", False)
+        total = self.bind((e, "total"), f"tl.zeros([KEPT, 128], {self.float})", False)
         at = (f"kept_at.to(tl.int64)[:, None] * {names[0]}_s", f"{self.place} * {names[1]}_s")
         mask = f"{self.inside_text} & (lane < {width})[None, :]"
         parts = [
@@ -64,8 +64,8 @@ class _Places(Matched):
             for base, place, name in zip(bases, at, names, strict=True)
         ]
         lines = [f"for d in range(0, {width}, 128):", "    lane = d + tl.arange(0, 128)"]
-        self.before += [*lines, f"    {total} += tl.sum({parts[0]} * {parts[1]}, 1)[:, None]"]
-        return total
+        self.before += [*lines, f"    {total} += {parts[0]} * {parts[1]}"]
+        return f"tl.sum({total}, 1)[:, None]"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,18 +251,20 @@ _TOTAL = [
     *_PLACES,
     "parts = tiles",
     "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
-    'soft0_top = tl.full([KEPT], float("-inf"), tl.float32)',
+    'soft0_tops = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
     "for t in range(0, parts, FOLDED):",
     *(f"    {line}" for line in _PARTS),
-    "    soft0_top = tl.maximum(soft0_top, tl.max(most, 1))",
+    "    soft0_tops = tl.maximum(soft0_tops, most)",
+    "soft0_top = tl.max(soft0_tops, 1)",
     f'soft0_far = (soft0_top != float("-inf")) & ~(tl.abs(soft0_top - soft0_guess) <= {FAR})',
     f"soft0_ref = measured(soft0_top, soft0_guess, {FAR})",
-    "soft0_total = tl.zeros([KEPT], tl.float32)",
+    "soft0_totals = tl.zeros([KEPT, FOLDED], tl.float32)",
     "for t in range(0, parts, FOLDED):",
     *(f"    {line}" for line in _PARTS),
     "    some = tl.load(sums + place, mask=there, other=0.0)",
     f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {FAR}) - soft0_ref[:, None])",
-    "    soft0_total += tl.sum(tl.where(some == 0.0, 0.0, some * shrink), 1)",
+    "    soft0_totals += tl.where(some == 0.0, 0.0, some * shrink)",
+    "soft0_total = tl.sum(soft0_totals, 1)",
 ]
 
 _WRITERS = {
