@@ -7,7 +7,6 @@ features lie side by side, rows and batch elements begin on 16 bytes. Dimensions
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import os
@@ -70,6 +69,6 @@ def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
 
 def filled(made: Any, v: Tensor) -> Any:
     """A descriptor for another tensor of the same shape, strides and alignment."""
-    found = copy.copy(made)
-    found.base = v
+    found = object.__new__(type(made))
+    found.__dict__ = {**made.__dict__, "base": v}
     return found

@@ -54,7 +54,7 @@ class Epilogue:
     sides: tuple[Expr, Expr]
     vectors: tuple[Expr, Expr]  # and as kernels call them
     feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
-    prepared: dict[tuple, sweep.Prepared] = field(default_factory=dict, compare=False)
+    ready: dict[tuple, _Ready] = field(default_factory=dict, compare=False)
 
     @property
     def guesses(self) -> bool:
@@ -68,85 +68,88 @@ class Epilogue:
         """Write the weights into ``out`` and results into ``numbers``; what the weights are still to be multiplied by.
 
         ``values``: of all leaves, numbers or tensors ``[1, length(, features)]``."""
-        run = _Run(self, out, values, here)
-        if not self.guesses:
-            run("write_known", [run.box("write_known")])
-            return None
-        floats = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-        guesses, factors = floats(here.rows), floats(here.rows)
-        marks = torch.empty(here.rows, dtype=torch.int32, device=out.device)
-        turns = -(-here.cols // run.plan("write_guessed").block_folded)
-        tops, sums = floats(turns, here.rows), floats(turns, here.rows)
-        run("guess_peaks", [guesses])
-        run("write_guessed", [run.box("write_guessed"), guesses, tops, sums])
-        close = [*numbers, out, out.stride(0), guesses, tops, sums, factors, marks]
-        run("close_rows", close, tiles=turns)
-        run.values |= {name: t.unsqueeze(0) for name, t in zip(self.task.names, numbers, strict=True)}
-        run("write_spare", [out, out.stride(0), marks])
-        return factors
+        told = tuple(map(sweep.specialized, (*values.values(), out, *numbers)))
+        key = (here.rows, here.cols, here.device, *told, *PLANS.values())
+        ready = self.ready.get(key)
+        if ready is None:
+            ready = self.ready.setdefault(key, _Ready(self, out, values, here))
+        return ready(out, dict(values), numbers)
 
 
-class _Run:
-    """The launches on one panel."""
+class _Ready:
+    """The kernels on panels of given lengths, types, strides and alignment; they are written when first called."""
 
     def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
-        self.whole, self.out, self.values, self.here = whole, out, dict(values), here
+        self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
+        self.plans = {name: self._plan(name) for name in PLANS}
+        self.prepared: dict[str, sweep.Prepared] = {}
+        wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
+        self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
+        plan = self.plans["write_guessed" if whole.guesses else "write_known"]
+        self.turns = -(-here.cols // plan.block_folded)
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // 2))
 
-    def plan(self, name: str) -> KernelPlan:
+    def _plan(self, name: str) -> KernelPlan:
         found = PLANS[name]
-        kept, folded = (sweep.power(n, b) for n, b in zip(self._lengths, (found.block_kept, found.block_folded), strict=True))
+        kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         return replace(found, block_kept=kept, block_folded=found.block_folded if name == "close_rows" else folded)
 
-    @property
-    def _lengths(self) -> tuple[int, int]:
-        return self.here.rows, self.here.cols
+    def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Tensor | None:
+        box, rows, device = boxes.filled(self.box, out), self.here.rows, out.device
+        if not self.whole.guesses:
+            self._launch("write_known", [box], values)
+            return None
+        guesses, factors = torch.empty(2, -(-rows // 4) * 4, dtype=torch.float32, device=device)[:, :rows]
+        marks = torch.empty(rows, dtype=torch.int32, device=device)
+        tops, sums = torch.empty(2, self.turns, -(-rows // 4) * 4, dtype=torch.float32, device=device)
+        self._launch("guess_peaks", [guesses], values)
+        self._launch("write_guessed", [box, guesses, tops, sums, tops.stride(0)], values)
+        close = [*numbers, out, out.stride(0), guesses, tops, sums, tops.stride(0), factors, marks]
+        self._launch("close_rows", close, values, self.turns)
+        values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
+        self._launch("write_spare", [out, out.stride(0), marks], values)
+        return factors
 
-    def grid(self, name: str) -> int:
+    def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
+        found = self.prepared.get(name)
+        if found is None:
+            found = self.prepared[name] = self._prepare(name, values, tiles)
+        found(outputs, values, self.here.device, alike=True)
+
+    def _grid(self, name: str) -> int:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
-        plan = self.plan(name)
-        rows, turns = -(-self.here.rows // plan.block_kept), -(-self.here.cols // plan.block_folded)
+        plan = self.plans[name]
+        rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
         at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
-    def box(self, name: str) -> Any:
-        """The panel, written block by block."""
-        plan = self.plan(name)
-        return boxes.filled(boxes.template(self.out, (), (plan.block_kept, plan.block_folded // 2)), self.out)
-
-    def __call__(self, name: str, outputs: list[Any], tiles: int = 0) -> None:
-        kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in self.values.values())
-        shape = (self._lengths, tuple(self.here.letters.values()), self.here.device)
-        key = (name, kinds, shape, tiles, self._copied(name), PLANS[name])
-        if key not in self.whole.prepared:
-            self.whole.prepared[key] = self._prepare(name, tiles)
-        self.whole.prepared[key](outputs, self.values, self.here.device)
-
-    def _copied(self, name: str) -> tuple[Expr, ...]:
-        """The vectors whose blocks tensor descriptors copy."""
-        if name == "close_rows" or not boxes.on(self.here.device):
-            return ()
-        vectors = self.whole.vectors
-        return vectors if all(boxes.fits(self.values[e]) and self.values[e].shape[-1] > WIDEST for e in vectors) else ()
-
-    def _prepare(self, name: str, tiles: int) -> sweep.Prepared:
-        task, here, values = self.whole.task, self.here, self.values
-        read = reads(name, task)
-        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in read)
+    def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
+        task, here, plan = self.whole.task, self.here, self.plans[name]
+        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in reads(name, task))
         under = set(topological(numbers))
-        fold = Fold((*(e for e in values if e in under),), numbers)
+        fold = Fold(tuple(e for e in values if e in under), numbers)
         types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
-        letters, copied = tuple(sorted(here.letters.items())), self._copied(name)
-        found = tuple(() if e in copied else None for e in fold.leaves)
+        copied = () if name == "close_rows" else self.copied
         spec = Spec(
-            fold, "cols", types, (0,) * len(types), letters, str(here.compute)[6:], "bfloat16", 1, False, False, False,
-            deep=True, boxes=found, raw=self.whole.guesses,
-        )  # fmt: skip
-        plan = self.plan(name)
+            fold,
+            "cols",
+            types,
+            (0,) * len(types),
+            tuple(sorted(here.letters.items())),
+            str(here.compute)[6:],
+            "bfloat16",
+            rank=1,
+            bounds=False,
+            lanes=False,
+            guess=False,
+            deep=True,
+            raw=self.whole.guesses,
+            boxes=tuple(() if e in copied else None for e in fold.leaves),
+        )
         written = kernel(name, task, spec, masked=here.cols % plan.block_folded != 0)
-        blocks = (plan.block_kept, plan.block_folded)
-        wide = any(sweep.is_wide(e, values[e], blocks) for e in written.leaves)
+        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
         order = tuple(e for e in written.leaves if e in copied)
-        return sweep.Prepared(written, plan, self._lengths, wide, tiles, self.grid(name), order)
+        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
 
 
 @functools.lru_cache(maxsize=1024)

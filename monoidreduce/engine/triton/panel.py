@@ -43,6 +43,8 @@ class KernelStep:
         self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
         self.kind = self.stored or sizes.compute
         self.homes = [self._homes(at) for at in range(len(walk.stages))]
+        self.fused: dict[bool, epilogue.Epilogue | None] = {}
+        self.factors: Tensor | None = None  # what the weights of a panel are still to be multiplied by, per row
 
     def _homes(self, at: int) -> list[tuple[torch.dtype, Expr | int | None]]:
         """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
@@ -216,10 +218,12 @@ class KernelStep:
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
+        fused, self.factors = self._fused(moved), None
+        if fused and not fused.guesses:
+            return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
         wholes = [self._rows(n) for names in whole.names for n in names]
         numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
-        fused, self.factors = self._fused(moved), None
         found = self._written(fused, part, here, numbers) if fused else self._swept(group, part, here, numbers)
         places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
         fold = Fold((), tuple(r for fold in whole.folds for r in fold))
@@ -235,10 +239,12 @@ class KernelStep:
 
     def _fused(self, moved: bool) -> epilogue.Epilogue | None:
         """The whole walk as one product that writes weights over what would be its own place."""
-        if len(self.groups) != 1 or not self.stored or not epilogue.on(self.sizes.device):
-            return None
-        found = epilogue.epilogue(self.walk, self.groups[0], moved)
-        return found if found and self.homes[self.groups[0][-1]] == [(self.stored, found.product)] else None
+        if moved not in self.fused:
+            alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
+            found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
+            fits = found and self.homes[self.groups[0][-1]] == [(self.stored, found.product)]
+            self.fused[moved] = found if fits else None
+        return self.fused[moved]
 
     def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
         """Weights by a product of its own; ``factors``: what they are still to be multiplied by, per row."""

@@ -208,9 +208,13 @@ class Prepared:
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
         self.again: dict[tuple, Callable[..., Any] | None] = {}  # by the alignment of what is pointed to
+        self.boxes: list[Any] = []
 
-    def __call__(self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device) -> None:
-        """Launch. ``outputs``: the first arguments."""
+    def __call__(
+        self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device, alike: bool = False
+    ) -> None:
+        """Launch. ``outputs``: the first arguments; ``alike``: all calls have arguments of the same kinds, strides and
+        alignment."""
         arguments = list(outputs)
         for e in self.kernel.leaves:
             v = values[e]
@@ -218,8 +222,10 @@ class Prepared:
             if isinstance(v, Tensor):
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
-        arguments += [self._box(e, values[e]) for e in self.copied]
-        key = tuple(map(_specialized, arguments))
+        if self.copied:
+            self.boxes = self.boxes or [self._box(e, values[e]) for e in self.copied]
+            arguments += [boxes.filled(box, values[e]) for box, e in zip(self.boxes, self.copied, strict=True)]
+        key = () if alike else tuple(map(specialized, arguments))
         again = self.again.get(key)
         if again is not None:
             again(*arguments)
@@ -230,10 +236,10 @@ class Prepared:
 
     def _box(self, e: Expr, v: Tensor) -> Any:
         block = self.plan.block_folded if e.cols else self.plan.block_kept
-        return boxes.filled(boxes.template(v, (), (block, min(v.shape[-1], deep.DEPTH))), v)
+        return boxes.template(v, (), (block, deep.DEPTH))
 
 
-def _specialized(v: Any) -> Any:
+def specialized(v: Any) -> Any:
     """What a compiled kernel may rely on of an argument."""
     if isinstance(v, Tensor):
         return v.data_ptr() & 15, v.dtype, v.stride()

@@ -181,7 +181,7 @@ def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], 
         f"{n}_most = tl.max({s}, 1){factor}",
         f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
         f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
-        "place = turn.to(tl.int64) * kept_size + kept_at",
+        "place = turn.to(tl.int64) * tops_r + kept_at",
         f"tl.store(tops + place, {n}_most, mask=kept_in)",
         f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
         f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
@@ -190,7 +190,7 @@ def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], 
     stored = _stored(v.full(task.late.early))
     guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
     lines = [*first, guess, *v.before, *v.inside, *stored]
-    return ["out_box", "guesses", "tops", "sums"], _every_tile(lines, True)
+    return ["out_box", "guesses", "tops", "sums", "tops_r"], _every_tile(lines, True)
 
 
 def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
@@ -236,13 +236,13 @@ def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], lis
     ends = ["tl.store(marks + kept_at, marked, mask=kept_in)", *stores]
     ends.append("tl.store(factors + kept_at, tl.where(marked == 1, 1.0, factor), mask=kept_in)")
     lines = [*_TOTAL, *first, *v.inside, *v.before, *lines, marked, *ends]
-    return [*outs, "pairs", "pairs_r", "guesses", "tops", "sums", "factors", "marks"], lines
+    return [*outs, "pairs", "pairs_r", "guesses", "tops", "sums", "tops_r", "factors", "marks"], lines
 
 
 _PARTS = [
     "part = t + tl.arange(0, FOLDED)",
     "there = kept_in[:, None] & (part < parts)[None, :]",
-    "place = part.to(tl.int64)[None, :] * kept_size + kept_at[:, None]",
+    "place = part.to(tl.int64)[None, :] * tops_r + kept_at[:, None]",
     'most = tl.load(tops + place, mask=there, other=float("-inf"))',
 ]
 _TOTAL = [
