@@ -22,22 +22,30 @@ from ...program.lower import Fold
 from ...program.philox import DRAWS
 from ..evaluate import Sizes
 from ..walks import Walk
-from . import boxes, deep, describe, sweep
+from . import boxes, describe, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
-from .matched import matches
 from .plan import KernelPlan
+from .rest import Rest
 from .spec import WIDEST, Spec
 from .write import Task, kernel, reads
 
-# tiles of 128 × 256 pairs, as the vendor's products have them; a guess looks at 64 columns
+# A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
+# while the other writes. (Of 512 and 768 features these took 2 to 5 % less of all, of 2304 and 4096 4 to 8 % more.)
 PLANS = {
-    "write_known": KernelPlan(128, 256, 8, 3),
+    "write_known": KernelPlan(128, 256, 8, 4),
     "write_spare": KernelPlan(128, 128, 8, 3),
-    "guess_peaks": KernelPlan(64, 64, 4, 4),
-    "write_guessed": KernelPlan(128, 256, 8, 3),
-    "close_rows": KernelPlan(32, 64, 4, 1),
+    "guess_peaks": KernelPlan(64, 64, 4, 8),
+    "write_guessed": KernelPlan(128, 256, 8, 4),
+    "close_rows": KernelPlan(16, 256, 8, 1),
 }
+SHALLOW = {name: KernelPlan(128, 128, 4, 3) for name in ("write_known", "write_guessed")}
+_FEW = 1024  # features
+
+
+def plan_of(name: str, width: int) -> KernelPlan:
+    """The tiles of a kernel for products of so many features."""
+    return SHALLOW[name] if width <= _FEW and name in SHALLOW else PLANS[name]
 
 
 def on(device: torch.device) -> bool:
@@ -60,16 +68,17 @@ class Epilogue:
     def guesses(self) -> bool:
         return self.task.late is not None
 
-    def each(self, cols: int) -> int:
-        """Bytes besides the panel that are held of one row."""
-        return 8 * -(-cols // PLANS["write_guessed"].block_folded) + 12 if self.guesses else 0
+    def each(self, sizes: Sizes) -> int:
+        """Bytes besides the panel that are held of one row: what its tiles sum to."""
+        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)))
+        return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
 
-    def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Tensor | None:
-        """Write the weights into ``out`` and results into ``numbers``; what the weights are still to be multiplied by.
+    def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
+        """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
 
         ``values``: of all leaves, numbers or tensors ``[1, length(, features)]``."""
         told = tuple(map(sweep.specialized, (*values.values(), out, *numbers)))
-        key = (here.rows, here.cols, here.device, *told, *PLANS.values())
+        key = (here.rows, here.cols, here.device, *told, *PLANS.values(), *SHALLOW.values())
         ready = self.ready.get(key)
         if ready is None:
             ready = self.ready.setdefault(key, _Ready(self, out, values, here))
@@ -81,7 +90,7 @@ class _Ready:
 
     def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
         self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
-        self.plans = {name: self._plan(name) for name in PLANS}
+        self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
         self.prepared: dict[str, sweep.Prepared] = {}
         wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
@@ -89,26 +98,30 @@ class _Ready:
         self.turns = -(-here.cols // plan.block_folded)
         self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // 2))
 
-    def _plan(self, name: str) -> KernelPlan:
-        found = PLANS[name]
+    def _plan(self, name: str, width: int) -> KernelPlan:
+        found = plan_of(name, width)
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         return replace(found, block_kept=kept, block_folded=found.block_folded if name == "close_rows" else folded)
 
-    def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Tensor | None:
+    def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Rest | None:
         box, rows, device = boxes.filled(self.box, out), self.here.rows, out.device
         if not self.whole.guesses:
             self._launch("write_known", [box], values)
             return None
-        guesses, factors = torch.empty(2, -(-rows // 4) * 4, dtype=torch.float32, device=device)[:, :rows]
-        marks = torch.empty(rows, dtype=torch.int32, device=device)
-        tops, sums = torch.empty(2, self.turns, -(-rows // 4) * 4, dtype=torch.float32, device=device)
+        empty, padded = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
+        guesses, picked, factors, hits = empty(4, padded, dtype=torch.float32)[:, :rows]
+        marks, targets = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
+        tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
         self._launch("guess_peaks", [guesses], values)
-        self._launch("write_guessed", [box, guesses, tops, sums, tops.stride(0)], values)
-        close = [*numbers, out, out.stride(0), guesses, tops, sums, tops.stride(0), factors, marks]
+        self._launch("write_guessed", [box, guesses, tops, sums, padded, picked], values)
+        close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
         self._launch("close_rows", close, values, self.turns)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
         self._launch("write_spare", [out, out.stride(0), marks], values)
-        return factors
+        late = self.whole.task.late
+        if late is None or late.hit is None:
+            return Rest(factors)
+        return Rest(factors, hits, targets, late.distinct)
 
     def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
         found = self.prepared.get(name)

@@ -3,7 +3,7 @@
 A gradient through a softmax has weights exp(s - peak) / total × g - [column = target] × g. The exponential can be
 written as soon as its product is there, measured from a guess of the peak; the total, and all that is made of it, comes
 late. Since it is one number per row it can multiply the other operands of the sums instead of the pairs, and what stands
-in one column alone is added there when the row is complete.
+in one column alone is added to the sums (``rest.py``).
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...program.build import ONE, apply
-from ...program.expr import Expr, const, topological
-from .joint import Joint
+from ...program.expr import Expr, const, index, topological
+from .joint import FIRST, Joint
 
 _MANY = 16  # terms, beyond which nothing is distributed
 
 
 @dataclass(frozen=True)
 class Late:
-    """A weight as ``late`` × ``early``, plus ``hit`` in the column ``target``; ``power``: exp(logit - peak)."""
+    """A weight as ``late`` × ``early``, plus ``hit`` in the column ``target``; ``power``: exp(logit - peak).
+
+    In that column both parts may nearly cancel: their sum is taken where it is exact, and not among the others."""
 
     early: Expr  # per pair, of leaves and the power
     power: Expr
     late: Expr  # per row
     target: Expr | None
     hit: Expr | None
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no two rows have the same target: it is the row's own index."""
+        return self.target is not None and self.target in (index("row"), apply("add", index("row"), FIRST["row"]))
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def late(whole: Joint) -> Late | None:
         return None
     hits = [t for t in terms if len(t.pairs) == 1 and _is_hit(t.pairs[0])]
     others = [t for t in terms if t not in hits]
-    targets = {_target(t.pairs[0]) for t in hits}
+    targets = {_target(t.pairs[0]) for t in hits} | {r.args[0] for r in folds if r.attrs[0] == "pick"}
     if len(others) != 1 or len(targets) > 1 or power not in others[0].pairs or any(map(_is_hit, others[0].pairs)):
         return None
     hit = [_product((t.pairs[0].args[1], *t.rows)) for t in hits]
@@ -77,7 +84,9 @@ def _terms(e: Expr, power: Expr, results: set[Expr]) -> tuple[_Term, ...] | None
             return None
         if e.op != "mul":
             return (*a, *(b if e.op == "add" else map(_negated, b)))
-        return tuple(_Term(s.pairs + t.pairs, s.rows + t.rows) for s in a for t in b) if len(a) * len(b) < _MANY else None
+        return (
+            tuple(_Term(s.pairs + t.pairs, s.rows + t.rows) for s in a for t in b) if len(a) * len(b) < _MANY else None
+        )
     if e.op == "neg":
         found = _terms(e.args[0], power, results)
         return None if found is None else tuple(map(_negated, found))

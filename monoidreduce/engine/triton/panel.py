@@ -26,6 +26,9 @@ from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
 from . import epilogue, sweep
 from .joint import PLACES, Parts, groups, joint, parts, placed
+from .rest import Rest
+
+_ROW = 32  # bytes: the numbers of a row of a panel
 
 
 class KernelStep:
@@ -44,7 +47,7 @@ class KernelStep:
         self.kind = self.stored or sizes.compute
         self.homes = [self._homes(at) for at in range(len(walk.stages))]
         self.fused: dict[bool, epilogue.Epilogue | None] = {}
-        self.factors: Tensor | None = None  # what the weights of a panel are still to be multiplied by, per row
+        self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
 
     def _homes(self, at: int) -> list[tuple[torch.dtype, Expr | int | None]]:
         """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
@@ -121,12 +124,11 @@ class KernelStep:
         return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
 
     def _beside(self) -> int:
-        """Bytes held of a row besides its pairs: where weights wait for a factor, its vectors in other types."""
+        """Bytes held of a row besides its pairs: the sums of its tiles, and then its vectors times a factor."""
         fused = self._fused(False)
         if fused is None or not fused.guesses:
             return 0
-        raised, rounded = (sum(self._widths(over)) for over in ("cols", "rows"))
-        return fused.each(self.sizes.cols) + raised * self.sizes.compute.itemsize + rounded * self.kind.itemsize
+        return _ROW + max(fused.each(self.sizes), max([0, *self._widths("rows")]) * self.kind.itemsize)
 
     def _totals(self, over: str) -> int:
         """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
@@ -218,7 +220,7 @@ class KernelStep:
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
-        fused, self.factors = self._fused(moved), None
+        fused, self.rest = self._fused(moved), None
         if fused and not fused.guesses:
             return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
@@ -242,17 +244,19 @@ class KernelStep:
         if moved not in self.fused:
             alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
             found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
-            fits = found and self.homes[self.groups[0][-1]] == [(self.stored, found.product)]
+            last = self.groups[0][-1]
+            fits = found and self.homes[last] == [(self.stored, found.product)]
+            fits = fits and all(len(products) == 1 for _, _, products in self.parts[last].sums)
             self.fused[moved] = found if fits else None
         return self.fused[moved]
 
     def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
-        """Weights by a product of its own; ``factors``: what they are still to be multiplied by, per row."""
+        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
         values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
         sides = zip(fused.vectors, fused.sides, strict=True)
         values |= {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
         out = self.buffers[fused.product][: here.rows, : here.cols]
-        self.factors = fused(out, values, numbers, here)
+        self.rest = fused(out, values, numbers, here)
         return {self.parts[self.groups[0][-1]].weights[0]: out}
 
     def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
@@ -350,26 +354,23 @@ class KernelStep:
         width = vectors[products[0].vector].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
-            kind = self.kind if self.factors is None else self.sizes.compute
-            out = torch.empty(shape, dtype=kind, device=self.sizes.device)
+            out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
-            vector = vectors[c.vector].to(weight.dtype) if over == "cols" else self._scaled(vectors[c.vector], weight.dtype)
+            vector = vectors[c.vector]
+            scaled = self.rest and over == "rows"
+            vector = self.rest.scaled(vector, weight.dtype) if scaled else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
             hardware.contract_into(out, weight, vector, add=k > 0 or begun)
+        if self.rest and over == "rows":
+            self.rest.add(out, vectors[products[0].vector])
         if alone:
-            return self._scaled(out, self.kind)
+            return self.rest.complete(out, vectors[products[0].vector]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
-
-    def _scaled(self, vectors: Tensor, kind: torch.dtype) -> Tensor:
-        """Vectors per row in a type, times what weights were left to be multiplied by."""
-        if self.factors is None:
-            return vectors.to(kind)
-        return torch.mul(vectors, self.factors[:, None], out=torch.empty_like(vectors, dtype=kind))
 
     def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
         """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.

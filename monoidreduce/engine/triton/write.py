@@ -4,8 +4,8 @@
 ``guess_peaks``: the greatest logit of each row among a few columns.
 ``write_guessed``: weights measured from that guess, and every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
-``close_rows``: the totals of rows, what is made of them, and what belongs into one column of each. Rows whose weights the
-guess could not bear are marked.
+``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the guess
+could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
 """
 
@@ -26,7 +26,7 @@ from .sweep import RowValues
 from .values import Values
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
-_MOST = 2.0**100  # factors of rows, and what is added to one column, below this
+_MOST = 2.0**100  # factors of rows lie below this
 
 
 @dataclass(frozen=True)
@@ -47,35 +47,13 @@ class _TileSoft(kinds.Soft):
         self.fast, self.guesses, self.means = True, False, []
 
 
-class _Places(Matched):
-    """Numbers at one column of each row, products of many features walked."""
-
-    def _text(self, e: Expr) -> str:
-        if e.op != "dot":
-            return super()._text(e)
-        row, col = e.args if self.spec.folds(e.args[1]) else e.args[::-1]
-        names, width = [str(a.attrs[0]) for a in (row, col)], self.spec.width(row.feature)
-        bases = [self.host.base(a) for a in (row, col)]
-        total = self.bind((e, "total"), f"tl.zeros([KEPT, 128], {self.float})", False)
-        at = (f"kept_at.to(tl.int64)[:, None] * {names[0]}_s", f"{self.place} * {names[1]}_s")
-        mask = f"{self.inside_text} & (lane < {width})[None, :]"
-        parts = [
-            f"tl.load({base} + {place} + lane[None, :] * {name}_f, mask={mask}, other=0).to({self.float})"
-            for base, place, name in zip(bases, at, names, strict=True)
-        ]
-        lines = [f"for d in range(0, {width}, 128):", "    lane = d + tl.arange(0, 128)"]
-        self.before += [*lines, f"    {total} += {parts[0]} * {parts[1]}"]
-        return f"tl.sum({total}, 1)[:, None]"
-
-
 @functools.lru_cache(maxsize=1024)
 def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
     """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
     v = RowValues(spec)
     v.loop(masked)
-    products = [e for e in topological(spec.fold.reductions) if e.op == "dot"] if name != "close_rows" else []
-    for e in products:  # first of all: what else is read waits until they are there
-        v.number(e)
+    if name != "close_rows":  # first of all: what else is read waits until it is there
+        v.number(_product(task))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
     outs, lines = _WRITERS[name](v, task, first)
     under = set(topological(spec.fold.reductions))
@@ -101,8 +79,9 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
     if name in ("write_known", "write_spare") or late is None:
         return (task.weight,)
     if name == "close_rows":
-        return (*(r for r in task.folds[1:]), late.late, *(e for e in (late.target, late.hit) if e is not None))
-    return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
+        return (*task.folds[1:], task.weight, late.late)
+    target = () if late.target is None else (late.target,)
+    return (task.folds[0].args[0], late.early, *target) if name == "write_guessed" else (task.folds[0].args[0],)
 
 
 # The lines of each
@@ -178,72 +157,97 @@ def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], 
     assert task.late is not None
     n, s, factor = _soft(v, task)
     v.inside += [
-        f"{n}_most = tl.max({s}, 1){factor}",
-        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
-        f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
+        f"{n}_most = (tl.max({s}, 1){factor}).to(tl.bfloat16)",
         "place = turn.to(tl.int64) * tops_r + kept_at",
         f"tl.store(tops + place, {n}_most, mask=kept_in)",
+        f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
+        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
+        f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
         f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
         f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
     ]
     v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
     stored = _stored(v.full(task.late.early))
     guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
-    lines = [*first, guess, *v.before, *v.inside, *stored]
-    return ["out_box", "guesses", "tops", "sums", "tops_r"], _every_tile(lines, True)
+    lines = [*first, guess, *_picked(v, task), *v.before, *v.inside, *stored]
+    return ["out_box", "guesses", "tops", "sums", "tops_r", "picked"], _every_tile(lines, True)
+
+
+def _picked(v: Values, task: Task) -> list[str]:
+    """The product at each row's own column, where it is in this tile."""
+    if task.late is None or task.late.target is None:
+        return []
+    before, v.before = v.before, []
+    target = v.number(task.late.target)
+    bound, v.before = v.before, before
+    return [
+        *bound,
+        f"target = tl.where(({target} >= start) & ({target} < folded_size), {target} - start, -1).to(tl.int32)",
+        "own = folded_lane[None, :] == target",
+        "here = (target >= 0) & (target < FOLDED)",
+        "if tl.max(here.to(tl.int32)) > 0:",
+        f"    taken = tl.sum(tl.where(own, {v.number(_product(task))}, 0.0), 1)",
+        "    tl.store(picked + kept_at, taken, mask=kept_in & tl.reshape(here, [KEPT]))",
+    ]
+
+
+def _product(task: Task) -> Expr:
+    return next(e for e in topological([task.weight]) if e.op == "dot")
 
 
 def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
     late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
-    v.inside += [
-        f"{n}_log = tl.log({n}_total)",
-        f"{n}_peak = tl.where({n}_total == 0.0, 0.0, {n}_ref) * {literal(1 / LOG2E)}",
-    ]
+    there = None if late.target is None else Matched(v, "own", late.target)
+    if there is not None:
+        own = f"tl.load(picked + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
+        there.outer[_product(task)] = there.bind("product", own, False, "own_product")
     texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
-    for k, r in enumerate(task.folds[1:], 1):
-        there = _Places(v, f"pick{k}", r.args[0])
-        number = there.number(r.args[1])
-        v.inside += there.before
-        zeros = f"tl.zeros([KEPT, 1], {v.float})"
-        texts.append(f"tl.reshape(tl.where({there.inside_text}, {number} + {zeros}, 0.0), [KEPT])")
+    for r in task.folds[1:]:
+        assert there is not None
+        number = f"{there.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
+        texts.append(f"tl.reshape(tl.where({there.inside_text}, {number}, 0.0), [KEPT])")
+    lines = [*first, *_cut(v), *(_cut(there) if there else [])]
     for out, name, text in zip(outs, task.names, texts, strict=True):
         x = str(name.attrs[0])
-        v.inside += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
-        v.inner[name] = f"{x}[:, None]"
-    first, v.before = [*first, *v.before], []
+        lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
+        for own in (v, there) if there else (v,):
+            own.outer[name] = f"{x}[:, None]"
     factor = v.number(late.late)
-    lines = [
+    weight = there.number(task.weight) if there and late.hit is not None else ""
+    lines += [
+        *_cut(v),
         f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
-        f"lost = ~(tl.abs(factor) < {_MOST!r})",
+        f"marked = {n}_far | ~(tl.abs(factor) < {_MOST!r})",
+        "tl.store(factors + kept_at, tl.where(marked, 1.0, factor), mask=kept_in)",
+        "tl.store(marks + kept_at, tl.where(marked, 1, 0), mask=kept_in)",
     ]
-    stores = []
-    if late.target is not None and late.hit is not None:
-        target, hit = v.number(late.target), v.number(late.hit)
+    if there and weight:
         lines += [
-            f"target = tl.reshape({target} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
-            f"hit = tl.reshape({hit} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
-            "inside = (target >= 0) & (target < folded_size) & kept_in & (hit != 0.0)",
-            "share = tl.where(inside, hit / factor, 0.0)",
-            f"lost = lost | ~(tl.abs(share) < {_MOST!r})",
+            *_cut(there),
+            f"inside = tl.reshape({there.inside_text}, [KEPT]) & ~marked",
+            f"hit = tl.reshape({weight} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
+            f"target = tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
+            "tl.store(hits + kept_at, tl.where(inside, hit, 0.0), mask=kept_in)",
+            "tl.store(targets + kept_at, target, mask=kept_in)",
+            "nothing = tl.zeros([KEPT], tl.float32).to(tl.bfloat16)",
+            "tl.store(pairs + kept_at.to(tl.int64) * pairs_r + target, nothing, mask=inside)",
         ]
-        stores = [
-            "place = pairs + kept_at.to(tl.int64) * pairs_r + target",
-            f"old = tl.load(place, mask=inside, other=0).to({v.float})",
-            "tl.store(place, (old + share).to(tl.bfloat16), mask=inside & (marked == 0))",
-        ]
-    marked = f"marked = tl.where({n}_far | lost, 1, 0)"
-    ends = ["tl.store(marks + kept_at, marked, mask=kept_in)", *stores]
-    ends.append("tl.store(factors + kept_at, tl.where(marked == 1, 1.0, factor), mask=kept_in)")
-    lines = [*_TOTAL, *first, *v.inside, *v.before, *lines, marked, *ends]
-    return [*outs, "pairs", "pairs_r", "guesses", "tops", "sums", "tops_r", "factors", "marks"], lines
+    ends = ["picked", "pairs", "pairs_r", "factors", "hits", "targets", "marks"]
+    return [*outs, "guesses", "tops", "sums", "tops_r", *ends], [*_TOTAL, *lines]
+
+
+def _cut(v: Values) -> list[str]:
+    """What was bound since the last time."""
+    found, v.before = v.before, []
+    return found
 
 
 _PARTS = [
     "part = t + tl.arange(0, FOLDED)",
     "there = kept_in[:, None] & (part < parts)[None, :]",
     "place = part.to(tl.int64)[None, :] * tops_r + kept_at[:, None]",
-    'most = tl.load(tops + place, mask=there, other=float("-inf"))',
+    'most = tl.load(tops + place, mask=there, other=float("-inf")).to(tl.float32)',
 ]
 _TOTAL = [
     "tile = tl.program_id(0)",
@@ -265,6 +269,8 @@ _TOTAL = [
     f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {FAR}) - soft0_ref[:, None])",
     "    soft0_totals += tl.where(some == 0.0, 0.0, some * shrink)",
     "soft0_total = tl.sum(soft0_totals, 1)",
+    "soft0_log = tl.log(soft0_total)",
+    f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
 ]
 
 _WRITERS = {
