@@ -1,11 +1,17 @@
 """A throw-away probe."""
 from __future__ import annotations
-import gc, subprocess, sys, time
+
+import gc
+import subprocess
+import sys
+import time
+
 import torch
+
 import monoidreduce as mr
-from monoidreduce.engine import hardware
-from monoidreduce.engine.triton import epilogue, sweep, KernelPlan
 from benchmarks import gpu_wide
+from monoidreduce.engine import hardware
+from monoidreduce.engine.triton import KernelPlan, epilogue, sweep
 
 CASES = {"g": (8192, 2304, 256000), "l": (8192, 4096, 128256), "c": (32768, 512, 32768), "C": (65536, 768, 65536)}
 VARIANTS = {"A": KernelPlan(128, 256, 8, 3), "B": KernelPlan(128, 256, 8, 4), "D": KernelPlan(128, 128, 4, 3), "E": KernelPlan(128, 128, 8, 3)}
@@ -75,7 +81,7 @@ def compile_one(name):
 def times(calls, reps=5):
     found = {n: [] for n in calls}
     for n, c in calls.items():
-        c(); 
+        c()
     for _ in range(reps):
         for n, c in calls.items():
             s, t = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -59,6 +59,18 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
+def blocks(rows: int, cols: int, pair: int, room: int, each: int) -> Panels | None:
+    """Few blocks of rows one after the other, each with all columns, some at a time.
+
+    Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block."""
+    for count in range(2, ADDS + 1):
+        own = _even(rows, -(-rows // count))
+        part = (room - own * each) // (own * pair)
+        if own * each <= room // 2 and part >= min(ROUND, cols):
+            return Panels(own, _even(cols, part), outer="rows")
+    return None
+
+
 def _even(length: int, most: int) -> int:
     """The size of equal parts of ``length``, none above ``most``; rounded where that keeps their number."""
     if length <= most:

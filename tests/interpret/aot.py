@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, epilogue, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, epilogue, launch, plan, rest, source, use_plan
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -194,6 +194,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
+        mock.patch.object(rest, "_run", lambda *arguments: None),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),

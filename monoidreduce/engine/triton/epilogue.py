@@ -1,9 +1,9 @@
 """Products that write weights instead of themselves: what needs no sweep over the panel afterwards.
 
-Where all numbers of rows are known a generated product's epilogue writes the weights of the sums at once. Where they wait
-for a softmax it writes exp(s - guess), the guess being the greatest of a few logits of the row, and sums tiles as it goes;
-the totals then multiply the sums' other operands (``late.py``). A guess is checked on the device: rows that it served ill
-are written once more, exactly, and nobody waits to hear whether there were any.
+Where all numbers of rows are known a generated product's epilogue writes the weights of the sums at once. Where they
+wait for a softmax it writes exp(s - guess), the guess being the greatest of a few logits of the row, and sums tiles as
+it goes; the totals then multiply the sums' other operands (``late.py``, ``rest.py``). A guess is checked on the device:
+rows that it served ill are written once more, exactly, and nobody waits to hear whether there were any.
 """
 
 from __future__ import annotations

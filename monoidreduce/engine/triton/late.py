@@ -2,8 +2,8 @@
 
 A gradient through a softmax has weights exp(s - peak) / total × g - [column = target] × g. The exponential can be
 written as soon as its product is there, measured from a guess of the peak; the total, and all that is made of it, comes
-late. Since it is one number per row it can multiply the other operands of the sums instead of the pairs, and what stands
-in one column alone is added to the sums (``rest.py``).
+late. Since it is one number per row it can multiply the other operands of the sums instead of the pairs, and what
+stands in one column alone is added to the sums (``rest.py``).
 """
 
 from __future__ import annotations

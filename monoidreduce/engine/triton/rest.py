@@ -1,8 +1,8 @@
 """What is left to do to sums whose weights wait for a factor of their row: the factor, and one column of each row.
 
-A row's own column (its label) stands out by orders of magnitude. Written among the weights it would be rounded with them,
-and multiplied by a rounded factor: it is added here instead, in float32, where its sums are complete. Rows of one label
-are added in their order by the first of them, so that nothing depends on which comes first.
+A row's own column (its label) stands out by orders of magnitude. Written among the weights it would be rounded with
+them, and multiplied by a rounded factor: it is added here instead, in float32, where its sums are complete. Rows of one
+label are added in their order by the first of them, so that nothing depends on which comes first.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``write_guessed``: weights measured from that guess, and every tile's greatest logit and sum of exponentials. A tile whose
-greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
-``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the guess
-could not bear are marked.
+``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials, and the
+product at each row's own column. A tile whose greatest lies far from the guess is summed from its own, so that totals
+are exact whatever was guessed.
+``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
+guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
 """
 
