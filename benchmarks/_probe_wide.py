@@ -67,7 +67,7 @@ def watched():
     pi, ci, ca, fo = hardware.panel_into, hardware.contract_into, sweep.Prepared.__call__, None
     hardware.panel_into = lambda *a: mark("product", pi, *a)
     hardware.contract_into = lambda o, w, v, add: mark("rows" if w.stride(-1) == 1 else "cols", ci, o, w, v, add)
-    sweep.Prepared.__call__ = lambda self, *a: mark(self.kernel.name, ca, self, *a)
+    sweep.Prepared.__call__ = lambda self, *a, **k: mark(self.kernel.name, ca, self, *a, **k)
     def undo():
         hardware.panel_into, hardware.contract_into, sweep.Prepared.__call__ = pi, ci, ca
     return undo

@@ -28,7 +28,7 @@ from .late import Late, late
 from .plan import KernelPlan
 from .rest import Rest
 from .spec import WIDEST, Spec
-from .write import Task, kernel, reads
+from .write import PIECES, Task, kernel, reads
 
 # A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
 # while the other writes. (Of 512 and 768 features these took 2 to 5 % less of all, of 2304 and 4096 4 to 8 % more.)
@@ -96,7 +96,7 @@ class _Ready:
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
         plan = self.plans["write_guessed" if whole.guesses else "write_known"]
         self.turns = -(-here.cols // plan.block_folded)
-        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // 2))
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // PIECES))
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width)

@@ -27,6 +27,7 @@ from .sweep import RowValues
 from .values import Values
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
+PIECES = 4  # in which a tile is stored
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -117,12 +118,15 @@ def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 
 def _stored(weight: str) -> list[str]:
-    """A tile of weights to the panel, in two halves: the room that takes is another product's."""
+    """A tile of weights to the panel, in four pieces: the room that takes is the next product's."""
+    halved = "{0}, {1} = tl.split(tl.permute(tl.reshape({2}, [KEPT, 2, {3}]), [0, 2, 1]))"
     return [
-        f"halves = tl.permute(tl.reshape({weight}.to(tl.bfloat16), [KEPT, 2, FOLDED // 2]), [0, 2, 1])",
-        "left, right = tl.split(halves)",
-        "out_box.store([tile * KEPT, start], left)",
-        "out_box.store([tile * KEPT, start + FOLDED // 2], right)",
+        halved.format("left", "right", f"{weight}.to(tl.bfloat16)", "FOLDED // 2"),
+        *(halved.format(f"{side}0", f"{side}1", side, f"FOLDED // {PIECES}") for side in ("left", "right")),
+        *(
+            f"out_box.store([tile * KEPT, start + {k} * (FOLDED // {PIECES})], {piece})"
+            for k, piece in enumerate(("left0", "left1", "right0", "right1"))
+        ),
     ]
 
 
