@@ -62,11 +62,6 @@ def own_index(x: mr.Row["d"], y: mr.Col["d"]):
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
 
 
-@mr.op
-def level(x: mr.Row["d"], y: mr.Col["d"]):
-    return mr.logsumexp(x @ y)
-
-
 def vectors(rows, cols, features, peaked=0.0):
     w = torch.randn(cols, features).bfloat16()
     x = torch.randn(rows, features) / features**0.5
@@ -81,7 +76,7 @@ def pulled(function, args, limit):
         return [value.detach(), *torch.autograd.grad(value * 0.3, given)]
 
 
-def compared(got, plain, args, factor=2.5):
+def compared(got, plain, args, factor=2.5, loss=2e-5):
     """Gradients have at most so many times the error of plain torch. (The interpreter cuts digits off: a GPU rounds.)"""
     found = []
     for kind in (torch.float64, torch.bfloat16):
@@ -91,7 +86,7 @@ def compared(got, plain, args, factor=2.5):
     for own, exact, naive in zip(got[1:], found[0][1:], found[1][1:], strict=True):
         error, theirs = (torch.linalg.vector_norm(g.double() - exact) for g in (own, naive))
         assert error <= factor * theirs + 1e-9 * torch.linalg.vector_norm(exact)
-    assert abs(got[0].double() - found[0][0]) <= 2e-5 * found[0][0].abs() + 1e-4
+    assert abs(got[0].double() - found[0][0]) <= loss * found[0][0].abs() + 1e-4
 
 
 def plain_head(target, bias):
@@ -138,13 +133,6 @@ def test_the_label_is_the_row(seed, used):
     compared(got, lambda x, w: F.cross_entropy((x @ w.mT).double(), torch.arange(40), reduction="sum"), (x, w))
 
 
-def test_no_label(seed, used):
-    x, w, _ = vectors(20, 40, 264)
-    got = pulled(lambda x, w: level.total(x, w), (x, w), "10MB")
-    assert used == GUESSED
-    compared(got, lambda x, w: (x @ w.mT).double().logsumexp(1).sum(), (x, w))
-
-
 INF, NAN = math.inf, math.nan
 STEPS = torch.arange(80) // 20
 FAR = {
@@ -187,7 +175,7 @@ def test_known_weights_in_a_few_bytes(seed, used):
         s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
         return (F.cross_entropy(s, target, reduction="none") * shares).sum()
 
-    compared(got, plain, (x, w), factor=4.0)
+    compared(got, plain, (x, w), factor=4.0, loss=1e-3)  # the forward rounds logits as a panel would
 
 
 def test_what_is_taken_apart():
