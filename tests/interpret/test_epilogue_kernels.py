@@ -77,7 +77,7 @@ def pulled(function, args, limit):
 
 
 def compared(got, plain, args, factor=2.5, loss=2e-5):
-    """Gradients have at most so many times the error of plain torch. (The interpreter cuts digits off: a GPU rounds.)"""
+    """Gradients have at most so many times the error of plain torch. (The interpreter cuts digits, a GPU rounds.)"""
     found = []
     for kind in (torch.float64, torch.bfloat16):
         given = [a.detach().to(kind).requires_grad_() for a in args]
@@ -175,12 +175,17 @@ def test_known_weights_in_a_few_bytes(seed, used):
         s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
         return (F.cross_entropy(s, target, reduction="none") * shares).sum()
 
-    compared(got, plain, (x, w), factor=4.0, loss=1e-3)  # the forward rounds logits as a panel would
+    compared(got, plain, (x, w), factor=4.0, loss=1e-3)  # the forward has rounded logits
 
 
 def test_what_is_taken_apart():
     """A softmax's weight and a label; not two kinds of weights, nor a label's weight that varies with its pair."""
-    x, w, t, b = torch.zeros(8, 300).bfloat16(), torch.zeros(9, 300).bfloat16(), torch.zeros(8).long(), torch.zeros(9).bfloat16()
+    x, w, t, b = (
+        torch.zeros(8, 300).bfloat16(),
+        torch.zeros(9, 300).bfloat16(),
+        torch.zeros(8).long(),
+        torch.zeros(9).bfloat16(),
+    )
 
     @mr.op
     def smooth(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
@@ -200,6 +205,6 @@ def test_what_is_taken_apart():
 
     apart = found(head, x, w, t, b)
     assert apart is not None and apart.hit is not None and not apart.distinct
-    assert not apart.late.cols and not apart.early.op == "const"
+    assert not apart.late.cols and apart.early.op != "const"
     assert found(smooth, x, w, t) is None
     assert found(capped, x, w, t) is None

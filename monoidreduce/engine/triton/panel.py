@@ -239,9 +239,9 @@ class KernelStep(Room):
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
             weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
+            rest = self.rest if over == "rows" else None
             vector = vectors[c.vector]
-            scaled = self.rest and over == "rows"
-            vector = self.rest.scaled(vector, weight.dtype) if scaled else vector.to(weight.dtype)
+            vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
             hardware.contract_into(out, weight, vector, add=k > 0 or begun)
         if self.rest and over == "rows":

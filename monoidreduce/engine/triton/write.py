@@ -216,8 +216,8 @@ def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], lis
     for out, name, text in zip(outs, task.names, texts, strict=True):
         x = str(name.attrs[0])
         lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
-        for own in (v, there) if there else (v,):
-            own.outer[name] = f"{x}[:, None]"
+        for values in (v, there) if there else (v,):
+            values.outer[name] = f"{x}[:, None]"
     factor = v.number(late.late)
     weight = there.number(task.weight) if there and late.hit is not None else ""
     lines += [
