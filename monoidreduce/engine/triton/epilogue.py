@@ -41,6 +41,8 @@ PLANS = {
 }
 SHALLOW = {name: KernelPlan(128, 128, 4, 3) for name in ("write_known", "write_guessed")}
 _FEW = 1024  # features
+_LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
+_LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
 
 def plan_of(name: str, width: int) -> KernelPlan:
@@ -101,7 +103,8 @@ class _Ready:
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width)
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
-        return replace(found, block_kept=kept, block_folded=found.block_folded if name == "close_rows" else folded)
+        folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
+        return replace(found, block_kept=kept, block_folded=folded)
 
     def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Rest | None:
         box, rows, device = boxes.filled(self.box, out), self.here.rows, out.device
@@ -173,7 +176,8 @@ def epilogue(walk: Walk, group: range, moved: bool) -> Epilogue | None:
     products = [(e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if f.op == "dot"]
     if len(products) != 1 or len(whole.weights) != 1 or any(c.tops or c.numbers["rows"] for c in cuts):
         return None
-    if any(e.op in DRAWS for e in topological(whole.weights)):  # these need the registers that a product has taken
+    made = [e for e in topological(whole.weights) if e.is_pair and e.op != "leaf"]
+    if len(made) > _LIGHT or any(e.op in DRAWS for e in made):
         return None
     folds = tuple(r for fold in whole.folds for r in fold)
     apart = late(whole) if folds else None

@@ -33,8 +33,9 @@ def complete_rows(
         lane = start + tl.arange(0, LANES)
         value = tl.load(out + row * WIDTH + lane, mask=lane < WIDTH, other=0).to(tl.float32) * factor
         if HITS:
+            hit = tl.load(hits + row)
             place = tl.load(targets + row) * vectors_s + lane * vectors_f
-            value += tl.load(hits + row) * tl.load(vectors + place, mask=lane < WIDTH, other=0).to(tl.float32)
+            value += hit * tl.load(vectors + place, mask=(lane < WIDTH) & (hit != 0.0), other=0).to(tl.float32)
         tl.store(out + row * WIDTH + lane, value, mask=lane < WIDTH)
 
 

@@ -14,6 +14,7 @@ from ..evaluate import Sizes
 from ..walks import Walk
 from . import epilogue
 from .joint import Parts, groups, parts
+from .spec import WIDEST
 
 _ROW = 32  # bytes: the numbers of a row of a panel
 
@@ -66,11 +67,15 @@ class Room:
         if moved not in self.fused:
             alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
             found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
-            last = self.groups[0][-1]
-            fits = found and self.homes[last] == [(self.stored, found.product)]
-            fits = fits and all(len(products) == 1 for _, _, products in self.parts[last].sums)
-            self.fused[moved] = found if fits else None
+            self.fused[moved] = found if found and self._serves(found) else None
         return self.fused[moved]
+
+    def _serves(self, found: epilogue.Epilogue) -> bool:
+        """Whether it has features enough, its weights go where the product would be, and are summed one way each."""
+        last = self.groups[0][-1]
+        wide = self.sizes.of(str(found.product.args[0].feature)) > WIDEST
+        over = self.homes[last] == [(self.stored, found.product)]
+        return wide and over and all(len(products) == 1 for _, _, products in self.parts[last].sums)
 
     def choose(self, room: int) -> panels.Panels | None:
         """Whole rows where column totals stay accurate, else whole columns of a plain sum.
