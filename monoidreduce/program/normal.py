@@ -7,11 +7,15 @@ folded axis leave the sum, those that depend on it alone join the vector, and a 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 from . import build
 from .build import ONE, ZERO, apply, terms
 from .expr import Expr, const, size, topological
 from .reductions import make
 
+Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
 
 
@@ -75,7 +79,7 @@ def _sum(e: Expr, over: str) -> Expr:
     parts = terms(e) if e.feature is not None else [(e, None, None)]
     if parts is None:  # a vector per pair that is no product: engines walk its features
         return make("sum", over, (), (e,))[0]
-    sums: dict[tuple[Expr, Expr | None, Expr | None], Expr] = {}
+    sums: dict[Part, Expr] = {}
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
         r, c, mid = _factors(k, over)
@@ -86,14 +90,34 @@ def _sum(e: Expr, over: str) -> Expr:
         key = (r, outer, inner)
         sums[key] = apply("add", sums[key], mid) if key in sums else mid
     total = ZERO
-    for (r, outer, inner), mid in sums.items():
-        value = apply("mul", _plain_sum(mid, inner, over), r)
+    for r, outer, inner, value in _sums(sums, over):
+        value = apply("mul", value, r)
         if outer is not None:
             value = apply("mul", value, outer)
         elif e.feature is not None and inner is None:
             value = build.spread(value, e.feature)
         total = apply("add", total, value) if total is not ZERO else value
     return total
+
+
+def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
+    """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
+    vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
+    together: dict[Expr, list[Part]] = {}
+    for key, mid in parts.items():
+        r, outer, inner = key
+        if outer is None and inner is not None and _stays_whole(mid, inner, over):
+            together.setdefault(r, []).append(key)
+    for key, mid in parts.items():
+        r, outer, inner = key
+        group = together.get(r, []) if key in together.get(r, []) else [key]
+        if key is not group[0]:
+            continue
+        if len(group) == 1:
+            yield r, outer, inner, _plain_sum(mid, inner, over)
+            continue
+        whole = [apply("mul", parts[k], k[2]) for k in group if k[2] is not None]
+        yield r, outer, inner, make("sum", over, (), (functools.reduce(lambda a, b: apply("add", a, b), whole),))[0]
 
 
 def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
@@ -159,16 +183,19 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     whole = apply("mul", mid, vector) if vector is not None else mid
     if not _has(whole, over):
         return apply("mul", whole, apply("cast", size(over), to="float"))
-    if not whole.is_pair:
-        return make("sum", over, (), (whole,))[0]
-    dense, hots = split_hots(mid)
-    if dense is not None:
+    if not whole.is_pair or _stays_whole(mid, vector, over):
         return make("sum", over, (), (whole,))[0]
     total = ZERO
-    for axis, target, value in hots:
+    for axis, target, value in split_hots(mid)[1]:
         picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
         total = picked if total is ZERO else apply("add", total, picked)
     return total
+
+
+def _stays_whole(mid: Expr, vector: Expr | None, over: str) -> bool:
+    """Whether Σ mid × vector is a sum over pairs that are not all zero but at an index."""
+    pairs = mid.is_pair or (vector is not None and (mid.rows or vector.rows) and (mid.cols or vector.cols))
+    return pairs and split_hots(mid)[0] is not None
 
 
 def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
