@@ -66,8 +66,9 @@ def _gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     k = math.sqrt(8 / math.pi)
-    s = torch.sigmoid(k * (x + 0.044715 * x * x * x))  # (1 + tanh) / 2, which the kernel of gelu itself has
-    return s * (1 + x * (1 - s) * (k + 3 * 0.044715 * k * x * x))
+    square = x * x
+    s = torch.sigmoid(x * (k + 0.044715 * k * square))  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
 
 
 def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:

@@ -81,7 +81,7 @@ def quick_sigmoid(x):
 
 def quick_gelu_tanh(x):
     # as the gradient has it, so that a kernel with both computes it once
-    return x * quick_sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * quick_sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
 
 
 def sinh(x):
