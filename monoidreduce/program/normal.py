@@ -73,7 +73,7 @@ def _sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
     gap = build.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
-        free, alone, mid = _factors(gap[0], over)
+        free, alone, mid = factors(gap[0], over)
         value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
         return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
@@ -82,7 +82,7 @@ def _sum(e: Expr, over: str) -> Expr:
     sums: dict[Part, Expr] = {}
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
-        r, c, mid = _factors(k, over)
+        r, c, mid = factors(k, over)
         if inner is not None:
             inner = apply("mul", inner, c)
         else:
@@ -128,7 +128,7 @@ def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None
     return outer, inner
 
 
-def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     free, alone, rest = ONE, ONE, ONE
     stack = [k]
@@ -150,7 +150,7 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             else:
                 free = apply("div", free, divisor)
             stack.append(f.args[0])
-        elif f.op == "where" and build._is(f.args[2], 0) and (number := _number_factor(f.args[1])) is not None:
+        elif f.op == "where" and build._is(f.args[2], 0) and (number := number_factor(f.args[1])) is not None:
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
@@ -158,7 +158,7 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     return free, alone, rest
 
 
-def _number_factor(e: Expr) -> tuple[Expr, Expr] | None:
+def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
     """e as (a number of no axis) × (the rest).
 
     No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
@@ -169,7 +169,7 @@ def _number_factor(e: Expr) -> tuple[Expr, Expr] | None:
         if not one.rows and not one.cols and one.feature is None:
             return one, other
     for one, other in (e.args, e.args[::-1]):
-        inner = _number_factor(one)
+        inner = number_factor(one)
         if inner is not None:
             return inner[0], apply("mul", inner[1], other)
     return None
@@ -267,7 +267,7 @@ def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
     total = ZERO
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
-        r, c, mid = _factors(k, over)
+        r, c, mid = factors(k, over)
         weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
         mean = make("soft", over, (), (logit, weighted))[1]
         part = apply("mul", mean, r)
