@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class Early:
     rest: Expr | None  # the weight of all columns but the target, where there is one
     soft: int  # the place of the logsumexp among the plain fold's results
     pick: int  # and of the logit at the target
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the leaves that stand for what is kept."""
+        return tuple(f"E{k}" for k in range(len(self.more)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,7 +142,7 @@ def _folded(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple | None:
     more = [k for k in range(len(whole.results)) if k not in mine]
     leaves = {e: _leaf(f"E{more.index(k)}", e.feature) for e, k in place.items() if k in more}
     feeds = tuple(map(fold.leaves.index, whole.feeds))
-    return whole.fold, feeds, tuple(mine), tuple(more), substitute(program.outputs[own:], leaves)
+    return replace(whole.fold, raised=True), feeds, tuple(mine), tuple(more), substitute(program.outputs[own:], leaves)
 
 
 def _leaf(name: str, feature: Any = None) -> Expr:

@@ -196,7 +196,7 @@ def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
             held = 0
         parts[-1].append((r, scale))
         held += width
-    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True))) for part in parts]
+    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True)), fold.raised) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -208,7 +208,7 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
         whole = Fold(fold.leaves, tuple(mine))
         picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
         kept = {r: s for r, s in mine.items() if r not in picks}
-        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values())), picks))
+        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values()), fold.raised), picks))
     return tuple(found)
 
 
