@@ -29,6 +29,7 @@ SPECIAL = {
     "exp": 1.0,
     "exp2": 1.0,
     "expm1": 1.5,
+    "gate": 1.0,
     "gelu": 2.0,
     "log": 1.0,
     "log1p": 1.5,

@@ -67,7 +67,7 @@ def _gelu_slope(x: Any, approximate: str) -> Any:
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     k = math.sqrt(8 / math.pi)
     square = x * x
-    s = torch.sigmoid(x * (k + 0.044715 * k * square))  # (1 + tanh) / 2, which the kernel of gelu itself has
+    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
     return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
 
 
@@ -77,7 +77,7 @@ def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
 
 
 def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
-    s = torch.sigmoid(x)
+    s = x.gate()
     return (g * (s * (1 + x * (1 - s))),)
 
 
@@ -168,7 +168,9 @@ _ROWS = [
         names=("expit",),
         triton="sigmoid({0})",
     ),
-    _P("silu", aten.silu, _silu_gradient, triton="{0} * sigmoid({0})"),
+    # a sigmoid that meets its own argument as a factor: what counts is how far it is off of 1, not of itself
+    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), iv.bounded(0.0, 1.0), triton="gate({0})"),
+    _P("silu", aten.silu, _silu_gradient, triton="{0} * gate({0})"),
     _P(
         "relu",
         aten.relu,
