@@ -36,6 +36,7 @@ SPECIAL = {
     "log2": 1.0,
     "logaddexp": 2.5,
     "logsigmoid": 2.5,
+    "normal_gate": 1.0,
     "pow": 3.0,
     "sigmoid": 1.0,
     "silu": 1.0,
