@@ -103,21 +103,19 @@ def _sum(e: Expr, over: str) -> Expr:
 def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
     """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
     vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
-    together: dict[Expr, list[Part]] = {}
+    groups: dict[tuple, list[Part]] = {}
     for key, mid in parts.items():
         r, outer, inner = key
-        if outer is None and inner is not None and _stays_whole(mid, inner, over):
-            together.setdefault(r, []).append(key)
-    for key, mid in parts.items():
-        r, outer, inner = key
-        group = together.get(r, []) if key in together.get(r, []) else [key]
-        if key is not group[0]:
+        shared = outer is None and inner is not None and _stays_whole(mid, inner)
+        groups.setdefault((r,) if shared else key, []).append(key)
+    for keys in groups.values():
+        r, outer, inner = keys[0]
+        if len(keys) == 1:
+            yield r, outer, inner, _plain_sum(parts[keys[0]], inner, over)
             continue
-        if len(group) == 1:
-            yield r, outer, inner, _plain_sum(mid, inner, over)
-            continue
-        whole = [apply("mul", parts[k], k[2]) for k in group if k[2] is not None]
-        yield r, outer, inner, make("sum", over, (), (functools.reduce(lambda a, b: apply("add", a, b), whole),))[0]
+        products = [apply("mul", parts[k], v) for k in keys if (v := k[2]) is not None]
+        whole = functools.reduce(lambda a, b: apply("add", a, b), products)
+        yield r, outer, inner, make("sum", over, (), (whole,))[0]
 
 
 def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
@@ -183,7 +181,7 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     whole = apply("mul", mid, vector) if vector is not None else mid
     if not _has(whole, over):
         return apply("mul", whole, apply("cast", size(over), to="float"))
-    if not whole.is_pair or _stays_whole(mid, vector, over):
+    if not whole.is_pair or _stays_whole(mid, vector):
         return make("sum", over, (), (whole,))[0]
     total = ZERO
     for axis, target, value in split_hots(mid)[1]:
@@ -192,10 +190,10 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     return total
 
 
-def _stays_whole(mid: Expr, vector: Expr | None, over: str) -> bool:
-    """Whether Σ mid × vector is a sum over pairs that are not all zero but at an index."""
-    pairs = mid.is_pair or (vector is not None and (mid.rows or vector.rows) and (mid.cols or vector.cols))
-    return pairs and split_hots(mid)[0] is not None
+def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
+    """Whether mid × vector is of pairs, and not zero at all of them but one index."""
+    whole = mid if vector is None else apply("mul", mid, vector)
+    return whole.is_pair and split_hots(mid)[0] is not None
 
 
 def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
