@@ -192,7 +192,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
-        mock.patch.object(describe, "native", lambda device: True),
+        mock.patch.object(describe, "has_tanh", lambda device: True),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),

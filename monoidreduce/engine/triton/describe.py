@@ -66,7 +66,7 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
-        native=narrow is not None and native(sizes.device),
+        native=narrow is not None and has_tanh(sizes.device),
     )
     return spec, tuple(casts)
 
@@ -108,7 +108,7 @@ def family(device: torch.device) -> Family | None:
 
 
 @functools.cache
-def native(device: torch.device) -> bool:
+def has_tanh(device: torch.device) -> bool:
     """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
     if not _is_there(device) or torch.version.hip is not None:
         return False
