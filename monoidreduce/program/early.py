@@ -152,17 +152,26 @@ def _leaf(name: str, feature: Any = None) -> Expr:
 @functools.lru_cache(maxsize=1024)
 def gradients(form: Early, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
     """The gradients of rows' vectors, by place of their leaves; ``given``: the results that have a cotangent."""
-    cotangents = [Symbol(_leaf(f"g{k}")) for k in (form.soft, form.soft + 1) if given[k]]
+    cotangents = [_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
     if not cotangents:
         return ()
-    seen: Any = Symbol(_leaf(f"P{form.soft + 1}")) != -math.inf  # else no column has a weight
-    g: Any = torch.where(seen, functools.reduce(lambda a, b: a + b, cotangents), 0.0)
+    seen = _symbol(f"P{form.soft + 1}") != -math.inf  # else no column has a weight
+    g = torch.where(seen, sum(cotangents[1:], cotangents[0]), 0.0)
     found = []
     for m in form.means:
-        mine = g * Symbol(m.factor)
-        value = mine * Symbol(m.mean)
+        mine = g * _of(m.factor)
+        value = mine * _of(m.mean)
         if form.rest is not None:
-            at = mine + Symbol(_leaf(f"g{form.pick}")) * Symbol(m.picked) if given[form.pick] else mine
-            value = value + (at - mine * Symbol(form.rest)) * Symbol(m.there)
+            at = mine + _symbol(f"g{form.pick}") * _of(m.picked) if given[form.pick] else mine
+            value = value + (at - mine * _of(form.rest)) * _of(m.there)
         found.append((m.place, value.expr))
     return tuple(found)
+
+
+def _of(e: Expr) -> Any:
+    """What torch's functions and operators take for a tensor."""
+    return Symbol(e)
+
+
+def _symbol(name: str) -> Any:
+    return Symbol(_leaf(name))

@@ -42,7 +42,9 @@ def test_the_error_rule(name, dtype, monkeypatch):
     trials = []
     for seed in range(3):
         op, dense, args = drawn(name, dtype, seed)
-        trials.append(tuple(run(f, a, asked=[0]) for f, a in ((op, args), (dense, args), (dense, cast(args, torch.float64)))))
+        trials.append(
+            tuple(run(f, a, asked=[0]) for f, a in ((op, args), (dense, args), (dense, cast(args, torch.float64))))
+        )
     assert_error_rule(trials, ulps=8.0)
 
 
@@ -125,5 +127,3 @@ def test_when_it_pays(monkeypatch):
     assert not chosen(4096, 64, "eager") and not chosen(4096, 64, "auto")  # no GPU
     assert not chosen(1000, 64) and not chosen(4096, 8) and not chosen(4096, 320)
     assert not chosen(4096, 64, budget="1GB")
-
-

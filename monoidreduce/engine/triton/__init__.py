@@ -196,7 +196,7 @@ def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
             held = 0
         parts[-1].append((r, scale))
         held += width
-    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True)), fold.raised) for part in parts]
+    return [Fold(fold.leaves, tuple(r for r, _ in part), tuple(s for _, s in part), fold.raised) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -110,7 +110,7 @@ def native_gate(x):
 
 
 def normal_argument(x):
-    # the inverse tanh of erf(x / sqrt(2)), as a polynomial up to where tanh is 1: x times half of 1 + tanh is exact to 3e-5
+    # the inverse tanh of erf(x / sqrt(2)) as a polynomial, up to where tanh is 1: gelu is then exact to 3e-5
     q = tl.minimum(x * x, 50.0)
     return x * (0.7975075229508214 + q * (0.037006049858891325 - 0.0003516011722770188 * q))
 

@@ -143,7 +143,7 @@ def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPl
 
 
 def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
-    """Bytes of the blocks that a plan's kernel holds in shared memory; Hopper's products take weights from registers."""
+    """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
     return (kept + folded + (plan.block_kept * plan.block_folded if family.ahead else 0)) * item
