@@ -7,10 +7,10 @@ differentiated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..plan import budget
@@ -26,7 +26,7 @@ MANY = 2**24  # pairs
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
     """How a fold keeps what its rows' gradients need, where that pays."""
     kernels = engine == "triton" or (engine == "auto" and sizes.device.type == "cuda")
-    if not kernels or torch.Size(sizes.batch).numel() * sizes.rows * sizes.cols < MANY:
+    if not kernels or math.prod(sizes.batch) * sizes.rows * sizes.cols < MANY:
         return None
     if budget.asked() is not None or not triton.runs_on(sizes.device):
         return None

@@ -41,9 +41,9 @@ class Mean:
     there: Expr = ONE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Early:
-    """A fold that keeps more, and what gradients make of it.
+    """A fold that keeps more, and what gradients make of it: one object for a fold and what is asked.
 
     What is kept comes to gradients as leaves ``E0``, ``E1``, ..., beside P and g as ``gradient.py`` names them."""
 
