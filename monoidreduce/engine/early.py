@@ -2,7 +2,8 @@
 
 It does where kernels run and pairs are many: a product less in all, for the price of one vector per row that is held
 until the backward. Under a memory budget the ordinary road is taken, and so it is by a backward that is itself to be
-differentiated.
+differentiated. Targets that are data (labels in any order) lie in every tile, so that no tile goes without a condition
+and a running maximum: they take the ordinary road too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..plan import budget
 from ..program.early import Early, early
+from ..program.expr import topological
 from ..program.lower import Fold
 from . import triton
 from .evaluate import Sizes
@@ -31,7 +33,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early 
     if budget.asked() is not None or not triton.runs_on(sizes.device):
         return None
     found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
-    if found is None:
+    if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
         return None
     widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]
     return found if min(widths) > TINY and sum(widths) <= WIDEST else None

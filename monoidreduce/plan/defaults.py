@@ -27,13 +27,16 @@ KERNELS: dict[str, Tile] = {
 }
 
 # where tensor descriptors copy the blocks of a kernel: by its widest features, how many sums of them it holds, and what
-# it does: "one block" is all it meets in a tile; else conditions let it pass over tiles, or a softmax guesses its
-# maximum, or it raises powers; a plain one does neither, a gated one meets three blocks; and of a plain one's row
-# gradient
+# it does: "one block" is all it meets in a tile, where a softmax may guess its maximum; else conditions let it pass
+# over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
+# of a plain one's row gradient
 COPIED: dict[tuple[int, int, str], Tile] = {
     (64, 1, "one block"): (64, 64, 4, 2),
-    (128, 1, "one block"): (64, 128, 4, 3),
+    (64, 1, "one block, softmax"): (64, 64, 4, 2),
+    (128, 1, "one block"): (64, 128, 4, 2),
+    (128, 1, "one block, softmax"): (64, 128, 4, 3),
     (256, 1, "one block"): (128, 64, 8, 3),
+    (256, 1, "one block, softmax"): (128, 64, 8, 3),
     (64, 1, "plain"): (64, 128, 4, 3),
     (64, 1, "plain gradient"): (64, 128, 4, 3),
     (64, 2, "plain"): (64, 128, 4, 3),

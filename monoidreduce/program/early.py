@@ -55,6 +55,7 @@ class Early:
     rest: Expr | None  # the weight of all columns but the target, where there is one
     soft: int  # the place of the logsumexp among the plain fold's results
     pick: int  # and of the logit at the target
+    target: Expr | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
         for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
     )
     at = [-1 if r is None else outputs.index(result(r, 0, *_outputs(r)[0])) for r in (soft, pick)]
-    return Early(whole, feeds, own, more, means, None if target is None else kept[-1], *at)
+    return Early(whole, feeds, own, more, means, None if target is None else kept[-1], *at, target)
 
 
 def _outputs(r: Expr) -> Sequence[Any]:

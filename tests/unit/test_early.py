@@ -113,17 +113,18 @@ def test_what_has_no_such_form():
 
 
 def test_when_it_pays(monkeypatch):
-    """Only where kernels run, pairs are many, features are neither few nor too many, and no budget is set."""
+    """Where kernels run, pairs are many, features neither few nor too many, no budget is set, targets are indices."""
     monkeypatch.setattr(road.triton, "runs_on", lambda device: True)
 
-    def chosen(n, d, engine="triton", **how):
+    def chosen(n, d, engine="triton", op=cases.contrastive, last=3.0, **how):
         x, y = (torch.empty(n, d, device="meta", requires_grad=True) for _ in range(2))
-        fold = _fold(cases.contrastive, torch.randn(2, d), torch.randn(2, d))
+        fold = _fold(op, torch.randn(2, d), torch.randn(2, d), *([] if isinstance(last, float) else [last]))
         sizes = Sizes(n, n, (), {"d": d}, torch.device("cpu"), torch.float32)
         with mr.use(**how):
-            return road.form(fold, [x, y, 3.0], sizes, engine) is not None
+            return road.form(fold, [x, y, last], sizes, engine) is not None
 
     assert chosen(4096, 64)
     assert not chosen(4096, 64, "eager") and not chosen(4096, 64, "auto")  # no GPU
     assert not chosen(1000, 64) and not chosen(4096, 8) and not chosen(4096, 320)
     assert not chosen(4096, 64, budget="1GB")
+    assert not chosen(4096, 64, op=cases.labelled, last=torch.zeros(2, dtype=torch.int64))  # targets that are data

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...program.build import ONE
 from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
@@ -213,7 +214,11 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
 
 
 def _pick(r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    """A gather needs no kernel of ours."""
+    """A gather needs no kernel of ours; each row's own column is not even that."""
+    target, value, vector = r.args
+    own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
+    if own and value is ONE and sizes.rows <= sizes.cols:
+        return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     feature = r.args[2].feature
     tail = () if feature is None else (sizes.of(str(feature)),)

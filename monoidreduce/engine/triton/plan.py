@@ -110,7 +110,7 @@ def _sums(kernel: Kernel) -> tuple[int, int, str]:
 
 def _does(kernel: Kernel, widest: int) -> str:
     if kernel.state_width and kernel.folded_width <= widest:
-        return "one block"
+        return "one block, softmax" if kernel.guesses else "one block"
     if kernel.bounds or kernel.guesses or kernel.powers:
         return "passes" if kernel.bounds else "softmax" if kernel.guesses else "powers"
     return "gated" if kernel.folded_width > 2 * widest else "plain"
