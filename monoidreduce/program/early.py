@@ -68,10 +68,13 @@ def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
     """The fold that also keeps what the gradients of rows' vectors need; ``asked``: the leaves whose is wanted.
 
     None where there is no such form: it has one logsumexp, of a logit that is linear in these vectors, and beside it
-    at most one column's logit."""
-    places = [k for k, e in enumerate(fold.leaves) if asked[k] and e.rows and not e.cols and e.feature is not None]
+    at most one column's logit. Nor where a number of rows, or of no side, asks for a gradient: that takes a walk over
+    columns anyway."""
+    places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
     kinds = [r.attrs[0] for r in fold.reductions]
-    if not places or sorted(kinds) not in (["soft"], ["pick", "soft"]) or fold.scales:
+    if not places or any(not fold.leaves[k].rows or fold.leaves[k].feature is None for k in places):
+        return None
+    if sorted(kinds) not in (["soft"], ["pick", "soft"]) or fold.scales:
         return None
     soft, pick = fold.reductions[kinds.index("soft")], fold.reductions[kinds.index("pick")] if kinds[1:] else None
     if soft.attrs[1] != "cols" or len(soft.args) > 1 or (pick is not None and not _is_number(pick)):
@@ -92,8 +95,10 @@ def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
         Mean(k, factor, m, picked[k][0], _there(v, target))
         for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
     )
-    at = [-1 if r is None else outputs.index(result(r, 0, *_outputs(r)[0])) for r in (soft, pick)]
-    return Early(whole, feeds, own, more, means, None if target is None else kept[-1], *at, target)
+    place = outputs.index
+    at = place(result(soft, 0, *_outputs(soft)[0])), -1 if pick is None else place(result(pick, 0, *_outputs(pick)[0]))
+    rest = None if target is None else kept[-1]
+    return Early(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
 
 
 def _outputs(r: Expr) -> Sequence[Any]:

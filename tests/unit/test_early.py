@@ -109,7 +109,8 @@ def test_what_has_no_such_form():
         assert early(fold, (True,) * len(fold.leaves)) is None
     fold = _fold(cases.contrastive, x, y)
     assert early(fold, tuple(e.cols for e in fold.leaves)) is None  # no row's gradient is asked
-    assert early(fold, tuple(e.rows for e in fold.leaves)) is not None
+    assert early(fold, tuple(e.rows or e.cols for e in fold.leaves)) is not None
+    assert early(fold, (True,) * len(fold.leaves)) is None  # the scale's gradient walks over the columns anyway
 
 
 def test_when_it_pays(monkeypatch):
