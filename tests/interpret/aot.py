@@ -154,6 +154,7 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    Case("attention 128, float16", attention, _qkv(128), torch.float16, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
@@ -194,9 +195,9 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
-        mock.patch.object(staged, "on", lambda device: capability == 90),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
+        mock.patch.object(staged, "on", lambda device: capability == 90),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
