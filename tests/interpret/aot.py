@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import (
     KernelPlan,
@@ -209,9 +210,11 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
         mock.patch.object(rest, "_run", lambda *arguments: None),
-        mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
-        mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         mock.patch.object(staged, "on", lambda device: capability == 90),
+        mock.patch.object(describe, "has_tanh", lambda device: True),
+        mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(early, "MANY", 0),
+        mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
