@@ -55,14 +55,16 @@ def choose(
     asked = (_override.get() or {}).get(over)
     if asked or kernel.deep:
         return asked or _deep(kernel, length, family or FAMILY)
-    return _fitting(kernel, item, family or FAMILY, boxes)
+    if boxes == 2:  # what it holds does not depend on the plan
+        return KernelPlan(*STAGED, boxes=2)
+    return _fitting(kernel, item, family or FAMILY, bool(boxes))
 
 
 def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
     kind = "draws" if kernel.draws else "", length > FEW_ROWS
     own = family.own.get("product") if kind == ("", True) else None
-    plan = KernelPlan(*(own or DEEP[kind]), boxes=1)
+    plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
         family.shared * family.spare
     ):
@@ -95,11 +97,9 @@ def _even(instances: int, tiles: int, processors: int) -> int:
     return found
 
 
-def _default(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
-    if boxes == 2:
-        return KernelPlan(*STAGED, boxes=2)
+def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
-    return KernelPlan(*copied, boxes=1) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
@@ -135,7 +135,7 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     """The table's plan, made smaller until its blocks fit in shared memory."""
     plan = _default(kernel, item, family, boxes)
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
