@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,15 +21,18 @@ from torch.autograd import forward_ad
 from ..errors import NoGradientError
 from ..program.expr import Expr
 from ..program.gradient import gradient
-from ..program.lower import Fold, lower
+from ..program.lower import Fold, Lowered, lower
 from ..program.reductions import KINDS
-from . import asked, autocast, library, recover
+from . import asked, autocast, library, recover, sides, triton
 from .evaluate import Sizes
+from .frozen import Pass, freezes
 from .registry import FOLDERS
-from .script import Script, missing, script
+from .script import inputs, missing, script
+from .sides import Side
 
 REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_KINDS = 64  # of inputs whose frozen passes a gradient program keeps
 
 
 @dataclass(frozen=True)
@@ -39,31 +42,60 @@ class Context:
     fold: Fold
     sizes: Sizes
     engine: str
+    frozen: Pass | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
     gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
 
 
 class Walk:
-    """Runs the passes of one call: a context for each fold, made once."""
+    """Runs the passes of one call: a context for each fold, made once.
 
-    def __init__(self, engine: str):
-        self.engine = engine
-        self.contexts: dict[Fold, Context] = {}
+    ``alike``: all calls are on plain tensors of one kind, nothing watches them, and folds are launches: passes are
+    frozen, and the arithmetic between them is launched too."""
+
+    def __init__(self, engine: str, alike: bool = False):
+        self.engine, self.alike = engine, alike
+        self.contexts: dict[int, Context] = {}  # by the folds' identities, which contexts hold
+        self.sides: dict[int, Arithmetic] = {}  # likewise
 
     def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
-        context = self.contexts.get(fold)
-        if context is None:
-            context = self.contexts.setdefault(fold, Context(fold, sizes, self.engine))
-        return run(context, leaves)
+        context = self.contexts.get(id(fold))
+        return run(context or self._context(fold, sizes), leaves)
+
+    def _context(self, fold: Fold, sizes: Sizes) -> Context:
+        frozen = Pass(fold, sizes, self.engine) if self.alike else None
+        return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen))
+
+    def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
+        """The arithmetic of one side, where all calls are alike; differentiable where a leaf asks for it."""
+        arithmetic = self.sides.get(id(side))
+        if arithmetic is None:
+            arithmetic = self.sides.setdefault(id(side), Arithmetic(side, leaves, sizes, self.engine))
+        if torch.is_grad_enabled() and asks(leaves):
+            return _Sided.apply(arithmetic, *leaves)
+        return arithmetic.run(leaves)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if context.engine != REHEARSAL and not plain(leaves):
+    if context.frozen is None and context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
-    asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
-    if asks and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and asks(leaves):
         return _Straight.apply(context, *leaves)
-    return FOLDERS[context.engine](context.fold, leaves, context.sizes)
+    return _folded(context, leaves)
+
+
+def asks(values: Sequence[Any]) -> bool:
+    """Whether any of these asks for a gradient."""
+    for v in values:
+        if isinstance(v, Tensor) and v.requires_grad:
+            return True
+    return False
+
+
+def _folded(context: Context, leaves: Sequence[Any]) -> list[Tensor]:
+    if context.frozen is None:
+        return FOLDERS[context.engine](context.fold, leaves, context.sizes)
+    return recover.twice(context.frozen, (leaves,), context.sizes, context.fold)
 
 
 def straight() -> bool:
@@ -85,7 +117,7 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+        output = tuple(_folded(context, leaves))
         _keep(ctx, context, leaves, output)
         return output
 
@@ -194,10 +226,32 @@ def _fixed(fold: Fold) -> tuple[bool, ...]:
 class Gradient:
     """A gradient program made ready: where its inputs come from (leaves, results, cotangents), and its outputs."""
 
-    script: Script
+    program: Lowered
+    numbers: frozenset[str]  # the inputs that are Python numbers
     sources: tuple[int, ...]
     outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
-    walk: Walk
+    engine: str
+    freezes: bool
+    walks: dict[tuple, Callable[..., list[Any]]] = field(default_factory=dict, compare=False)  # by the inputs' kind
+
+    def run(self, sizes: Sizes, pool: Sequence[Any]) -> Iterator[Any]:
+        """The gradients that are not zero. Frozen where nothing watches, and nothing is to be differentiated again."""
+        values = [pool[k] for k in self.sources]
+        alike = self.freezes and not torch.is_grad_enabled() and plain(values)
+        kind = triton.kind(values) if alike else ()
+        walk = self.walks.get(kind) or self._walk(kind)
+        return iter(walk(sizes, *values))
+
+    def _walk(self, kind: tuple) -> Callable[..., list[Any]]:
+        if kind and len(self.walks) >= _KINDS:
+            return self.walks.get(()) or self._walk(())
+        return self.walks.setdefault(kind, walked(self.program, self.numbers, Walk(self.engine, bool(kind))))
+
+
+def walked(program: Lowered, numbers: frozenset[str], walk: Walk) -> Callable[..., list[Any]]:
+    """A program as a function of its sizes and inputs, its passes run by a walk."""
+    run = script(program, numbers, walk.alike).run
+    return lambda sizes, *values: run(sizes, walk, *values)
 
 
 def _gradients(
@@ -208,13 +262,13 @@ def _gradients(
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-    key = (wanted, tuple(g is not None for g in cotangents), numbers)
+    numbers = tuple([not isinstance(v, Tensor) for v in leaves])
+    key = (wanted, tuple([g is not None for g in cotangents]), numbers)
     made = context.gradients.get(key)
     if made is None:
-        made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
-    pool = [*leaves, *results, *cotangents]
-    values = iter(made.script.run(context.sizes, made.walk, *(pool[k] for k in made.sources)))
+        frozen = freezes(context.engine, context.sizes)
+        made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), context.engine, frozen)
+    values = made.run(context.sizes, [*leaves, *results, *cotangents])
     grads: list[Tensor | None] = [None] * len(leaves)
     for place, e in made.outputs:
         leaf = leaves[place]
@@ -225,14 +279,77 @@ def _gradients(
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
     fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
-) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
+) -> tuple[Lowered, frozenset[str], tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
     results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
+    return _made_ready(fold.leaves, (*results, *cotangents), outputs, wanted, numbers)
+
+
+def _made_ready(
+    leaves: Sequence[Expr], others: Sequence[Expr], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple
+) -> tuple[Lowered, frozenset[str], tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
     program = lower(tuple(e for e in outputs if e is not None))
-    names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
-    made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
+    names = {e.attrs[0]: k for k, e in enumerate((*leaves, *others))}
     lowered = iter(program.outputs)
     found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-    return made, tuple(names[n] for n in made.inputs), tuple(found)
+    plain_numbers = frozenset(e.attrs[0] for e, n in zip(leaves, numbers, strict=True) if n)
+    return program, plain_numbers, tuple(names[n] for n in inputs(program)), tuple(found)
+
+
+class Arithmetic:
+    """A side on leaves of one kind: by its kernel, or by torch where it has none."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):
+        self.side, self.sizes, self.engine = side, sizes, engine
+        self.numbers = tuple(not isinstance(v, Tensor) for v in leaves)
+        self.fixed = tuple(k for k, e in enumerate(side.outputs) if e.dtype != "float")
+        self.gradients: dict[tuple, Gradient] = {}
+        self.run = triton.side(side, leaves, sizes) or self._by_torch()
+
+    def _by_torch(self) -> Callable[[Sequence[Any]], list[Tensor]]:
+        program = Lowered((), self.side.outputs)
+        names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
+        made = script(program, frozenset(n for n, k in names.items() if self.numbers[k]))
+        return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
+
+    def pulled(self, leaves: list[Any], wanted: tuple[bool, ...], cotangents: Sequence[Tensor | None]) -> Iterator[Any]:
+        """The gradient of each leaf (None where not asked)."""
+        key = (wanted, tuple([g is not None for g in cotangents]))
+        made = self.gradients.get(key)
+        if made is None:
+            given, outputs = sides.gradient(self.side, *key)
+            ready = _made_ready(self.side.leaves, given, outputs, wanted, self.numbers)
+            made = self.gradients[key] = Gradient(*ready, self.engine, freezes(self.engine, self.sizes))
+        values = made.run(self.sizes, [*leaves, *cotangents])
+        places = dict(made.outputs)
+        for k, (leaf, expr) in enumerate(zip(leaves, self.side.leaves, strict=True)):
+            e = places.get(k)
+            if e is None:
+                yield zero(leaf) if k in places else None
+                continue
+            value = next(values)
+            if not expr.rows and not expr.cols:
+                value = value.sum(-1 if e.feature is None else -2)
+            yield as_gradient(value, e, leaf, expr)
+
+
+class _Sided(torch.autograd.Function):
+    """The arithmetic of one side; its backward is arithmetic of the same side."""
+
+    @staticmethod
+    def forward(ctx: Any, arithmetic: Arithmetic, *leaves: Any) -> tuple[Tensor, ...]:
+        output = tuple(arithmetic.run(leaves))
+        ctx.arithmetic = arithmetic
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[k] for k in arithmetic.fixed))
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
+        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        saved = iter(ctx.saved_tensors)
+        leaves = [c if c is not None else next(saved) for c in ctx.constants]
+        return None, *ctx.arithmetic.pulled(leaves, ctx.needs_input_grad[1:], cotangents)
 
 
 def zero(leaf: Tensor) -> Tensor:

@@ -52,9 +52,10 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
-FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
+ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
+FOLDERS = {name: recover.guarded(run) for name, run in ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
+_VARIABLE = "MONOIDREDUCE_ENGINE"
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 
@@ -79,8 +80,10 @@ def engine() -> str:
     found = _settings.get()
     if found is not None and found.engine is not None:
         return found.engine
-    asked = os.environ.get("MONOIDREDUCE_ENGINE")
-    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else "auto"
+    if _VARIABLE not in os.environ:  # to get a missing one costs a microsecond
+        return "auto"
+    asked = os.environ[_VARIABLE]
+    return _checked(asked, _VARIABLE) if asked else "auto"
 
 
 def sharded_folder() -> Callable:

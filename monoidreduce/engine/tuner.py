@@ -52,10 +52,17 @@ def asked() -> bool:
     said = hardware.asked.get()[2]
     if said is not None:
         return said
-    told = os.environ.get(VARIABLE, "")
+    if VARIABLE not in os.environ:
+        return False
+    told = os.environ[VARIABLE]
     if told not in ("", "0", "1"):
         raise EngineError(detail=f"{VARIABLE} is {told!r}", fix="Set it to 1 or to 0, or leave it out")
     return told == "1"
+
+
+def idle() -> bool:
+    """Whether folds just run: nobody records them, and none is tuned on the way."""
+    return _recorded is None and not asked()
 
 
 # One fold -----------------------------------------------------------------------------------------------------

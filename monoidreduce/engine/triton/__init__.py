@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from ...program.reductions import KINDS
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from . import deep, launch, rows, source
+from ..sides import Side
+from . import deep, launch, rows, sides, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -37,9 +38,14 @@ __all__ = [
     "KernelStep",
     "Unsupported",
     "available",
+    "kind",
+    "overrides",
+    "ready",
     "run",
     "run_deep",
     "runs_on",
+    "side",
+    "signs",
     "sources",
     "tell",
     "tiles_of",
@@ -115,20 +121,54 @@ def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    found: list[Any] = [id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device]
-    found += (hardware.float32_precision(), overrides())
+    return _ready(fold, leaves, sizes)(leaves)
+
+
+def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
+    """The launches of a fold on leaves like these; None where it has no kernel."""
+    try:
+        return _ready(fold, leaves, sizes)
+    except Unsupported:
+        return None
+
+
+def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
+    key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
+    key += (hardware.float32_precision(), overrides(), kind(leaves))
+    key += signs([v for v in leaves if not isinstance(v, Tensor)])
+    found = _READY.get(key)
+    if found is None:
+        found = _READY[key] = Ready(fold, leaves, sizes)
+        while len(_READY) > 4096:
+            del _READY[next(iter(_READY))]
+    return found
+
+
+def side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+    """The arithmetic of one side as one launch, for leaves like these; None where it has no kernel."""
+    try:
+        return sides.Launch(side, leaves, sizes)
+    except Unsupported:
+        return None
+
+
+def kind(leaves: Sequence[Any]) -> tuple:
+    """All that kernels look at in leaves besides their numbers."""
+    found: list[Any] = []
     for v in leaves:
         if isinstance(v, Tensor):
             found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
         else:
-            found += (type(v), v > 0, abs(v) >= launch.SMALL)
-    key = tuple(found)
-    ready = _READY.get(key)
-    if ready is None:
-        ready = _READY[key] = Ready(fold, leaves, sizes)
-        while len(_READY) > 4096:
-            del _READY[next(iter(_READY))]
-    return ready(leaves)
+            found.append(type(v))
+    return tuple(found)
+
+
+def signs(numbers: Sequence[Any]) -> tuple:
+    """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
+    found: list[bool] = []
+    for v in numbers:
+        found += (v > 0, abs(v) >= launch.SMALL)
+    return tuple(found)
 
 
 class Ready:

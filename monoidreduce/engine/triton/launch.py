@@ -51,7 +51,7 @@ class Call:
         return dict(zip(emit.CONSTANTS, given, strict=True))
 
 
-def execute(call: Call) -> Callable[..., Any] | None:
+def execute(call: Call) -> Callable[..., None] | None:
     """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
     module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
@@ -95,7 +95,7 @@ class Launch:
         # whether calls need leaves with merged batch
         self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.again: Callable[..., Any] | None = None
+        self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
 

@@ -41,7 +41,7 @@ def scale(x, factor, size, LANES: tl.constexpr):
 '''
 _WIDEST = 1024
 _MOST = 256
-_again: dict[tuple, Callable[..., Any]] = {}  # launchers by all that they depend on
+_again: dict[tuple, Callable[..., None]] = {}  # launchers by all that they depend on
 
 
 def _lanes(width: int) -> dict[str, int]:

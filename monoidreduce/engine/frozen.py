@@ -1,0 +1,76 @@
+"""A pass, frozen: what an engine finds out for a fold at every run is found out once for leaves of one kind.
+
+Which kernels run is decided by the leaves' types, shapes, strides and alignment (``triton.kind``), by the signs of numbers,
+and by what is asked of the process (:func:`situation`): budgets, settings, precision, plans that were tuned since. A
+pass whose leaves are known to be of one kind keeps its launches by the rest. Whatever is out of the ordinary (a plan
+that is followed or tried, a second attempt with less memory) takes the engine's own road, each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..plan import budget, choice, store
+from ..program.lower import Fold
+from . import hardware, panel, planner, triton, tuner
+from .evaluate import Sizes
+from .registry import ENGINES
+
+_MOST = 64
+Launches = Callable[[Sequence[Any]], list[Tensor]]
+
+
+def situation() -> tuple | None:
+    """What was asked that decides how folds run; None where something is out of the ordinary."""
+    if choice.followed.get() is not None or budget.parts() > 1 or not tuner.idle():
+        return None
+    asked = hardware.asked.get()
+    return asked, budget.asked(), store.generation(), hardware.float32_precision(), triton.overrides()
+
+
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> Launches | None:
+    return None if panel.is_wide(fold, sizes) else triton.ready(fold, leaves, sizes)
+
+
+READY: dict[str, Callable[..., Launches | None]] = {"auto": planner.ready, "triton": _kernels}
+
+
+class Pass:
+    """A fold on leaves of one kind: its launches, by the situation and by the numbers among the leaves."""
+
+    def __init__(self, fold: Fold, sizes: Sizes, engine: str):
+        self.fold, self.sizes, self.engine = fold, sizes, engine
+        self.numbers: tuple[int, ...] | None = None
+        self.kept: dict[tuple, Launches] = {}
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        now = situation()
+        if now is not None and self.numbers is not None:
+            if self.numbers:
+                now += triton.signs([leaves[k] for k in self.numbers])
+            kept = self.kept.get(now)
+            if kept is not None:
+                return kept(leaves)
+        return self._first(leaves)
+
+    def _road(self, leaves: Sequence[Any]) -> list[Tensor]:
+        return ENGINES[self.engine](self.fold, list(leaves), self.sizes)
+
+    def _first(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Run by the engine, and keep the launches if they are all that it does."""
+        found = self._road(leaves)
+        now = situation()
+        if now is not None:
+            self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
+            ready = READY[self.engine](self.fold, list(leaves), self.sizes)
+            if len(self.kept) < _MOST:
+                self.kept[now + triton.signs([leaves[k] for k in self.numbers])] = ready or self._road
+        return found
+
+
+def freezes(engine: str, sizes: Sizes) -> bool:
+    """Whether an engine's folds are launches on this device."""
+    return engine in READY and bool(sizes.rows) and bool(sizes.cols) and triton.runs_on(sizes.device)

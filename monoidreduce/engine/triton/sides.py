@@ -1,0 +1,151 @@
+"""One kernel for all arithmetic on one side between passes: a program instance takes some rows, and every feature.
+
+The text is made of the same lines as a fold's (``values.py``): a number is a block ``[KEPT, 1]``, a vector
+``[KEPT, features]``, and there is no folded axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expr import Expr
+from ...program.lower import Fold
+from .. import batching
+from ..evaluate import Sizes
+from ..sides import Side
+from . import emit, source
+from .spec import Spec, Unsupported, padded
+from .values import Values
+
+_WIDEST = 1024
+_BLOCK = 4096  # elements of the widest vector's block
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+_TEXT = '''"""Arithmetic on one side."""
+
+import triton
+import triton.language as tl
+
+{helpers}
+@triton.jit(do_not_specialize={unspecialized!r})
+def side({names}, KEPT: tl.constexpr, INT: tl.constexpr):
+{body}
+'''
+
+
+class _Lines(Values):
+    """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
+
+    def number(self, e: Expr) -> str:
+        if e.op == "spread":
+            return self.number(e.args[0])
+        return super().number(e)
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "leaf" and e.feature is not None:
+            return self._vector(e)
+        if e.op == "fsum":
+            _, exists = self.lanes(e.args[0])
+            inner = self.argument(e.args[0], e.dtype)
+            inner = f"tl.broadcast_to({inner}, [KEPT, {padded(self.spec.width(e.args[0].feature))}])"  # may be one number
+            return f"tl.sum(tl.where({exists}[None, :], {inner}, 0), 1)[:, None]" if exists else f"tl.sum({inner}, 1)[:, None]"
+        return super()._text(e)
+
+    def _vector(self, e: Expr) -> str:
+        name = str(e.attrs[0])
+        lane, exists = self.lanes(e)
+        masks = [*(["kept_in[:, None]"] if self.spec.keeps(e) else []), *([f"{exists}[None, :]"] if exists else [])]
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
+        return self._loaded(f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})", e, self.spec.type_of[e])
+
+    def lanes(self, e: Expr) -> tuple[str, str | None]:
+        width = self.spec.width(e.feature)
+        size = padded(width)
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
+
+    def stored(self, k: int, e: Expr) -> str:
+        text = self.number(e)
+        place = "(out_at + kept_lane)[:, None]"
+        if e.feature is None:
+            return f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None])"
+        lane, exists = self.lanes(e)
+        mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+        return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(spec: Spec, outputs: tuple[Expr, ...]) -> str:
+    lines = _Lines(spec)
+    stores = [lines.stored(k, e) for k, e in enumerate(outputs)]
+    names, unspecialized = emit._arguments(spec, list(spec.fold.leaves), 0)
+    names = [*(f"out{k}" for k in range(len(outputs))), *names]
+    opening = [line for line in emit._opening(spec) if not line.startswith("folded_lane")]
+    body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
+    text = "\n".join(f"    {line}" for line in body)
+    helpers = "\n".join(emit._copied(text))
+    return _TEXT.format(helpers=helpers, unspecialized=unspecialized, names=", ".join(names), body=text)
+
+
+class Launch:
+    """A side on leaves of given types, shapes, strides and alignment: its kernel, made once."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes):
+        over = "cols" if side.axis == "rows" else "rows"
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
+            raise Unsupported("a kernel's own numbers are float32")
+        shape = torch.broadcast_shapes(*(v.shape[: len(sizes.batch)] for v in tensors))
+        batch, views = batching.merge(tuple(shape), tensors)
+        letters = tuple(sorted(sizes.letters.items()))
+        types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
+        rooms = (0,) * len(leaves)
+        spec = Spec(
+            Fold(side.leaves, ()), over, types, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
+        )
+        widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
+        if max(widths, default=1) > _WIDEST:
+            raise Unsupported("more features than a block holds")
+        self.kept = max(1, _BLOCK // max([16, *widths]))
+        self.text, self.device = _text(spec, side.outputs), sizes.device
+        length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
+        tiles = -(-length // self.kept)
+        self.grid = tiles * torch.Size(batch).numel()
+        self.forms = [self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        given, self.template, self.fill = iter(views), [], []
+        for k, v in enumerate(leaves):
+            self.fill.append((len(self.forms) + len(self.template), k))
+            self.template.append(None)
+            if isinstance(v, Tensor):
+                view = next(given)
+                self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
+        self.template += [length, other, tiles, *batch[1:]]
+        self.again: Callable[..., None] | None = None
+
+    @staticmethod
+    def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> tuple[tuple[int, ...], torch.dtype]:
+        tail = () if e.feature is None else (sizes.of(str(e.feature)),)
+        return (*batch, length, *tail), _KINDS.get(e.dtype, sizes.compute)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.forms]
+        arguments: list[Any] = [*outputs, *self.template]
+        for at, leaf in self.fill:
+            arguments[at] = leaves[leaf]
+        if self.again is not None:
+            self.again(*arguments)
+        elif self.grid:
+            self._first(arguments)
+        return outputs
+
+    def _first(self, arguments: list[Any]) -> None:
+        module = source.load(self.text)
+        constants = (self.kept, module.tl.int64)
+        with source.on(self.device):
+            compiled = module.side[(self.grid,)](*arguments, *constants)
+            self.again = source.again(compiled, self.grid, constants, self.device)
