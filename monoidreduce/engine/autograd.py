@@ -71,7 +71,7 @@ class Walk:
         if arithmetic is None:
             arithmetic = self.sides.setdefault(id(side), Arithmetic(side, leaves, sizes, self.engine))
         if torch.is_grad_enabled() and asks(leaves):
-            return _Sided.apply(arithmetic, *leaves)
+            return _sided(arithmetic, *leaves)
         return arithmetic.run(leaves)
 
 
@@ -80,7 +80,7 @@ def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     if context.frozen is None and context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     if torch.is_grad_enabled() and asks(leaves):
-        return _Straight.apply(context, *leaves)
+        return (_Straight.apply if context.frozen is None else _straight)(context, *leaves)
     return _folded(context, leaves)
 
 
@@ -124,6 +124,10 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         return _backward(ctx, cotangents)
+
+
+# ``apply`` without its look at transforms, for what is known to have none
+_straight: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Straight).apply
 
 
 class _Traced(torch.autograd.Function):
@@ -350,6 +354,9 @@ class _Sided(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         leaves = [c if c is not None else next(saved) for c in ctx.constants]
         return None, *ctx.arithmetic.pulled(leaves, ctx.needs_input_grad[1:], cotangents)
+
+
+_sided: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sided).apply
 
 
 def zero(leaf: Tensor) -> Tensor:

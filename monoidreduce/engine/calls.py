@@ -42,9 +42,10 @@ def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple |
         if declared == "static":
             key += (kind, value)
         elif kind in _TENSORS:
-            if value.layout is not torch.strided:
+            try:
+                key += (value.dtype, value.shape, value.stride(), value.data_ptr() & 15, value.device)
+            except RuntimeError:  # it is not dense, or has no memory of its own
                 return None
-            key += (value.dtype, value.shape, value.stride(), value.data_ptr() & 15, value.device)
         elif kind is bool or value is None or (kind is float and declared != "int"):
             key.append(kind)
         elif (
@@ -113,7 +114,7 @@ def _walk(
     numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
     names, walk = inputs(program), Walk(engine, alike and freezes(engine, sizes))
     passes = functools.partial(walked(program, numbers, walk), sizes)
-    return names, Roads(program, names, sizes, numbers, passes) if engine == "auto" else passes
+    return names, Roads(program, names, sizes, numbers, passes, walk.alike) if engine == "auto" else passes
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:

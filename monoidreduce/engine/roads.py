@@ -29,10 +29,13 @@ class Roads:
     sizes: Sizes
     numbers: frozenset[str]  # the inputs that are Python numbers
     passes: Callable[..., list[Any]]  # runs by passes
+    frozen: bool  # whether passes are launches: a matrix of pairs is then built only where that is asked for
     decided: dict[tuple, bool] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> list[Any]:
-        asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in given)
+        if self.frozen and choice.followed.get() is None and not tuner.recording():
+            return self.passes(*given)
+        asks = torch.is_grad_enabled() and autograd.asks(given)
         tuner.note(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)

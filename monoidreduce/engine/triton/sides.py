@@ -24,6 +24,7 @@ from .values import Values
 
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block
+_SMALL = 2**31  # integers are passed in 32 bits below this
 _KINDS = {"bool": torch.bool, "int": torch.int64}
 _TEXT = '''"""Arithmetic on one side."""
 
@@ -117,6 +118,7 @@ class Launch:
         tiles = -(-length // self.kept)
         self.grid = tiles * torch.Size(batch).numel()
         self.forms = [self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         given, self.template, self.fill = iter(views), [], []
         for k, v in enumerate(leaves):
             self.fill.append((len(self.forms) + len(self.template), k))
@@ -137,15 +139,18 @@ class Launch:
         arguments: list[Any] = [*outputs, *self.template]
         for at, leaf in self.fill:
             arguments[at] = leaves[leaf]
-        if self.again is not None:
+        small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
+        if self.again is not None and small:
             self.again(*arguments)
         elif self.grid:
-            self._first(arguments)
+            launch = self._compiled(arguments)
+            self.again = launch if small else None
         return outputs
 
-    def _first(self, arguments: list[Any]) -> None:
+    def _compiled(self, arguments: list[Any]) -> Callable[..., None] | None:
+        """Launch, compiled for these arguments; what launches it again."""
         module = source.load(self.text)
         constants = (self.kept, module.tl.int64)
         with source.on(self.device):
             compiled = module.side[(self.grid,)](*arguments, *constants)
-            self.again = source.again(compiled, self.grid, constants, self.device)
+            return source.again(compiled, self.grid, constants, self.device)
