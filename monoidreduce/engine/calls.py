@@ -19,7 +19,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import recover, reference, registry
+from . import recover, reference, registry, triton
 from .arguments import padded
 from .autograd import Walk, walked
 from .evaluate import Sizes, from_layout
@@ -42,10 +42,13 @@ def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple |
         if declared == "static":
             key += (kind, value)
         elif kind in _TENSORS:
-            try:
-                key += (value.dtype, value.shape, value.stride(), value.data_ptr() & 15, value.device)
-            except RuntimeError:  # it is not dense, or has no memory of its own
-                return None
+            device = value.device
+            key += (value.dtype, value.shape, device, value.layout)
+            if triton.runs_on(device):
+                try:
+                    key += (value.stride(), value.data_ptr() & 15)  # kernels look at these too
+                except RuntimeError:  # it is not dense, or has no memory of its own
+                    return None
         elif kind is bool or value is None or (kind is float and declared != "int"):
             key.append(kind)
         elif (

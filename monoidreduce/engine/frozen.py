@@ -43,31 +43,36 @@ class Pass:
 
     def __init__(self, fold: Fold, sizes: Sizes, engine: str):
         self.fold, self.sizes, self.engine = fold, sizes, engine
-        self.numbers: tuple[int, ...] | None = None
+        self.numbers: tuple[int, ...] = ()
+        self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Launches] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         now = situation()
-        if now is not None and self.numbers is not None:
-            if self.numbers:
-                now += triton.signs([leaves[k] for k in self.numbers])
-            kept = self.kept.get(now)
-            if kept is not None:
-                return kept(leaves)
-        return self._first(leaves)
+        if now is None:
+            return self._road(leaves)
+        if self.store is not triton.store():
+            return self._first(leaves, now)
+        if self.numbers:
+            now += triton.signs([leaves[k] for k in self.numbers])
+        kept = self.kept.get(now)
+        return self._met(leaves, now) if kept is None else kept(leaves)
 
     def _road(self, leaves: Sequence[Any]) -> list[Tensor]:
         return ENGINES[self.engine](self.fold, list(leaves), self.sizes)
 
-    def _first(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Run by the engine, and keep the launches if they are all that it does."""
+    def _first(self, leaves: Sequence[Any], now: tuple) -> list[Tensor]:
+        self.kept = {}
+        self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
+        self.store = triton.store()
+        return self._met(leaves, now + triton.signs([leaves[k] for k in self.numbers]))
+
+    def _met(self, leaves: Sequence[Any], now: tuple) -> list[Tensor]:
+        """Run by the engine; if launches are all that it does, they are kept, else that it is not so."""
         found = self._road(leaves)
-        now = situation()
-        if now is not None:
-            self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
-            ready = READY[self.engine](self.fold, list(leaves), self.sizes)
-            if len(self.kept) < _MOST:
-                self.kept[now + triton.signs([leaves[k] for k in self.numbers])] = ready or self._road
+        ready = READY[self.engine](self.fold, list(leaves), self.sizes)
+        if len(self.kept) < _MOST:
+            self.kept[now] = ready or self._road
         return found
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...plan.environment import Variable
 from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
@@ -47,11 +48,13 @@ __all__ = [
     "side",
     "signs",
     "sources",
+    "store",
     "tell",
     "tiles_of",
     "use_plan",
 ]
 
+_interpreted = Variable("TRITON_INTERPRET")
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
 
@@ -68,7 +71,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return available() and (device.type == "cuda" or _interpreted.said() == "1")
 
 
 def run(
@@ -150,6 +153,11 @@ def side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[
         return sides.Launch(side, leaves, sizes)
     except Unsupported:
         return None
+
+
+def store() -> Any:
+    """Where launches are kept."""
+    return _READY
 
 
 def kind(leaves: Sequence[Any]) -> tuple:
