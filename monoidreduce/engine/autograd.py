@@ -57,12 +57,18 @@ class Walk:
         self.contexts: dict[int, Context] = {}  # by the folds' identities, which contexts hold
         self.sides: dict[int, Arithmetic] = {}  # likewise
 
-    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
-        context = self.contexts.get(id(fold))
-        return run(context or self._context(fold, sizes), leaves)
+    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shown: tuple[int, ...]) -> Sequence[Tensor]:
+        """The results of a fold that are asked for."""
+        context = self.contexts.get(id(fold)) or self._context(fold, sizes, shown)
+        if context.frozen is None:
+            found = run(context, leaves)
+            return [found[k] for k in shown]
+        if torch.is_grad_enabled() and asks(leaves):
+            return _frozen(context, *leaves)
+        return recover.twice(context.frozen, (leaves,), sizes, fold)[0]
 
-    def _context(self, fold: Fold, sizes: Sizes) -> Context:
-        frozen = Pass(fold, sizes, self.engine) if self.alike else None
+    def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
+        frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
         return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
@@ -77,11 +83,11 @@ class Walk:
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if context.frozen is None and context.engine != REHEARSAL and not plain(leaves):
+    if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
     if torch.is_grad_enabled() and asks(leaves):
-        return (_Straight.apply if context.frozen is None else _straight)(context, *leaves)
-    return _folded(context, leaves)
+        return _Straight.apply(context, *leaves)
+    return FOLDERS[context.engine](context.fold, leaves, context.sizes)
 
 
 def asks(values: Sequence[Any]) -> bool:
@@ -90,12 +96,6 @@ def asks(values: Sequence[Any]) -> bool:
         if isinstance(v, Tensor) and v.requires_grad:
             return True
     return False
-
-
-def _folded(context: Context, leaves: Sequence[Any]) -> list[Tensor]:
-    if context.frozen is None:
-        return FOLDERS[context.engine](context.fold, leaves, context.sizes)
-    return recover.twice(context.frozen, (leaves,), context.sizes, context.fold)
 
 
 def straight() -> bool:
@@ -117,7 +117,7 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(_folded(context, leaves))
+        output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
         _keep(ctx, context, leaves, output)
         return output
 
@@ -126,8 +126,41 @@ class _Straight(torch.autograd.Function):
         return _backward(ctx, cotangents)
 
 
+class _Frozen(torch.autograd.Function):
+    """The same pass, frozen: only what is asked for is a result; what else a backward needs is kept as it is.
+
+    A backward that is itself to be differentiated folds once more, for results that are."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+        given = (context.frozen, (leaves,), context.sizes, context.fold)
+        shown, rest = recover.twice(*given)
+        ctx.context, ctx.asked = context, asked.now()
+        ctx.set_materialize_grads(False)
+        fixed = _fixed(context.fold)
+        if True in fixed:
+            ctx.mark_non_differentiable(*[t for k, t in zip(context.frozen.shown, shown, strict=True) if fixed[k]])
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
+        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *shown, *rest)
+        return tuple(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        context, leaves, results = _kept(ctx)
+        given: list[Tensor | None] = [None] * len(context.fold.outputs)
+        for k, g in zip(context.frozen.shown, cotangents, strict=True):
+            given[k] = g
+        if torch.is_grad_enabled():
+            with asked.again(ctx.asked):
+                results = list(run(context, leaves))
+        else:
+            count = len(context.frozen.shown)
+            results = context.frozen.whole(results[:count], results[count:])
+        return _pulled(ctx, leaves, results, given)
+
+
 # ``apply`` without its look at transforms, for what is known to have none
-_straight: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Straight).apply
+_frozen: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Frozen).apply
 
 
 class _Traced(torch.autograd.Function):
@@ -199,13 +232,18 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
+    _, leaves, results = _kept(ctx)
+    return _pulled(ctx, leaves, results, cotangents)
+
+
+def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
+    """The gradients of a pass, as it was asked for."""
+    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents]):
         raise NoGradientError(
             detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
-    context, leaves, results = _kept(ctx)
-    wanted = ctx.needs_input_grad[1:]
+    context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     region, given = autocast.region(results), (context, leaves, results, wanted, cotangents)

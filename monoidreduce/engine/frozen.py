@@ -20,7 +20,8 @@ from .evaluate import Sizes
 from .registry import ENGINES
 
 _MOST = 64
-Launches = Callable[[Sequence[Any]], list[Tensor]]
+Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept for a backward
+Launches = Callable[[Sequence[Any]], Results]
 
 
 def situation() -> tuple | None:
@@ -31,23 +32,27 @@ def situation() -> tuple | None:
     return asked, budget.asked(), store.generation(), hardware.float32_precision(), triton.overrides()
 
 
-def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> Launches | None:
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
     return None if panel.is_wide(fold, sizes) else triton.ready(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., Launches | None]] = {"auto": planner.ready, "triton": _kernels}
+READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.ready, "triton": _kernels}
 
 
 class Pass:
-    """A fold on leaves of one kind: its launches, by the situation and by the numbers among the leaves."""
+    """A fold on leaves of one kind: its launches, by the situation and by the numbers among the leaves.
 
-    def __init__(self, fold: Fold, sizes: Sizes, engine: str):
-        self.fold, self.sizes, self.engine = fold, sizes, engine
+    ``shown``: the results that are asked for; the others are kept for a backward."""
+
+    def __init__(self, fold: Fold, sizes: Sizes, engine: str, shown: tuple[int, ...]):
+        self.fold, self.sizes, self.engine, self.shown = fold, sizes, engine, shown
+        self.rest = tuple(k for k in range(len(fold.outputs)) if k not in shown)
         self.numbers: tuple[int, ...] = ()
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Launches] = {}
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any]) -> Results:
+        """The results that are shown, and the others."""
         now = situation()
         if now is None:
             return self._road(leaves)
@@ -58,21 +63,31 @@ class Pass:
         kept = self.kept.get(now)
         return self._met(leaves, now) if kept is None else kept(leaves)
 
-    def _road(self, leaves: Sequence[Any]) -> list[Tensor]:
-        return ENGINES[self.engine](self.fold, list(leaves), self.sizes)
+    def whole(self, shown: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+        """All results in order; ``rest`` may be one tensor that holds them one behind the other."""
+        found: list[Any] = [None] * len(self.fold.outputs)
+        for k, t in zip(self.shown, shown, strict=True):
+            found[k] = t
+        for k, t in zip(self.rest, rest if len(rest) == len(self.rest) else rest[0].unbind(), strict=True):
+            found[k] = t
+        return found
 
-    def _first(self, leaves: Sequence[Any], now: tuple) -> list[Tensor]:
+    def _road(self, leaves: Sequence[Any]) -> Results:
+        found = ENGINES[self.engine](self.fold, list(leaves), self.sizes)
+        return [found[k] for k in self.shown], [found[k] for k in self.rest]
+
+    def _first(self, leaves: Sequence[Any], now: tuple) -> Results:
         self.kept = {}
         self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
         self.store = triton.store()
         return self._met(leaves, now + triton.signs([leaves[k] for k in self.numbers]))
 
-    def _met(self, leaves: Sequence[Any], now: tuple) -> list[Tensor]:
+    def _met(self, leaves: Sequence[Any], now: tuple) -> Results:
         """Run by the engine; if launches are all that it does, they are kept, else that it is not so."""
         found = self._road(leaves)
         ready = READY[self.engine](self.fold, list(leaves), self.sizes)
         if len(self.kept) < _MOST:
-            self.kept[now] = ready or self._road
+            self.kept[now] = self._road if ready is None else triton.Parted(ready, self.shown)
         return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
         return triton.run(fold, given, sizes, fallback=eager.run)
 
 
-def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
     """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
     how, given = _chosen(fold, leaves, sizes)[1], list(leaves)
     if how.schedule == "panel" or not _by_kernels(sizes.device):

@@ -27,7 +27,7 @@ from .hardware import row_dot
 from .sides import gather
 
 Value = Any  # a Tensor as users hold it, or a Python number
-Folder = Callable[[Fold, list[Value], Sizes], Sequence[Tensor]]
+Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
 
 _KINDS = {"bool": torch.bool, "int": torch.int64}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
@@ -117,8 +117,9 @@ class Writer:
         return self.names[e]
 
     def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
-        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S)")
-        for k, nodes in enumerate(results):
+        shown = tuple(k for k, nodes in enumerate(results) if nodes)
+        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S, {shown})")
+        for k, nodes in enumerate(results[k] for k in shown):
             for e in nodes:
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
 

@@ -37,6 +37,8 @@ from .spec import TINY, WIDEST, Unsupported, padded
 __all__ = [
     "KernelPlan",
     "KernelStep",
+    "Parted",
+    "Ready",
     "Unsupported",
     "available",
     "kind",
@@ -190,7 +192,7 @@ class Ready:
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
-        values, self.batch = self._merged(leaves)
+        values, self.batch = self.merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]
         self.launches = [
             launch.Launch(part, over, values, self.batch, sizes)
@@ -200,14 +202,14 @@ class Ready:
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
-    def _merged(self, leaves: list[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
+    def merged(self, leaves: Sequence[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
         """The leaves, tensors with as few batch dimensions as they allow."""
         given = [e for e, v in zip(self.fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
         batch, views = batching.merge(self.sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
         return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
-    def __call__(self, leaves: list[Any]) -> list[Tensor]:
-        merged = _Once(lambda: self._merged(leaves)[0])
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        merged = _Once(lambda: self.merged(leaves)[0])
         found: list[Tensor] = []
         for r in self.picks:
             picked = _pick(r, merged(), self.batch, self.sizes)
@@ -215,6 +217,45 @@ class Ready:
         for one in self.launches:
             found += one(leaves, merged)
         return [found[k] for k in self.order]
+
+
+class Parted:
+    """The launches of a fold whose results are not all shown: those kept for a backward alone share one allocation."""
+
+    def __init__(self, ready: Ready, shown: tuple[int, ...]):
+        self.ready, self.shown = ready, shown
+        self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
+        self.one = self._alone()
+
+    def _alone(self) -> launch.Launch | None:
+        """The one launch, if its results are its outputs as they are, and those not shown can share an allocation."""
+        if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
+            return None
+        one = self.ready.launches[0]
+        forms = {one.outputs[k] for k in self.rest}
+        if len(forms) > 1 or one.spec.split or one.lists or not one.grid:
+            return None
+        ((shape, self.dtype),) = forms
+        self.shape, self.step = (len(self.rest), *shape), torch.Size(shape).numel() * self.dtype.itemsize
+        self.forms = [one.outputs[k] for k in self.shown]
+        return None if self.step % 16 else one
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that are shown, and the others: as they are, or one behind the other in one tensor."""
+        one, device = self.one, self.ready.sizes.device
+        if one is None or one.again is None:
+            found = self.ready(leaves)
+            return [found[k] for k in self.shown], [found[k] for k in self.rest]
+        shown = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.forms]
+        rest = torch.empty(self.shape, dtype=self.dtype, device=device)
+        places: list[Any] = [None] * len(one.outputs)
+        for k, t in zip(self.shown, shown, strict=True):
+            places[k] = t.data_ptr()
+        start = rest.data_ptr()
+        for n, k in enumerate(self.rest):
+            places[k] = start + n * self.step
+        one.launched(places, leaves, _Once(lambda: self.ready.merged(leaves)[0]))
+        return shown, [rest]
 
 
 class _Once:

@@ -121,7 +121,7 @@ class Launch:
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         given, self.template, self.fill = iter(views), [], []
         for k, v in enumerate(leaves):
-            self.fill.append((len(self.forms) + len(self.template), k))
+            self.fill.append((len(self.template), k, isinstance(v, Tensor)))
             self.template.append(None)
             if isinstance(v, Tensor):
                 view = next(given)
@@ -136,15 +136,16 @@ class Launch:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.forms]
-        arguments: list[Any] = [*outputs, *self.template]
-        for at, leaf in self.fill:
-            arguments[at] = leaves[leaf]
+        arguments = self.template.copy()
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
-        if self.again is not None and small:
-            self.again(*arguments)
+        again = self.again if small else None
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = leaves[leaf].data_ptr() if is_tensor and again is not None else leaves[leaf]
+        if again is not None:
+            again(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            launch = self._compiled(arguments)
-            self.again = launch if small else None
+            compiled = self._compiled([*outputs, *arguments])
+            self.again = compiled if small else None
         return outputs
 
     def _compiled(self, arguments: list[Any]) -> Callable[..., None] | None:
