@@ -43,6 +43,7 @@ class Context:
     sizes: Sizes
     engine: str
     frozen: Pass | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
+    fixed: tuple[int, ...] = ()  # of the frozen pass's results, those that are constants to gradients
     gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
 
 
@@ -69,7 +70,8 @@ class Walk:
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
         frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
-        return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen))
+        fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
+        return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
         """The arithmetic of one side, where all calls are alike; differentiable where a leaf asks for it."""
@@ -137,9 +139,8 @@ class _Frozen(torch.autograd.Function):
         shown, rest = recover.twice(*given)
         ctx.context, ctx.asked = context, asked.now()
         ctx.set_materialize_grads(False)
-        fixed = _fixed(context.fold)
-        if True in fixed:
-            ctx.mark_non_differentiable(*[t for k, t in zip(context.frozen.shown, shown, strict=True) if fixed[k]])
+        if context.fixed:
+            ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
         ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
         ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *shown, *rest)
         return tuple(shown)

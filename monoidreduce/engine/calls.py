@@ -37,6 +37,7 @@ def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple |
     ``kinds`` says of each value's parameter whether it is ``static``, a whole number (``int``), or neither.
     """
     key: list[Any] = [*before]
+    kernels: bool | None = None  # whether they run where the tensors are
     for value, declared in zip(values, kinds, strict=True):
         kind = type(value)
         if declared == "static":
@@ -44,7 +45,9 @@ def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple |
         elif kind in _TENSORS:
             device = value.device
             key += (value.dtype, value.shape, device, value.layout)
-            if triton.runs_on(device):
+            if kernels is None:
+                kernels = triton.runs_on(device)
+            if kernels:
                 try:
                     key += (value.stride(), value.data_ptr() & 15)  # kernels look at these too
                 except RuntimeError:  # it is not dense, or has no memory of its own

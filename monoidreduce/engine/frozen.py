@@ -47,6 +47,7 @@ class Pass:
     def __init__(self, fold: Fold, sizes: Sizes, engine: str, shown: tuple[int, ...]):
         self.fold, self.sizes, self.engine, self.shown = fold, sizes, engine, shown
         self.rest = tuple(k for k in range(len(fold.outputs)) if k not in shown)
+        self.count = len(shown)
         self.numbers: tuple[int, ...] = ()
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Launches] = {}

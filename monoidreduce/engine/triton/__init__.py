@@ -26,7 +26,7 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import batching, hardware
-from ..evaluate import Sizes
+from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
 from . import deep, launch, rows, sides, source
@@ -63,6 +63,7 @@ _READY: dict[tuple, Ready] = {}
 
 hardware.ROW_DOT[:] = [rows.dot]
 hardware.SCALE[:] = [rows.scale]
+hardware.SHARE[:] = [rows.share]
 
 
 @functools.cache
@@ -235,19 +236,18 @@ class Parted:
         forms = {one.outputs[k] for k in self.rest}
         if len(forms) > 1 or one.spec.split or one.lists or not one.grid:
             return None
-        ((shape, self.dtype),) = forms
-        self.shape, self.step = (len(self.rest), *shape), torch.Size(shape).numel() * self.dtype.itemsize
-        self.forms = [one.outputs[k] for k in self.shown]
+        ((shape, dtype),) = forms
+        self.step = torch.Size(shape).numel() * dtype.itemsize
+        self.room = Room(((len(self.rest), *shape), dtype), self.ready.sizes.device)
         return None if self.step % 16 else one
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The results that are shown, and the others: as they are, or one behind the other in one tensor."""
-        one, device = self.one, self.ready.sizes.device
+        one = self.one
         if one is None or one.again is None:
             found = self.ready(leaves)
             return [found[k] for k in self.shown], [found[k] for k in self.rest]
-        shown = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.forms]
-        rest = torch.empty(self.shape, dtype=self.dtype, device=device)
+        shown, rest = [one.rooms[k]() for k in self.shown], self.room()
         places: list[Any] = [None] * len(one.outputs)
         for k, t in zip(self.shown, shown, strict=True):
             places[k] = t.data_ptr()

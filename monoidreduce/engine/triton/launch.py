@@ -20,7 +20,7 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
-from ..evaluate import Form, Sizes, form
+from ..evaluate import Form, Room, Sizes, form
 from . import boxes, deep, describe, emit, recent, skip, source, topk
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
@@ -95,6 +95,7 @@ class Launch:
         # whether calls need leaves with merged batch
         self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
+        self.rooms = [Room(f, sizes.device) for f in self.outputs]
         self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
@@ -140,8 +141,7 @@ class Launch:
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
-        device = self.sizes.device
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
+        outputs = [room() for room in self.rooms]
         if self.grid and not self.launched(outputs, leaves, merged):
             return self(leaves, merged)
         return self._whole(outputs) if self.spec.split or self.lists else outputs

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import batching
-from ..evaluate import Sizes
+from ..evaluate import Form, Room, Sizes
 from ..sides import Side
 from . import emit, source
 from .spec import Spec, Unsupported, padded
@@ -117,7 +117,7 @@ class Launch:
         length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
         tiles = -(-length // self.kept)
         self.grid = tiles * torch.Size(batch).numel()
-        self.forms = [self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        self.rooms = [Room(self._form(e, tuple(shape), length, sizes), sizes.device) for e in side.outputs]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         given, self.template, self.fill = iter(views), [], []
         for k, v in enumerate(leaves):
@@ -130,12 +130,12 @@ class Launch:
         self.again: Callable[..., None] | None = None
 
     @staticmethod
-    def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> tuple[tuple[int, ...], torch.dtype]:
+    def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
         tail = () if e.feature is None else (sizes.of(str(e.feature)),)
         return (*batch, length, *tail), _KINDS.get(e.dtype, sizes.compute)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.forms]
+        outputs = [room() for room in self.rooms]
         arguments = self.template.copy()
         small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
         again = self.again if small else None
