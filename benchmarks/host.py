@@ -85,7 +85,7 @@ class Floor(torch.autograd.Function):
 
 
 def microseconds(call: Callable[[], object], repeats: int, rounds: int = 15) -> float:
-    """Of one call: the best of several rounds, each short enough not to fill a GPU's queue, which would be waited for."""
+    """Of one call: the best of several rounds, each too short to fill a GPU's queue, which would be waited for."""
     best = float("inf")
     for round_ in range(rounds):
         start = time.perf_counter()

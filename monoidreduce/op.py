@@ -11,14 +11,14 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import agree, autocast, autograd, compiled, dtensors, known, registry, sharded
+from .engine import agree, autocast, compiled, dtensors, gradients, known, registry, sharded
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
-from .engine.calls import Plan, formed, key_of
+from .engine.calls import Form, Plan, formed, key_of
 from .engine.evaluate import Sizes
 from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError
@@ -38,14 +38,6 @@ from .tuning import Tuning, tune
 _TRACES = 256  # kept per op, the oldest dropped
 _PLANS = 1024
 _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
-
-
-class Form(NamedTuple):
-    """How calls with so many values by position and the same names for the others are read."""
-
-    order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # of each: see key_of
-    vectors: tuple[int, ...]  # which of them may have features
 
 
 class Op(compiled.Compiled):
@@ -92,7 +84,7 @@ class Op(compiled.Compiled):
         form = self._form_of(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         key = None
-        if form is not None and autograd.straight() and not autocast.anywhere() and agree.current() is None:
+        if form is not None and gradients.straight() and not autocast.anywhere() and agree.current() is None:
             key = key_of(values, form.kinds, registry.engine(), form.order)
             for plan in () if key is None else self._plans.get(key, ()):
                 if plan.serves(values):
@@ -133,7 +125,7 @@ class Op(compiled.Compiled):
         given = (*args, *kwargs.values())
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
-        if plain and autograd.straight() and engine != "reference":
+        if plain and gradients.straight() and engine != "reference":
             traced, bound, sizes, _ = self._prepare(args, kwargs)
             inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
             found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
@@ -300,7 +292,7 @@ class Op(compiled.Compiled):
             return None
         order = tuple(list(self.parameters)[at] for at in places)
         vectors = tuple(k for k, at in enumerate(places) if at in self._vectors)
-        found = self._forms[count, *names] = Form(order, tuple(self._kinds[at] for at in places), vectors)
+        found = self._forms[(count, *names)] = Form(order, tuple(self._kinds[at] for at in places), vectors)
         return found
 
     def _keep(self, key: tuple, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,20 +19,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
-from ..program.expr import Expr
 from ..program.gradient import gradient
-from ..program.lower import Fold, Lowered, lower
+from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
-from . import asked, autocast, library, recover, sides, triton
+from . import asked, autocast, library, recover
+from .arithmetic import Arithmetic
 from .evaluate import Sizes
 from .frozen import Pass, freezes
+from .gradients import Gradient, Ready, Walked, asks, plain, zero
 from .registry import FOLDERS
-from .script import inputs, missing, script
+from .script import script
 from .sides import Side
 
 REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_KINDS = 64  # of inputs whose frozen passes a gradient program keeps
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,12 @@ class Context:
     frozen: Pass | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
     fixed: tuple[int, ...] = ()  # of the frozen pass's results, those that are constants to gradients
     gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
+
+    @property
+    def launches(self) -> Pass:
+        """The frozen pass, where there is one."""
+        assert self.frozen is not None
+        return self.frozen
 
 
 class Walk:
@@ -74,13 +79,18 @@ class Walk:
         return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
-        """The arithmetic of one side, where all calls are alike; differentiable where a leaf asks for it."""
-        arithmetic = self.sides.get(id(side))
-        if arithmetic is None:
-            arithmetic = self.sides.setdefault(id(side), Arithmetic(side, leaves, sizes, self.engine))
-        if torch.is_grad_enabled() and asks(leaves):
-            return _sided(arithmetic, *leaves)
-        return arithmetic.run(leaves)
+        """The arithmetic of one side, where all calls are alike."""
+        found = self.sides.get(id(side))
+        if found is None:
+            made = Arithmetic(side, leaves, sizes, functools.partial(walked, self.engine))
+            found = self.sides.setdefault(id(side), made)
+        return found(leaves)
+
+
+def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
+    """A program as a function of its sizes and inputs; ``alike``: see :class:`Walk`."""
+    walk, run = Walk(engine, alike), script(program, numbers, alike).run
+    return lambda sizes, *values: run(sizes, walk, *values)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
@@ -90,28 +100,6 @@ def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and asks(leaves):
         return _Straight.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
-
-
-def asks(values: Sequence[Any]) -> bool:
-    """Whether any of these asks for a gradient."""
-    for v in values:
-        if isinstance(v, Tensor) and v.requires_grad:
-            return True
-    return False
-
-
-def straight() -> bool:
-    """Whether nothing watches torch's calls: no compiler, no fake tensors, no transform, no forward-mode level."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def plain(values: Sequence[Any]) -> bool:
-    """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
-    return straight() and all(type(v) in PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -135,8 +123,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        given = (context.frozen, (leaves,), context.sizes, context.fold)
-        shown, rest = recover.twice(*given)
+        shown, rest = recover.twice(context.launches, (leaves,), context.sizes, context.fold)
         ctx.context, ctx.asked = context, asked.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
@@ -149,14 +136,15 @@ class _Frozen(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         context, leaves, results = _kept(ctx)
         given: list[Tensor | None] = [None] * len(context.fold.outputs)
-        for k, g in zip(context.frozen.shown, cotangents, strict=True):
+        launches = context.launches
+        for k, g in zip(launches.shown, cotangents, strict=True):
             given[k] = g
         if torch.is_grad_enabled():
             with asked.again(ctx.asked):
                 results = list(run(context, leaves))
         else:
-            count = len(context.frozen.shown)
-            results = context.frozen.whole(results[:count], results[count:])
+            count = len(launches.shown)
+            results = launches.whole(results[:count], results[count:])
         return _pulled(ctx, leaves, results, given)
 
 
@@ -265,38 +253,6 @@ def _fixed(fold: Fold) -> tuple[bool, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient program made ready: where its inputs come from (leaves, results, cotangents), and its outputs."""
-
-    program: Lowered
-    numbers: frozenset[str]  # the inputs that are Python numbers
-    sources: tuple[int, ...]
-    outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
-    engine: str
-    freezes: bool
-    walks: dict[tuple, Callable[..., list[Any]]] = field(default_factory=dict, compare=False)  # by the inputs' kind
-
-    def run(self, sizes: Sizes, pool: Sequence[Any]) -> Iterator[Any]:
-        """The gradients that are not zero. Frozen where nothing watches, and nothing is to be differentiated again."""
-        values = [pool[k] for k in self.sources]
-        alike = self.freezes and not torch.is_grad_enabled() and plain(values)
-        kind = triton.kind(values) if alike else ()
-        walk = self.walks.get(kind) or self._walk(kind)
-        return iter(walk(sizes, *values))
-
-    def _walk(self, kind: tuple) -> Callable[..., list[Any]]:
-        if kind and len(self.walks) >= _KINDS:
-            return self.walks.get(()) or self._walk(())
-        return self.walks.setdefault(kind, walked(self.program, self.numbers, Walk(self.engine, bool(kind))))
-
-
-def walked(program: Lowered, numbers: frozenset[str], walk: Walk) -> Callable[..., list[Any]]:
-    """A program as a function of its sizes and inputs, its passes run by a walk."""
-    run = script(program, numbers, walk.alike).run
-    return lambda sizes, *values: run(sizes, walk, *values)
-
-
 def _gradients(
     context: Context,
     leaves: list[Any],
@@ -309,109 +265,15 @@ def _gradients(
     key = (wanted, tuple([g is not None for g in cotangents]), numbers)
     made = context.gradients.get(key)
     if made is None:
-        frozen = freezes(context.engine, context.sizes)
-        made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), context.engine, frozen)
-    values = made.run(context.sizes, [*leaves, *results, *cotangents])
-    grads: list[Tensor | None] = [None] * len(leaves)
-    for place, e in made.outputs:
-        leaf = leaves[place]
-        grads[place] = zero(leaf) if e is None else as_gradient(next(values), e, leaf, context.fold.leaves[place])
-    return grads
+        ready, frozen = _gradient_program(context.fold, *key), freezes(context.engine, context.sizes)
+        made = Gradient(ready, context.fold.leaves, functools.partial(walked, context.engine), frozen)
+        context.gradients[key] = made
+    return made(context.sizes, leaves, [*results, *cotangents])
 
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
     fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
-) -> tuple[Lowered, frozenset[str], tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
+) -> Ready:
     results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
-    return _made_ready(fold.leaves, (*results, *cotangents), outputs, wanted, numbers)
-
-
-def _made_ready(
-    leaves: Sequence[Expr], others: Sequence[Expr], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple
-) -> tuple[Lowered, frozenset[str], tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
-    program = lower(tuple(e for e in outputs if e is not None))
-    names = {e.attrs[0]: k for k, e in enumerate((*leaves, *others))}
-    lowered = iter(program.outputs)
-    found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-    plain_numbers = frozenset(e.attrs[0] for e, n in zip(leaves, numbers, strict=True) if n)
-    return program, plain_numbers, tuple(names[n] for n in inputs(program)), tuple(found)
-
-
-class Arithmetic:
-    """A side on leaves of one kind: by its kernel, or by torch where it has none."""
-
-    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):
-        self.side, self.sizes, self.engine = side, sizes, engine
-        self.numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-        self.fixed = tuple(k for k, e in enumerate(side.outputs) if e.dtype != "float")
-        self.gradients: dict[tuple, Gradient] = {}
-        self.run = triton.side(side, leaves, sizes) or self._by_torch()
-
-    def _by_torch(self) -> Callable[[Sequence[Any]], list[Tensor]]:
-        program = Lowered((), self.side.outputs)
-        names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
-        made = script(program, frozenset(n for n, k in names.items() if self.numbers[k]))
-        return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
-
-    def pulled(self, leaves: list[Any], wanted: tuple[bool, ...], cotangents: Sequence[Tensor | None]) -> Iterator[Any]:
-        """The gradient of each leaf (None where not asked)."""
-        key = (wanted, tuple([g is not None for g in cotangents]))
-        made = self.gradients.get(key)
-        if made is None:
-            given, outputs = sides.gradient(self.side, *key)
-            ready = _made_ready(self.side.leaves, given, outputs, wanted, self.numbers)
-            made = self.gradients[key] = Gradient(*ready, self.engine, freezes(self.engine, self.sizes))
-        values = made.run(self.sizes, [*leaves, *cotangents])
-        places = dict(made.outputs)
-        for k, (leaf, expr) in enumerate(zip(leaves, self.side.leaves, strict=True)):
-            e = places.get(k)
-            if e is None:
-                yield zero(leaf) if k in places else None
-                continue
-            value = next(values)
-            if not expr.rows and not expr.cols:
-                value = value.sum(-1 if e.feature is None else -2)
-            yield as_gradient(value, e, leaf, expr)
-
-
-class _Sided(torch.autograd.Function):
-    """The arithmetic of one side; its backward is arithmetic of the same side."""
-
-    @staticmethod
-    def forward(ctx: Any, arithmetic: Arithmetic, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(arithmetic.run(leaves))
-        ctx.arithmetic = arithmetic
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output[k] for k in arithmetic.fixed))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        saved = iter(ctx.saved_tensors)
-        leaves = [c if c is not None else next(saved) for c in ctx.constants]
-        return None, *ctx.arithmetic.pulled(leaves, ctx.needs_input_grad[1:], cotangents)
-
-
-_sided: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sided).apply
-
-
-def zero(leaf: Tensor) -> Tensor:
-    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
-    if not torch.is_grad_enabled():
-        return torch.zeros_like(leaf)
-    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
-
-
-def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
-    """A gradient in the shape and type of its leaf (or another): summed over batch dimensions that were broadcast."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(leaf, value)
-    for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
-        value = value.unsqueeze(at)
-    if value.shape != leaf.shape:
-        value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    dtype = dtype or leaf.dtype
-    return value if value.dtype is dtype else value.to(dtype)  # even an idle .to takes a microsecond
+    return Ready.of(fold.leaves, (*results, *cotangents), outputs, wanted, numbers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..program.lower import lower
 from ..program.trace import Traced
 from . import recover, reference, registry, triton
 from .arguments import padded
-from .autograd import Walk, walked
+from .autograd import walked
 from .evaluate import Sizes, from_layout
 from .frozen import freezes
 from .roads import Roads
@@ -29,6 +29,14 @@ from .script import inputs
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
+
+
+class Form(NamedTuple):
+    """How calls with so many values by position and the same names for the others are read."""
+
+    order: tuple[str, ...]  # the names of all values
+    kinds: tuple[str, ...]  # of their parameters: ``static``, a whole number (``int``), or neither
+    vectors: tuple[int, ...]  # which of them may have features
 
 
 def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple | None:
@@ -118,9 +126,9 @@ def _walk(
     """By passes: the names of the inputs, and what runs on them."""
     program = lower(traced.outputs)
     numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
-    names, walk = inputs(program), Walk(engine, alike and freezes(engine, sizes))
-    passes = functools.partial(walked(program, numbers, walk), sizes)
-    return names, Roads(program, names, sizes, numbers, passes, walk.alike) if engine == "auto" else passes
+    names, frozen = inputs(program), alike and freezes(engine, sizes)
+    passes = functools.partial(walked(engine, program, numbers, frozen), sizes)
+    return names, Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:

@@ -53,9 +53,9 @@ Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 
 
 class Room:
-    """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads its options.
+    """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads options.
 
-    The model is one number, expanded; made when it is first needed, since plans are also made for devices elsewhere."""
+    The model is one number, expanded; made when it is first needed: plans are also made for devices elsewhere."""
 
     __slots__ = ("_model", "device", "form")
 

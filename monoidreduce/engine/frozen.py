@@ -1,9 +1,9 @@
 """A pass, frozen: what an engine finds out for a fold at every run is found out once for leaves of one kind.
 
-Which kernels run is decided by the leaves' types, shapes, strides and alignment (``triton.kind``), by the signs of numbers,
-and by what is asked of the process (:func:`situation`): budgets, settings, precision, plans that were tuned since. A
-pass whose leaves are known to be of one kind keeps its launches by the rest. Whatever is out of the ordinary (a plan
-that is followed or tried, a second attempt with less memory) takes the engine's own road, each time.
+Which kernels run is decided by the leaves' types, shapes, strides and alignment (``triton.kind``), by the signs of
+numbers, and by what is asked of the process (:func:`situation`): budgets, settings, precision, plans that were tuned
+since. A pass whose leaves are known to be of one kind keeps its launches by the rest. Whatever is out of the ordinary
+(a plan that is followed or tried, a second attempt with less memory) takes the engine's own road, each time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Pass:
     def __init__(self, fold: Fold, sizes: Sizes, engine: str, shown: tuple[int, ...]):
         self.fold, self.sizes, self.engine, self.shown = fold, sizes, engine, shown
         self.rest = tuple(k for k in range(len(fold.outputs)) if k not in shown)
-        self.count = len(shown)
         self.numbers: tuple[int, ...] = ()
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Launches] = {}

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from ..plan import budget, choice, store
 from ..program.lower import Lowered
-from . import autograd, costs, recover, triton, tuner, whole, winners
+from . import costs, gradients, recover, triton, tuner, whole, winners
 from .evaluate import Sizes
 
 
@@ -35,7 +35,7 @@ class Roads:
     def __call__(self, *given: Any) -> list[Any]:
         if self.frozen and choice.followed.get() is None and not tuner.recording():
             return self.passes(*given)
-        asks = torch.is_grad_enabled() and autograd.asks(given)
+        asks = torch.is_grad_enabled() and gradients.asks(given)
         tuner.note(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
@@ -96,4 +96,4 @@ def _untouched(given: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
         return False
-    return all(type(v) in autograd.PLAIN for v in given if isinstance(v, Tensor))
+    return all(type(v) in gradients.PLAIN for v in given if isinstance(v, Tensor))

@@ -23,7 +23,7 @@ _FREE = ("const", "nan", "size", "row_index", "col_index")  # known without bein
 
 @dataclass(frozen=True)
 class Side:
-    """Numbers and vectors of one side, as expressions of leaves; independent of the program that they are taken from."""
+    """Numbers and vectors of one side, as expressions of leaves; independent of the program that they are from."""
 
     axis: str
     leaves: tuple[Expr, ...]
@@ -36,21 +36,26 @@ def _is_simple(e: Expr) -> bool:
     return known and e.rows != e.cols
 
 
-def gather(roots: Sequence[Expr], there: frozenset[Expr]) -> list[tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]]:
-    """The sides under ``roots``, besides what is there already: each with what it is fed and what its outputs are."""
+Gathered = tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]  # what it is fed, and what its outputs are in the program
+
+
+def gather(roots: Sequence[Expr], there: frozenset[Expr]) -> list[Gathered]:
+    """The sides under ``roots``, besides what is there already."""
     order = topological(roots, stop=there.__contains__)
-    found = []
-    for rows in (True, False):
-        inside = {e for e in order if e not in there and _is_simple(e) and e.rows is rows}
-        inside -= _behind(order, inside)
-        if sum(e.op in PRIMITIVES or e.op == "fsum" for e in inside) < _FEW:
-            continue
-        used = {a for e in order if e not in inside for a in e.args}
-        outputs = tuple(e for e in order if e in inside and (e in used or e in roots))
-        fed = tuple(e for e in topological(outputs, stop=lambda e: e not in inside) if e not in inside)
-        given = tuple(e for e in fed if e.op not in _FREE)
-        found.append((_numbered("rows" if rows else "cols", outputs, given), given, outputs))
-    return found
+    found = (_gathered(axis, [e for e in order if e not in there], roots) for axis in ("rows", "cols"))
+    return [side for side in found if side is not None]
+
+
+def _gathered(axis: str, order: Sequence[Expr], roots: Sequence[Expr]) -> Gathered | None:
+    inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
+    inside -= _behind(order, inside)
+    if sum(e.op != "spread" for e in inside) < _FEW:
+        return None
+    used = {a for e in order if e not in inside for a in e.args}
+    outputs = tuple(e for e in order if e in inside and (e in used or e in roots))
+    under = topological(outputs, stop=lambda e: e not in inside)
+    fed = tuple(e for e in under if e not in inside and e.op not in _FREE)
+    return _numbered(axis, outputs, fed), fed, outputs
 
 
 def _behind(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:

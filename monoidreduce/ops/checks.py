@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine import agree, autocast
-from ..engine.autograd import plain
+from ..engine.gradients import plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]

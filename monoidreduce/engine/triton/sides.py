@@ -50,11 +50,14 @@ class _Lines(Values):
         if e.op == "leaf" and e.feature is not None:
             return self._vector(e)
         if e.op == "fsum":
-            _, exists = self.lanes(e.args[0])
-            inner = self.argument(e.args[0], e.dtype)
-            inner = f"tl.broadcast_to({inner}, [KEPT, {padded(self.spec.width(e.args[0].feature))}])"  # may be one number
-            return f"tl.sum(tl.where({exists}[None, :], {inner}, 0), 1)[:, None]" if exists else f"tl.sum({inner}, 1)[:, None]"
+            return f"tl.sum({self._whole(e.args[0], e.dtype)}, 1)[:, None]"
         return super()._text(e)
+
+    def _whole(self, e: Expr, kind: str) -> str:
+        """A vector as a block with all features, though they may be one number, and none beyond them."""
+        _, exists = self.lanes(e)
+        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {padded(self.spec.width(e.feature))}])"
+        return f"tl.where({exists}[None, :], {text}, 0)" if exists else text
 
     def _vector(self, e: Expr) -> str:
         name = str(e.attrs[0])
@@ -62,7 +65,8 @@ class _Lines(Values):
         masks = [*(["kept_in[:, None]"] if self.spec.keeps(e) else []), *([f"{exists}[None, :]"] if exists else [])]
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
-        return self._loaded(f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})", e, self.spec.type_of[e])
+        text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
+        return self._loaded(text, e, self.spec.type_of[e])
 
     def lanes(self, e: Expr) -> tuple[str, str | None]:
         width = self.spec.width(e.feature)
@@ -101,7 +105,8 @@ class Launch:
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
             raise Unsupported("a kernel's own numbers are float32")
-        shape = torch.broadcast_shapes(*(v.shape[: len(sizes.batch)] for v in tensors))
+        rank = len(sizes.batch)
+        shape = torch.broadcast_shapes((1,) * rank, *(v.shape[:rank] for v in tensors))
         batch, views = batching.merge(tuple(shape), tensors)
         letters = tuple(sorted(sizes.letters.items()))
         types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
@@ -119,7 +124,9 @@ class Launch:
         self.grid = tiles * torch.Size(batch).numel()
         self.rooms = [Room(self._form(e, tuple(shape), length, sizes), sizes.device) for e in side.outputs]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
-        given, self.template, self.fill = iter(views), [], []
+        self.template: list[Any] = []
+        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+        given = iter(views)
         for k, v in enumerate(leaves):
             self.fill.append((len(self.template), k, isinstance(v, Tensor)))
             self.template.append(None)
