@@ -66,7 +66,7 @@ class Room:
     def __call__(self) -> Tensor:
         if self._model is None:
             shape, dtype = self.form
-            self._model = torch.empty(1, dtype=dtype, device=self.device).expand(shape)
+            self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
         return torch.empty_like(self._model)
 
 
