@@ -142,7 +142,7 @@ def profile(call: Call, inputs: tuple[Tensor, ...], repeats: int) -> None:
         torch.autograd.grad(result, inputs, cotangent)
     for name, found in (("forward", forward), ("backward", backward)):
         print(f"\n{name}, {repeats} calls")
-        pstats.Stats(found).sort_stats("tottime").print_stats(40)
+        pstats.Stats(found).sort_stats("tottime").print_stats(25)
 
 
 def _nodes(root: Any) -> list[Any]:
