@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engine import frozen, gradients, hardware, triton
-from monoidreduce.engine.triton import launch, rows, sides
+from monoidreduce.engine.triton import launch, rows
 from monoidreduce.plan import budget
 from monoidreduce.plan.choice import follow
 from monoidreduce.plan.environment import Variable
@@ -69,7 +69,6 @@ def pretended(monkeypatch):
         return lambda *arguments: made.append(name)
 
     monkeypatch.setattr(launch, "execute", lambda call: again(call.kernel.name))
-    monkeypatch.setattr(sides.Launch, "_compiled", lambda self, arguments: again("side"))
     monkeypatch.setattr(triton, "_READY", {})
     with mr.use(engine="triton"):
         yield made

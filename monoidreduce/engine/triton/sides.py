@@ -18,7 +18,8 @@ from ...program.lower import Fold
 from .. import batching
 from ..evaluate import Form, Room, Sizes
 from ..sides import Side
-from . import emit, source
+from . import emit, launch
+from .plan import KernelPlan
 from .spec import Spec, Unsupported, padded
 from .values import Values
 
@@ -33,7 +34,7 @@ import triton.language as tl
 
 {helpers}
 @triton.jit(do_not_specialize={unspecialized!r})
-def side({names}, KEPT: tl.constexpr, INT: tl.constexpr):
+def side({signature}):
 {body}
 '''
 
@@ -85,7 +86,7 @@ class _Lines(Values):
 
 
 @functools.lru_cache(maxsize=1024)
-def _text(spec: Spec, outputs: tuple[Expr, ...]) -> str:
+def _kernel(spec: Spec, outputs: tuple[Expr, ...]) -> emit.Kernel:
     lines = _Lines(spec)
     stores = [lines.stored(k, e) for k, e in enumerate(outputs)]
     names, unspecialized = emit._arguments(spec, list(spec.fold.leaves), 0)
@@ -93,8 +94,10 @@ def _text(spec: Spec, outputs: tuple[Expr, ...]) -> str:
     opening = [line for line in emit._opening(spec) if not line.startswith("folded_lane")]
     body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
     text = "\n".join(f"    {line}" for line in body)
-    helpers = "\n".join(emit._copied(text))
-    return _TEXT.format(helpers=helpers, unspecialized=unspecialized, names=", ".join(names), body=text)
+    helpers, constants = "\n".join(emit._copied(text)), [f"{c}: tl.constexpr" for c in emit.CONSTANTS]
+    signature = ", ".join([*names, *constants])
+    whole = _TEXT.format(helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
+    return emit.Kernel("side", whole, spec.fold.leaves)
 
 
 class Launch:
@@ -117,10 +120,11 @@ class Launch:
         widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")
-        self.kept = max(1, _BLOCK // max([16, *widths]))
-        self.text, self.device = _text(spec, side.outputs), sizes.device
+        kept = max(1, _BLOCK // max([16, *widths]))
+        self.kernel, self.plan = _kernel(spec, side.outputs), KernelPlan(kept, 1, 4, 1)
+        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
         length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
-        tiles = -(-length // self.kept)
+        tiles = -(-length // kept)
         self.grid = tiles * torch.Size(batch).numel()
         self.rooms = [Room(self._form(e, tuple(shape), length, sizes), sizes.device) for e in side.outputs]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
@@ -151,14 +155,7 @@ class Launch:
         if again is not None:
             again(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            compiled = self._compiled([*outputs, *arguments])
-            self.again = compiled if small else None
+            call = launch.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), *self.how)
+            again = launch.execute(call)
+            self.again = again if small else None
         return outputs
-
-    def _compiled(self, arguments: list[Any]) -> Callable[..., None] | None:
-        """Launch, compiled for these arguments; what launches it again."""
-        module = source.load(self.text)
-        constants = (self.kept, module.tl.int64)
-        with source.on(self.device):
-            compiled = module.side[(self.grid,)](*arguments, *constants)
-            return source.again(compiled, self.grid, constants, self.device)
