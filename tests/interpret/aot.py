@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, staged, use_plan
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -173,6 +173,8 @@ class Compiled:
     shared: int
     counted: int  # bytes of shared memory as the plan counts them
     tensor_cores: int  # matrix instructions in the text
+    staged: bool
+    crumbs: int  # loads of two bytes
     lean: bool
 
 
@@ -192,6 +194,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
+        mock.patch.object(staged, "on", lambda device: capability == 90),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
@@ -212,6 +215,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
@@ -223,7 +227,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif hasattr(value, "block_shape"):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
+            laid = f",{value.layout!r}" if call.kernel.staged else ""
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}{laid}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:
@@ -234,14 +239,17 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    ast = ASTSource(function, signature, constants, attributes)
+    options |= staged.OPTIONS if call.kernel.staged else {}
+    ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _assembled(result.asm["ptx"], capability)
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
     shared = result.metadata.shared
-    return Compiled(case.name, call.kernel.name, tiles, registers, spills, shared, counted, cores, case.lean)
+    crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
+    said = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    return Compiled(case.name, call.kernel.name, tiles, *said)
 
 
 _TYPES = {

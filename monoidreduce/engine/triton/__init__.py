@@ -41,6 +41,7 @@ __all__ = [
     "Ready",
     "Unsupported",
     "available",
+    "is_deep",
     "kind",
     "overrides",
     "ready",
@@ -89,11 +90,16 @@ def run(
         return fallback(fold, leaves, sizes)
 
 
-def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """Run a fold to numbers of wide 16-bit vectors; raises Unsupported for all others."""
+def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
+    """Whether a fold is one to numbers of wide 16-bit vectors, which has a kernel of its own."""
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
-    if not deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow):
+    return deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
+
+
+def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    """Run such a fold; raises Unsupported for all others."""
+    if not is_deep(fold, leaves, sizes):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
     return _run(fold, leaves, sizes)
 
@@ -105,7 +111,9 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
     except Unsupported:
         return {}
     found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
-    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
+    return {
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
+    }
 
 
 def sources(fold: Fold) -> list[Path]:

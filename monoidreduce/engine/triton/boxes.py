@@ -52,12 +52,18 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int) -> tuple[int, ...] | No
     return found if fits and aligned and v.numel() and not spec.room_of[e] else None
 
 
-def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
-    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features."""
-    kept = (*dims, v.ndim - 2, v.ndim - 1)
-    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(
-        v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block]
-    )
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int], staged: bool = False) -> Any:
+    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features.
+
+    ``staged``: for kernels that name the layout of what is copied."""
+    kept, shape = (*dims, v.ndim - 2, v.ndim - 1), [*(1 for _ in dims), *block]
+    given = (v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
+    if staged:
+        gl = importlib.import_module("triton.experimental.gluon.language")
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(v.dtype)[6:]))
+        made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(*given, layout)
+    else:
+        made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(*given)
     made.base = None  # a frozen launch holds nobody's tensor
     return made
 

@@ -7,6 +7,7 @@ panels instead (``panel.py``).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from ...program.expr import Expr, topological
@@ -20,6 +21,7 @@ DEPTH = 64  # features at a time
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
+@functools.lru_cache(maxsize=1024)
 def fits(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]

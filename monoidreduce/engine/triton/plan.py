@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,7 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    boxes: int = False  # whether tensor descriptors copy the blocks that can be copied so
+    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -47,7 +47,7 @@ def overrides() -> tuple:
 
 
 def choose(
-    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False, length: int = 0
+    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: int = 0, length: int = 0
 ) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
 
@@ -62,7 +62,7 @@ def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
     kind = "draws" if kernel.draws else "", length > FEW_ROWS
     own = family.own.get("product") if kind == ("", True) else None
-    plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
+    plan = KernelPlan(*(own or DEEP[kind]), boxes=1)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
         family.shared * family.spare
     ):
@@ -95,9 +95,11 @@ def _even(instances: int, tiles: int, processors: int) -> int:
     return found
 
 
-def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+def _default(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
+    if boxes == 2:
+        return KernelPlan(*STAGED, boxes=2)
     copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
-    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+    return KernelPlan(*copied, boxes=1) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
@@ -125,7 +127,7 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
     """The table's plan, made smaller until its blocks fit in shared memory."""
     plan = _default(kernel, item, family, boxes)
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much

@@ -87,6 +87,14 @@ class Values(Exponents):
         """A block with what lies beyond the folded axis replaced."""
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
 
+    def added(self, name: str) -> str:
+        """A block's sum over the folded side."""
+        return f"tl.sum({name}, 1)"
+
+    def divided(self, block: str, name: str) -> str:
+        """Vectors by a number per kept index."""
+        return f"{block} / {name}[:, None]"
+
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
 
