@@ -54,8 +54,9 @@ def no_engine() -> Iterator[None]:
             made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
-    def launched(one: frozen.Pass, leaves: Any) -> list[Tensor]:
-        return stub(one.fold, leaves, one.sizes)
+    def launched(one: frozen.Pass, leaves: Any) -> frozen.Results:
+        found = stub(one.fold, leaves, one.sizes)
+        return [found[k] for k in one.shown], [found[k] for k in one.rest]
 
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
     try:

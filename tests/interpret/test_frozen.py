@@ -86,9 +86,7 @@ def by_address(monkeypatch):
 
         def again(*arguments):
             made.append(call.kernel.name)
-            given = [
-                _at(a, like) if isinstance(like, torch.Tensor) else a for a, like in zip(arguments, call.arguments)
-            ]
+            given = (_at(a, like) for a, like in zip(arguments, call.arguments, strict=True))
             real(replace(call, arguments=tuple(given)))
 
         return again
@@ -100,7 +98,7 @@ def by_address(monkeypatch):
 
 def _at(address, like):
     """The tensor at an address, of a form."""
-    if isinstance(address, torch.Tensor):
+    if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     memory = (ctypes.c_char * (extent * like.element_size())).from_address(address)
