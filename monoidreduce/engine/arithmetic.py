@@ -39,7 +39,8 @@ class Arithmetic:
         found = self.gradients.get((wanted, given))
         if found is None:
             cotangents, outputs = sides.gradient(self.side, wanted, given)
-            ready = Ready.of(self.side.leaves, cotangents, outputs, wanted, self.numbers)
+            names = [e.attrs[0] for e in cotangents]
+            ready = Ready.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = Gradient(ready, self.side.leaves, self.walker, True)
         return found
 

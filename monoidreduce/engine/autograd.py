@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
+from ..program.early import Early, gradients
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
-from . import asked, autocast, library, recover
+from . import asked, autocast, early, library, recover
 from .arithmetic import Arithmetic
 from .evaluate import Sizes
 from .frozen import Pass, freezes
@@ -74,7 +75,7 @@ class Walk:
         return recover.twice(context.frozen, (leaves,), sizes, fold)[0]
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
-        frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
+        frozen = Pass(fold, sizes, self.engine, shown) if self.alike and not early.many(sizes) else None
         fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
         return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
 
@@ -107,8 +108,14 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
-        _keep(ctx, context, leaves, output)
+        form = early.form(context.fold, leaves, context.sizes, context.engine)
+        if form is None:
+            output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            _keep(ctx, context, leaves, output)
+            return output
+        found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
+        output = tuple(found[k] for k in form.own)
+        _keep(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
     @staticmethod
@@ -124,7 +131,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
         shown, rest = recover.twice(context.launches, (leaves,), context.sizes, context.fold)
-        ctx.context, ctx.asked = context, asked.now()
+        ctx.context, ctx.form, ctx.asked = context, None, asked.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
             ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
@@ -205,16 +212,24 @@ def _primal(value: Any) -> Any:
     return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
 
-def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    ctx.context = context
+def _keep(
+    ctx: Any,
+    context: Context,
+    leaves: Sequence[Any],
+    output: tuple[Tensor, ...],
+    form: Early | None = None,
+    more: tuple[Tensor, ...] = (),
+) -> None:
+    ctx.context, ctx.form = context, form
     ctx.asked = asked.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
 
 def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
+    """The context, the leaves and the results; what was kept beside them for gradients comes after these."""
     saved = iter(ctx.saved_tensors)
     leaves = [c if c is not None else next(saved) for c in ctx.constants]
     return ctx.context, leaves, list(saved)
@@ -235,7 +250,7 @@ def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequ
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents)
+    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
     if region is None and ctx.asked == asked.now():
         return None, *recover.typed(_gradients, given, context.sizes)
     with asked.again(ctx.asked), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
@@ -259,21 +274,27 @@ def _gradients(
     results: list[Tensor],
     wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
+    form: Early | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    numbers = tuple([not isinstance(v, Tensor) for v in leaves])
-    key = (wanted, tuple([g is not None for g in cotangents]), numbers)
+    form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
+    count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers)
     made = context.gradients.get(key)
     if made is None:
         ready, frozen = _gradient_program(context.fold, *key), freezes(context.engine, context.sizes)
         made = Gradient(ready, context.fold.leaves, functools.partial(walked, context.engine), frozen)
         context.gradients[key] = made
-    return made(context.sizes, leaves, [*results, *cotangents])
+    return made(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
 
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> Ready:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
-    return Ready.of(fold.leaves, (*results, *cotangents), outputs, wanted, numbers)
+    kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
+    rest = tuple(want and k not in kept for k, want in enumerate(wanted))
+    results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
+    outputs = [kept.get(k, e) for k, e in enumerate(others)]
+    names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
+    return Ready.of(fold.leaves, names, outputs, wanted, numbers)

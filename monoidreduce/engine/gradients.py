@@ -58,10 +58,11 @@ class Ready:
 
     @staticmethod
     def of(
-        leaves: Sequence[Expr], others: Sequence[Expr], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple
+        leaves: Sequence[Expr], others: Sequence[str], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple
     ) -> Ready:
+        """``others``: the names of the inputs that are no leaves, in their order."""
         program = lower(tuple(e for e in outputs if e is not None))
-        names = {e.attrs[0]: k for k, e in enumerate((*leaves, *others))}
+        names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
         found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
         known = frozenset(e.attrs[0] for e, is_number in zip(leaves, numbers, strict=True) if is_number)

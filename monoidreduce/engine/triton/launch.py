@@ -185,7 +185,7 @@ class Launch:
         if self.spec.split:
             return (self.parts, *shape), dtype
         vector = len(shape) > len(self.sizes.batch) + 1
-        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft"):
+        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft") and not self.fold.raised:
             dtype = getattr(torch, self.spec.narrow)  # as the caller will hold it: half the traffic
         return shape, dtype
 
