@@ -36,7 +36,7 @@ class Case:
 
 
 def _sized(M, N, **options):
-    return Case(f"{M}x{N} {', '.join(map(str, options.items()))}".strip(), lambda: made(M, N), options)
+    return Case(f"{M}x{N} {', '.join(options)}".strip(), lambda: made(M, N), options)
 
 
 def _transposed():
@@ -70,6 +70,11 @@ CASES = [
     *(_sized(M, N, alibi_slopes=torch.tensor([0.1, 5.0])) for M, N in ((300, 600), (600, 300), (59, 111))),
     _sized(400, 400, causal=True, alibi_slopes=torch.tensor([0.02, 2.0])),
     Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
+    _sized(200, 300, alibi_slopes=torch.tensor([0.5, 0.1])),
+    _sized(300, 300, alibi_slopes=torch.tensor([0.5, 0.1]), causal=True),
+    _sized(200, 300, dropout_p=0.2, seed=3),
+    Case("float16", lambda: tuple(a.half() for a in made(200, 300))),
+    Case("float16, causal", lambda: tuple(a.half() for a in made(300, 300, size=4.0)), {"causal": True}),
     Case("transposed, shared keys", _transposed),
     Case("parts of one tensor", lambda: torch.cat(made(300, 300), -1).split(128, -1)),
     Case("rising", lambda: _rising(1), {"scale": 1.0}),
@@ -84,7 +89,9 @@ def check(case, device):
     args, options = case.on(device)
     got, lse = ops.attention(*args, return_lse=True, **options)
     with mr.use(engine="reference"):
-        wide = {k: v.double() if k == "alibi_slopes" else v for k, v in options.items()}
+        wide = {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in options.items()
+        }
         exact, exact_lse = ops.attention(*(a.double() for a in args), return_lse=True, **wide)
         plain = ops.attention(*args, **options)
     allowed = max(2 * (plain.double() - exact).norm().item(), 2**-9 * exact.norm().item())

@@ -170,8 +170,9 @@ def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _joined(c: Expr) -> bool:
     """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
+    given = any((e.is_pair and e.op not in PRIMITIVES) or e.op in DRAWS for e in topological([c]))
     gathers = c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)
-    return c.feature is None and not gathers and not any((e.is_pair and e.op not in PRIMITIVES) or e.op in DRAWS for e in topological([c]))
+    return c.feature is None and not given and not gathers
 
 
 def _logical(neutral: bool) -> Any:
@@ -182,10 +183,6 @@ def _logical(neutral: bool) -> Any:
         return args[0] if args[0] is args[1] else None
 
     return rule
-
-
-def _cast(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
-    return args[0] if args[0].dtype == attrs[0] else None
 
 
 _RULES = {
@@ -199,7 +196,7 @@ _RULES = {
     "logical_and": _logical(True),
     "logical_or": _logical(False),
     "logical_not": lambda args, attrs: args[0].args[0] if args[0].op == "logical_not" else None,
-    "cast": _cast,
+    "cast": lambda args, attrs: args[0] if args[0].dtype == attrs[0] else None,
 }
 
 

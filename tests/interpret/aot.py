@@ -19,8 +19,20 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, staged, use_plan
+from monoidreduce.engine.triton import (
+    KernelPlan,
+    boxes,
+    describe,
+    epilogue,
+    launch,
+    plan,
+    rest,
+    source,
+    staged,
+    use_plan,
+)
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -152,7 +164,8 @@ CASES = [
     Case("wide sample, 256 rows", drawn, lambda t: (*_wide(256)(t), 7), lean=False),
     Case("wide sample, 64 rows", drawn, lambda t: (*_wide(64)(t), 7), lean=False),
     Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
-    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(300, 4096)),
+    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
+    Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
         "wide distillation, summed",
@@ -160,6 +173,7 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    Case("attention 128, float16", attention, _qkv(128), torch.float16, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
@@ -200,9 +214,12 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
-        mock.patch.object(describe, "has_tanh", lambda device: True),
+        mock.patch.object(epilogue, "on", lambda device: capability >= 90),
+        mock.patch.object(rest, "_run", lambda *arguments: None),
         mock.patch.object(staged, "on", lambda device: capability == 90),
+        mock.patch.object(describe, "has_tanh", lambda device: True),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(early, "MANY", 0),
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):

@@ -112,6 +112,7 @@ class Machine:
         nothing = lambda *args, **kwargs: None
         tl = SimpleNamespace(
             bfloat16=torch.bfloat16,
+            float16=torch.float16,
             float32=torch.float32,
             int32=torch.int32,
             int64=torch.int64,
@@ -166,7 +167,8 @@ class Machine:
     @staticmethod
     def load(place, mask=None, other=0):
         if not isinstance(place.at, torch.Tensor):
-            return place.storage[place.at].item()
+            found = place.storage[place.at]
+            return found if found.is_floating_point() else found.item()
         seen = torch.ones((), dtype=torch.bool) if mask is None else mask
         found = place.storage[torch.where(seen, place.at, 0).long()]
         return torch.where(seen, found, torch.tensor(other, dtype=found.dtype))

@@ -190,7 +190,8 @@ def test_numbers_have_boxes(options, length, monkeypatch):
         _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
     texts = "".join(kernel.text for kernel in seen)
     assert ("shift0_box.load" in texts) == (length % 4 == 0)
-    assert re.search(r"x\d+ = .*_box\.load\(\[.*start\]\)", texts)
+    boxed = re.search(r"x\d+ = .*_box\.load\(\[.*start\]\)", texts) is not None
+    assert boxed == (length % 4 == 0 or options == "dropout")  # the words of columns are the same for all heads
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -270,7 +271,7 @@ def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
         pass
 
     def once(call):
-        if call.kernel.text not in failed:
+        if call.kernel.name != "side" and call.kernel.text not in failed:
             failed.append(call.kernel.text)
             raise OutOfResources
         return real(call)

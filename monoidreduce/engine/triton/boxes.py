@@ -8,7 +8,6 @@ along the folded axis have boxes too: every thread of a kernel would copy those 
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import os
@@ -81,6 +80,12 @@ def _descriptor(v: Tensor, *form: list[int]) -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
 
 
+def fits(v: Tensor) -> bool:
+    """Whether vectors ``[1, length, features]`` of any number of features can be copied."""
+    aligned = v.stride(-2) > 0 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
+    return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
+
+
 def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
     """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors.
 
@@ -99,6 +104,6 @@ def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: b
 
 def filled(made: Any, v: Tensor) -> Any:
     """A descriptor for another tensor of the same shape, strides and alignment."""
-    found = copy.copy(made)
-    found.base = v
+    found = object.__new__(type(made))
+    found.__dict__ = {**made.__dict__, "base": v}
     return found

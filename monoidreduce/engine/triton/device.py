@@ -24,6 +24,11 @@ def finite(x):
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 
+def measured(most, guess, far):
+    # what a tile's exponents are measured from: the guess, unless the greatest of them lies far from it
+    return tl.where((tl.abs(most - guess) <= far) | (most == float("-inf")), guess, finite(most))
+
+
 def unseen(x):
     # the logarithm of a total by which weights are divided: infinite where there was nothing, so that they are 0
     return tl.where(x == float("-inf"), float("inf"), x)
@@ -365,3 +370,13 @@ def longest_first(program, tiles, turns, flip):
     rest = program - tl.where(late, (tiles - short) * turns, 0)
     place = rest % many + tl.where(late, tiles - short, 0)
     return place + flip * (tiles - 1 - 2 * place), rest // many
+
+
+def grouped(program, tiles, turns):
+    # which tile and which turn of it: a few tiles take all turns before the next few, so that those which run at the
+    # same time share what they read
+    many = 16 * turns
+    first = program // many * 16
+    size = tl.minimum(tiles - first, 16)
+    rest = program % many
+    return first + rest % size, rest // size

@@ -55,14 +55,16 @@ def choose(
     asked = (_override.get() or {}).get(over)
     if asked or kernel.deep:
         return asked or _deep(kernel, length, family or FAMILY)
-    return _fitting(kernel, item, family or FAMILY, boxes)
+    if boxes == 2:  # what it holds does not depend on the plan
+        return KernelPlan(*STAGED, boxes=2)
+    return _fitting(kernel, item, family or FAMILY, bool(boxes))
 
 
 def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
     kind = "draws" if kernel.draws else "", length > FEW_ROWS
     own = family.own.get("product") if kind == ("", True) else None
-    plan = KernelPlan(*(own or DEEP[kind]), boxes=1)
+    plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
         family.shared * family.spare
     ):
@@ -95,21 +97,26 @@ def _even(instances: int, tiles: int, processors: int) -> int:
     return found
 
 
-def _default(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
-    if boxes == 2:
-        return KernelPlan(*STAGED, boxes=2)
-    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
-    return KernelPlan(*copied, boxes=1) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
-    """The widest features, how many sums of them are held, and how tiles are passed over or a maximum guessed."""
+    """The widest features, how many sums of them are held, and what the kernel does, in the words of the table."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = "reads" if kernel.reads else "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
-    if not alone and kernel.short:
-        return widest, 1, "short"
-    return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+    how = _does(kernel, widest) + ("" if alone else " gradient")
+    return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+
+
+def _does(kernel: Kernel, widest: int) -> str:
+    if kernel.state_width and kernel.folded_width <= widest:
+        return "one block, softmax" if kernel.guesses else "one block"
+    if kernel.bounds or kernel.guesses or kernel.powers:
+        passes = "reads" if kernel.reads else "short" if kernel.short else "passes"
+        return passes if kernel.bounds else "softmax" if kernel.guesses else "powers"
+    return "gated" if kernel.folded_width > 2 * widest else "plain"
 
 
 def _widest(kernel: Kernel) -> int:
@@ -129,7 +136,7 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _fitting(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPlan:
+def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     """The table's plan, made smaller until its blocks fit in shared memory."""
     plan = _default(kernel, item, family, boxes)
     room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
@@ -139,10 +146,10 @@ def _fitting(kernel: Kernel, item: int, family: Family, boxes: int) -> KernelPla
 
 
 def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
-    """Bytes of the blocks that a plan's kernel holds in shared memory."""
+    """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
-    return (kept + folded + plan.block_kept * plan.block_folded) * item
+    return (kept + folded + (plan.block_kept * plan.block_folded if family.ahead else 0)) * item
 
 
 def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:

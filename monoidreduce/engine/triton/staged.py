@@ -67,60 +67,56 @@ def leaves(spec: Spec) -> Leaves | None:
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
         return None
     sums = [factored(c) for c in contractions(r.args[1], spec.over)]
-    dots = [e for e in topological(r.args[:1]) if e.op == "dot"]
-    if len(sums) != 1 or len(dots) != 1 or sums[0].walk or sums[0].minus is not None or not is_one(sums[0].weight):
+    dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
+    if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
-    assert sums[0].vector is not None
     kept, folded = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
-    vectors = {e for e in topological(r.args) if e.feature is not None}
-    found = Leaves(kept, folded, sums[0].vector)
-    copied = folded in spec.box_of and found.summed in spec.box_of and folded is not found.summed
-    fits = vectors == {kept, folded, found.summed} and all(spec.width(e.feature) == _WIDTH for e in vectors)
-    return found if copied and fits and spec.type_of[kept] == spec.narrow else None
+    summed = sums[0].vector
+    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
+    if summed is None or summed is folded or vectors != {kept, folded, summed} or spec.folds(kept):
+        return None
+    copied = folded in spec.box_of and summed in spec.box_of and spec.type_of[kept] == spec.narrow
+    fits = copied and all(spec.width(e.feature) == _WIDTH for e in vectors)
+    return Leaves(kept, folded, summed) if fits else None
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel(spec: Spec) -> emit.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none."""
     found = leaves(spec)
+    if found is None:
+        return None
     plain = emit.kernel(spec)
-    if found is None or plain.shifts:
+    if plain.shifts:
         return None
     v = _Values(spec)
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
-    if not soft.level:
-        return None
-    truths = skip.preferred(spec.fold) if spec.bounds else {}
+    truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
     turns = {
-        "first": _turn(soft, {}, masked=True, guess=True),
-        "first_whole": _turn(soft, truths, masked=False, guess=True),
-        "whole": _turn(soft, truths, masked=False),
-        "other": _turn(soft, {}, masked=True),
-        "again": _turn(soft, {}, masked=True, near=False),
+        "first": (8, _turn(soft, {}, True, near, first=True)),
+        "first_whole": (8, _turn(soft, truths, False, near, first=True)),
+        "whole": (8, _turn(soft, truths, False, near)),
+        "other": (12, _turn(soft, {}, True, near)),
+        "again": (12, _turn(soft, {}, True, near=False)),
     }
     at = v.pointer(found.kept)
-    arithmetic = "\n".join(line for lines in (v.before, *turns.values()) for line in lines)
-    fields = _fields(spec, found, soft.sloped)
+    arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
+    fields = _fields(spec, found, near and soft.sloped) | _state(soft)
     helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
         return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
+    fields |= {name: _inside(lines, by) for name, (by, lines) in turns.items()}
     fields |= {
         "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
         "unspecialized": repr(unspecialized),
         "name": plain.name,
         "at": at,
-        "n": soft.name,
-        "near": soft.guessed(f" & ({soft.name}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
         "before": _inside(v.before, 4),
-        "first": _inside(turns["first"], 8),
-        "first_whole": _inside(turns["first_whole"], 8),
-        "whole": _inside(turns["whole"], 8),
-        "other": _inside(turns["other"], 12),
-        "again": _inside(turns["again"], 12),
         "results": _inside(_results(soft, spec), 4),
     }
+    fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
@@ -143,16 +139,37 @@ class _Values(Values):
         return f"{block} * tl.convert_layout(1.0 / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
-def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool = True, guess: bool = False) -> list[str]:
-    """The arithmetic of a tile: from its scores to its weights. ``near``: by the guess of a maximum, which holds."""
-    soft.v.loop(masked)
+def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False) -> list[str]:
+    """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first."""
+    v, n = soft.v, soft.name
+    v.loop(masked)
     soft.guessing = near
-    logit = known(soft.reduction.args[0], truths)
-    if guess:
+    logit, value = (known(a, truths) for a in soft.reduction.args)
+    if near and first:
         soft.guess((logit,))
-    soft.v.inside.append(f"# {emit._described(soft.reduction)}")
+    v.inside.append(f"# {emit._described(soft.reduction)}")
     soft.weigh(logit)
-    return soft.v.inside
+    (c,) = contractions(value, soft.over)
+    weight = factored(c).weight
+    part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+    return [*v.inside, f"{n}_part = {part}"]
+
+
+def _state(soft: Soft) -> dict[str, str]:
+    """What a softmax begins with, what its sums shrink by where its maximum runs, and when a guess of it holds."""
+    n, rows = soft.name, "tl.SliceLayout(1, SCORES)"
+    running = [
+        f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
+        f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
+    ]
+    shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
+    return {
+        "n": n,
+        "begin": _inside([f"{n}_total = lanes(blank)"] if soft.level else running, 4),
+        "shrunk": "" if soft.level else f"\n{_inside([shrunk], 8)}",
+        "shrunk_other": "" if soft.level else f"\n{_inside([shrunk], 12)}",
+        "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
+    }
 
 
 def _results(soft: Soft, spec: Spec) -> list[str]:
@@ -192,13 +209,17 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
         round_ = re.sub(r"\bturn\b", "((turn + nearest) % tl.maximum(wholes, 1))", place["at_whole"])
         place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
-    spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e]) for e in (found.folded, found.summed)]
+    boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
+    spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
     return place | {
         "x0": str(found.kept.attrs[0]),
         "x1": str(found.folded.attrs[0]),
         "x2": str(found.summed.attrs[0]),
         "spot1": spots[0],
         "spot2": spots[1],
+        "spare2": "spare"
+        if len(set(map(len, boxes))) == 1
+        else f"spare.reshape({found.summed.attrs[0]}_box.block_type.shape)",
         "width": str(width),
         "across": str(width // 8),
         "down": str(256 // width),

@@ -22,6 +22,32 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
 _RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
 
+# What a group does where a guess of the maximum stood in for the running one.
+JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+
+    # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
+    if not ({near}):
+        {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+        for turn in range(0, visits):
+            start = ({at_any}) * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+            mbarrier.expect(came, {x1}_box.block_type.nbytes)
+            copy({x1}_box, [{spot1}start, 0], came, spare)
+            mbarrier.wait(came, 0)
+            block = spare.reshape([FOLDED, {width}])
+            score = warpgroup_mma(room, block.permute((1, 0)), blank, use_acc=False)
+{again}
+            {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
+            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            mbarrier.expect(came, {x2}_box.block_type.nbytes)
+            copy({x2}_box, [{spot2}start, 0], came, {spare2})
+            mbarrier.wait(came, 1)
+            {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
+"""
+
 KERNEL = """
 @gluon.jit
 def copies(
@@ -92,10 +118,10 @@ def computes(
 
     # running values
     blank = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
-    {n}_total = lanes(blank)
+{begin}
     {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
 
-    # the first tile: its maximum stands in for the running one in all of them
+    # the first tile
     turn = 0
     start = ({at_any}) * FOLDED
     folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
@@ -106,7 +132,7 @@ def computes(
 {first}
     else:
 {first_whole}
-    weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
+    weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
 
     # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers
     {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
@@ -119,8 +145,8 @@ def computes(
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
 {whole}
         {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
-        mbarrier.arrive({x2}_empty.index((turn - 1) % 2))
-        weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
+        mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
+        weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
@@ -133,33 +159,10 @@ def computes(
             folded_in = folded_at < folded_size
 {other}
             {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
-            mbarrier.arrive({x2}_empty.index((turn - 1) % 2))
-            weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
+            mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
+            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
     {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
-    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
-
-    # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
-    if not ({near}):
-        {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
-        {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
-        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
-        for turn in range(0, visits):
-            start = ({at_any}) * FOLDED
-            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
-            folded_in = folded_at < folded_size
-            mbarrier.expect(came, {x1}_box.block_type.nbytes)
-            copy({x1}_box, [{spot1}start, 0], came, spare)
-            mbarrier.wait(came, 0)
-            block = spare.reshape([FOLDED, {width}])
-            score = warpgroup_mma(room, block.permute((1, 0)), blank, use_acc=False)
-{again}
-            {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
-            weights = tl.convert_layout({n}_weight.to({narrow}), WEIGHTS)
-            mbarrier.expect(came, {x2}_box.block_type.nbytes)
-            copy({x2}_box, [{spot2}start, 0], came, spare)
-            mbarrier.wait(came, 1)
-            {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
-
+{judged}
     # results
 {results}
 
