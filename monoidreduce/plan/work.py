@@ -42,6 +42,7 @@ SPECIAL = {
     "sinh": 2.0,
     "softplus": 2.5,
     "tanh": 1.5,
+    "ticket": 4.0,
     "uniform": 12.0,  # ten rounds of Philox
 }
 PLAIN = {"best": 40, "topk": 40, "moments": 4, "pick": 0, "user": 12}  # plain operations of a reduction; others: one

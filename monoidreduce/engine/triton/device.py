@@ -63,6 +63,12 @@ def log1p(x):
     return tl.where(tl.abs(x) < 0.3, 2.0 * (z + z * z2 * s), tl.log(1.0 + x))
 
 
+def quick_log1p(x):
+    # the series near 0, where 1 + x is rounded; exact to 1e-6 of itself: enough beside numbers of 16 bits
+    s = x * (1.0 - x * (1.0 / 2.0 - x * (1.0 / 3.0 - x * (1.0 / 4.0 - x * (1.0 / 5.0)))))
+    return tl.where(tl.abs(x) < 0.0625, s, tl.log(1.0 + x))
+
+
 def tanh(x):
     # from exp(-2|x|) - 1, which neither overflows nor cancels near 0
     gap = expm1(-2.0 * tl.abs(x))
@@ -226,14 +232,28 @@ def mixed(word):
     return word ^ (word >> 15)
 
 
+def hashed(a, b, c):
+    return mixed(mixed(mixed(a) ^ b) ^ c)
+
+
 def coin(seed, batch, i, j):
     # 31 bits for every (seed, batch, i, j): a place in a sequence for each row, columns count from there
     wide = tl.full((), 0, tl.int64) + seed
-    key = mixed(mixed(mixed(wide.to(tl.uint32)) ^ (wide >> 32).to(tl.uint32)) ^ batch.to(tl.uint32))
+    key = hashed(wide.to(tl.uint32), (wide >> 32).to(tl.uint32), batch.to(tl.uint32))
     row = mixed(key + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
     word = row + j.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
     word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
     return (word >> 1).to(tl.int32)
+
+
+def ticket(seed, batch, i, j):
+    # as a coin, with a step of its own for each row; (word + 1/2) / 2**32, in float32 whatever the arithmetic
+    wide = tl.full((), 0, tl.int64) + seed
+    low, high, number = wide.to(tl.uint32), (wide >> 32).to(tl.uint32), batch.to(tl.uint32)
+    begin = mixed(hashed(low, high, number) + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
+    step = mixed(hashed(number, low, high) + i.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)) | 1
+    word = mixed(begin + j.to(tl.uint32) * step)
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
 
 
 def uniform(seed, batch, i, j):
@@ -244,6 +264,22 @@ def uniform(seed, batch, i, j):
     c2 = (zero + batch).to(tl.uint32)
     word, _w1, _w2, _w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
     return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+
+
+def quartered(x):
+    # the columns of a tile in four runs
+    first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(first, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    c, d = tl.split(tl.permute(tl.reshape(last, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    return a, b, c, d
+
+
+def most(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+def least(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 def larger(a, ia, b, ib):

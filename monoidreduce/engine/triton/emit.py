@@ -18,7 +18,7 @@ from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import device, kinds, skip
+from . import deep, device, kinds, skip
 from .kind import Kind
 from .kinds import known
 from .spec import TINY, Spec, padded
@@ -118,7 +118,7 @@ def kernel(spec: Spec) -> Kernel:
         "tl.exp2(" in text,
         spec.bounds,
         spec.deep,
-        any(e.op == "uniform" for e in under),
+        deep.draws(spec),
     )
 
 
@@ -184,11 +184,17 @@ _FAR = {  # no tile was for the first loop
 
 def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
+
+    def step() -> None:
+        for r in reductions:
+            fields = tuple(known(f, truths) for f in r.reduction.args)
+            v.inside.append(f"# {_described(r.reduction)}")
+            r.step(fields)
+
     v.loop(masked)
-    for r in reductions:
-        fields = tuple(known(f, truths) for f in r.reduction.args)
-        v.inside.append(f"# {_described(r.reduction)}")
-        r.step(fields)
+    if v.spec.deep and deep.draws(v.spec):
+        return deep.in_strips(v, step)
+    step()
     return v.inside
 
 

@@ -24,7 +24,7 @@ from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
-from . import sweep
+from . import sweep, topk
 from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
@@ -382,6 +382,6 @@ def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
 def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:
     """The best of each row, as the eager engine keeps them."""
     k, largest = r.attrs[2]
-    values, places = panel.topk(min(k, panel.shape[1]), dim=1, largest=largest)
+    values, places = topk.best(panel, min(k, panel.shape[1]), largest)
     worst = -torch.inf if largest else torch.inf
     return [values.to(sizes.compute), torch.where(values == worst, -1, places)]

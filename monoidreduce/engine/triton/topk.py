@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...program.expr import Expr
@@ -18,6 +19,8 @@ from .kind import Kind
 from .spec import TINY, Unsupported, padded
 
 _MOST = 64  # beyond, the list takes too many registers
+_STRIP = 64  # columns of a row whose maximum stands for them
+_LONG = 4  # rows of fewer strips than so many times k are sorted whole
 
 
 class TopK(Kind):
@@ -79,3 +82,22 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     values, places = (t.squeeze(0) for t in merge([values.unsqueeze(0), places.unsqueeze(0)], r.attrs[2]))
     worst = float("-inf") if r.attrs[2][1] else float("inf")
     return [values, places.masked_fill(values == worst, -1)]
+
+
+def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The k best of each row of a matrix, and their places.
+
+    Of long rows in two levels: the k largest of a row lie in the k of its strips that have the largest maxima, so that
+    it is read once, and sorted are its maxima and those strips. (The smallest are found by torch alone: a strip's
+    minimum would be NaN where anything in it is.)
+    """
+    whole = panel.shape[1] // _STRIP * _STRIP
+    if not largest or whole < _LONG * k * _STRIP:
+        return panel.topk(k, dim=1, largest=largest)
+    strips = panel[:, :whole].unflatten(1, (-1, _STRIP))
+    chosen = strips.amax(2).topk(k, dim=1, sorted=False).indices
+    held = strips.gather(1, chosen.unsqueeze(2).expand(-1, -1, _STRIP)).flatten(1)
+    held = held if whole == panel.shape[1] else torch.cat([held, panel[:, whole:]], 1)
+    values, at = held.topk(k, dim=1)
+    places = chosen.gather(1, (at // _STRIP).clamp(max=k - 1)) * _STRIP + at % _STRIP
+    return values, torch.where(at < k * _STRIP, places, at + (whole - k * _STRIP))
