@@ -274,11 +274,11 @@ def quartered(x):
     return a, b, c, d
 
 
-def most(a, b):
+def highest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def least(a, b):
+def lowest(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
