@@ -17,7 +17,7 @@ from torch import Tensor
 from ..algebra import fold as fold_monoid
 from ..program.contract import Contraction
 from ..program.expr import Expr
-from . import hardware
+from . import filtering, hardware
 from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun
 
@@ -82,7 +82,7 @@ class Accumulator:
         else:
             vector = tile.get(c.vector)
             weight = tile.multiplied(weight, vector.dtype)
-            hardware.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
+            filtering.accumulate(total, weight if self.over == "cols" else weight.mT, vector, hardware.accumulate)
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""

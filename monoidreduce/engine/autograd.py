@@ -23,7 +23,7 @@ from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import asked, autocast, library, recover
+from . import asked, autocast, filtering, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -197,6 +197,7 @@ class Gradient:
     script: Script
     sources: tuple[int, ...]
     outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
+    single: bool  # whether it is one pass: its sums are gradients, and nothing is made of them
     walk: Walk
 
 
@@ -214,7 +215,12 @@ def _gradients(
     if made is None:
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
     pool = [*leaves, *results, *cotangents]
-    values = iter(made.script.run(context.sizes, made.walk, *(pool[k] for k in made.sources)))
+    given = [pool[k] for k in made.sources]
+    if filtering.asked() is not None and made.single and not torch.is_grad_enabled() and plain(given):
+        with filtering.gradient(cotangents, context.sizes.device):
+            values = iter(made.script.run(context.sizes, made.walk, *given))
+    else:
+        values = iter(made.script.run(context.sizes, made.walk, *given))
     grads: list[Tensor | None] = [None] * len(leaves)
     for place, e in made.outputs:
         leaf = leaves[place]
@@ -225,14 +231,14 @@ def _gradients(
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
     fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
-) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
+) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...], bool]:
     results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
     program = lower(tuple(e for e in outputs if e is not None))
     names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
     made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
     lowered = iter(program.outputs)
     found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-    return made, tuple(names[n] for n in made.inputs), tuple(found)
+    return made, tuple(names[n] for n in made.inputs), tuple(found), len(program.passes) == 1
 
 
 def zero(leaf: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
-from . import sweep, topk
+from . import filtered, sweep, topk
 from .joint import PLACES, Parts, groups, joint, parts, placed
 
 
@@ -194,6 +194,7 @@ class KernelStep:
         here = self._here(part)
         self._fold_rows(at, part, here)
         weights = self._sweep(group, part, here)
+        self.kept: dict[Expr, filtered.Kept | None] = {}  # of each weight, the tiles that are contracted
         for place, over, products in cut.sums:
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
@@ -312,10 +313,16 @@ class KernelStep:
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
-            weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
+            weight = weights[c.weight]
             vector = vectors[c.vector].to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
-            hardware.contract_into(out, weight, vector, add=k > 0 or begun)
+            if c.weight not in self.kept:
+                self.kept[c.weight] = filtered.kept(weight)
+            kept_tiles = self.kept[c.weight]
+            if kept_tiles is not None:
+                filtered.contract_into(out, weight, vector, over, k > 0 or begun, kept_tiles)
+            else:
+                hardware.contract_into(out, weight if over == "cols" else weight.mT, vector, add=k > 0 or begun)
         if alone:
             return out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):

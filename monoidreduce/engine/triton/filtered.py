@@ -1,0 +1,141 @@
+"""Contractions of a panel without the tiles that are left out (``engine/filtering.py``).
+
+One kernel marks the tiles of a matrix of weights that have a number to be reckoned with, one lists them along each
+axis, and the product walks a list. Nothing is read back: lists and counts stay on the device, and the order of a sum is
+that of its tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import filtering, hardware
+from ..filtering import TILE
+from . import source
+
+_TEXT = '''"""Products of a matrix of weights, of whose tiles some are left out."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mark(marks, weights, stride, least, rows, cols, across, TILE: tl.constexpr):
+    # a tile is kept where a number in it is not below; NaN is not
+    tile = tl.program_id(0)
+    row = (tile // across) * TILE + tl.arange(0, TILE)
+    col = (tile % across) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    x = tl.load(weights + row.to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0)
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    kept = inside & ~(tl.abs(x) < tl.load(least).to(x.dtype))
+    tl.store(marks + tile, tl.max(tl.max(kept.to(tl.int32), 1), 0))
+
+
+@triton.jit
+def list_kept(lists, counts, marks, stride, step, length, LANES: tl.constexpr):
+    # of one row or column of tiles, the places of those that are kept, in their order
+    line = tl.program_id(0)
+    found = 0
+    for start in range(0, length, LANES):
+        at = start + tl.arange(0, LANES)
+        kept = tl.load(marks + line * stride + at * step, mask=at < length, other=0)
+        place = found + tl.cumsum(kept, 0) - kept
+        tl.store(lists + line * length + place, at, mask=kept != 0)
+        found += tl.sum(kept, 0)
+    tl.store(counts + line, found)
+
+
+@triton.jit
+def contract(
+    out, out_s, weights, weight_k, weight_f, vectors, vector_f, lists, counts, kept_size, folded_size, width, longest,
+    blocks, TILE: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr, SUM: tl.constexpr,
+):
+    # out[kept, width] (+)= Σ weights[kept, folded] vectors[folded, width] over the tiles that are kept
+    line = tl.program_id(0) // blocks
+    kept = line * TILE + tl.arange(0, TILE)
+    lane = (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
+    depth = tl.arange(0, DEPTH)
+    places = lists + line * longest
+    turns = tl.load(counts + line) * (TILE // DEPTH)
+    weight_at = weights + kept.to(tl.int64)[:, None] * weight_k
+    vector_at = vectors + lane[None, :]
+    total = tl.zeros([TILE, WIDE], SUM)
+    for turn in range(0, turns):
+        folded = tl.load(places + turn // (TILE // DEPTH)) * TILE + (turn % (TILE // DEPTH)) * DEPTH + depth
+        weight_place = weight_at + folded.to(tl.int64)[None, :] * weight_f
+        vector_place = vector_at + folded.to(tl.int64)[:, None] * vector_f
+        if WHOLE:
+            w = tl.load(weight_place)
+            v = tl.load(vector_place)
+        else:
+            inside = folded < folded_size
+            w = tl.load(weight_place, mask=(kept < kept_size)[:, None] & inside[None, :], other=0)
+            v = tl.load(vector_place, mask=inside[:, None] & (lane < width)[None, :], other=0)
+        total = tl.dot(w, v, acc=total, input_precision=PRECISION, out_dtype=SUM)
+    at = out + kept.to(tl.int64)[:, None] * out_s + lane[None, :]
+    inside = (kept < kept_size)[:, None] & (lane < width)[None, :]
+    if ADD:
+        if turns > 0:
+            tl.store(at, total + tl.load(at, mask=inside, other=0).to(SUM), mask=inside)
+    else:
+        tl.store(at, total, mask=inside)
+'''
+# features of an output tile, features at a time, warps and stages, by bytes of a number; not measured beyond 16 bits
+_PLANS = {2: (256, 64, 8, 3), 4: (64, 32, 8, 2), 8: (32, 16, 4, 1)}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tiles of a matrix of weights that are contracted: per line of tiles along each axis, which and how many."""
+
+    asked: filtering.skip_below
+    lists: dict[str, Tensor]  # by the axis that is folded
+    counts: dict[str, Tensor]
+
+
+def kept(weights: Tensor) -> Kept | None:
+    """Look at a matrix of weights; None where nothing is to be left out."""
+    threshold = filtering.now()
+    if threshold is None or not weights.numel() or weights.stride(1) != 1:
+        return None
+    down, across = (-(-n // TILE) for n in weights.shape)
+    whole = functools.partial(torch.empty, dtype=torch.int32, device=weights.device)
+    marks, module = whole(down, across), source.load(_TEXT)
+    lists = {"cols": whole(down, across), "rows": whole(across, down)}
+    counts = {"cols": whole(down), "rows": whole(across)}
+    with source.on(weights.device):
+        given = (weights, weights.stride(0), threshold.least, *weights.shape, across)
+        module.mark[(down * across,)](marks, *given, TILE=TILE, num_warps=8)
+        lanes = lambda length: min(1024, max(16, 1 << (length - 1).bit_length()))
+        for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
+            into = (lists[over], counts[over], marks)
+            module.list_kept[(len(lists[over]),)](*into, *step, length, LANES=lanes(length))
+    return Kept(threshold.asked, lists, counts)
+
+
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: Kept) -> None:
+    """out (+)= weights @ vectors (over columns) or weightsᵀ @ vectors (over rows), of the kept tiles alone."""
+    weights = weights if over == "cols" else weights.mT
+    vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
+    wide, depth, warps, stages = _PLANS[weights.element_size()]
+    blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
+    whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
+    kept.asked.count(kept.counts[over], kept.lists[over].numel())
+    module = source.load(_TEXT)
+    total = module.tl.float64 if weights.dtype is torch.float64 else module.tl.float32
+    with source.on(out.device):
+        module.contract[(len(kept.lists[over]) * blocks,)](
+            *(out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0)),
+            *(kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks),
+            **dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, SUM=total),
+            PRECISION=hardware.float32_precision(),
+            num_warps=warps,
+            num_stages=stages,
+        )
