@@ -51,9 +51,9 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 FEW_ROWS = 64
 DEEP: dict[tuple[str, bool], Tile] = {
     ("", True): (128, 256, 8, 3),
-    ("", False): (64, 128, 4, 4),
+    ("", False): (64, 256, 8, 4),
     ("draws", True): (128, 256, 8, 3),
-    ("draws", False): (64, 256, 4, 4),
+    ("draws", False): (64, 256, 8, 4),
 }
 
 

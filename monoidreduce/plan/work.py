@@ -30,6 +30,7 @@ SPECIAL = {
     "exp2": 1.0,
     "expm1": 1.5,
     "gelu": 2.0,
+    "gumbel": 6.0,  # a hash and two logarithms
     "log": 1.0,
     "log1p": 1.5,
     "log2": 1.0,
@@ -42,7 +43,6 @@ SPECIAL = {
     "sinh": 2.0,
     "softplus": 2.5,
     "tanh": 1.5,
-    "ticket": 4.0,
     "uniform": 12.0,  # ten rounds of Philox
 }
 PLAIN = {"best": 40, "topk": 40, "moments": 4, "pick": 0, "user": 12}  # plain operations of a reduction; others: one

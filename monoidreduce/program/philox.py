@@ -2,7 +2,7 @@
 
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
 batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a tenth of it: seed, batch and row are hashed to a
-place in a sequence of 2³² words, the column counts from there, and two rounds of multiplying mix the word. ``ticket``,
+place in a sequence of 2³² words, the column counts from there, and two rounds of multiplying mix the word. ``gumbel``,
 for drawing one of many columns, costs little more: every row also has its own step from column to column, so that no
 row meets another's numbers, shifted."""
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS = ("coin", "ticket", "uniform")  # the primitives that draw
+DRAWS = ("coin", "gumbel", "uniform")  # the primitives that draw
 _MASK = 0xFFFFFFFF
 _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 
@@ -27,6 +27,11 @@ def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
 def ticket(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper road."""
     return _numbers(_ticket, seed, batch, i, j, out)
+
+
+def gumbel(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
+    """Gumbel numbers for every (seed, batch, i, j), broadcast against each other, in the type of ``out``."""
+    return ticket(seed, batch, i, j, out).neg_().log1p_().neg_().log_().neg_()
 
 
 def _numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any, out: Any) -> Tensor:
@@ -67,8 +72,7 @@ def _ticket(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
     begin = _mixed((_hashed(low, high, batch) + i * 0x9E3779B9) & _MASK)
     step = _mixed((_hashed(batch, low, high) + i * 0x85EBCA6B) & _MASK) | 1
     word = torch.mul(j, step).add_(begin).bitwise_and_(_MASK)
-    word = _turned(_turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
-    return word.bitwise_xor_(word >> 15)
+    return _turned(_turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
 
 
 def _hashed(*words: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ...program.reductions import KINDS
 from .. import batching, hardware
 from ..evaluate import Sizes
 from ..pick import run_pick
-from . import deep, launch, rows, source
+from . import deep, launch, rows, source, topk
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -78,7 +78,10 @@ def run(
 
 
 def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """Run a fold to numbers of wide 16-bit vectors; raises Unsupported for all others."""
+    """Run a fold to numbers of wide 16-bit vectors, or the k best of wide products; Unsupported for all others."""
+    found = topk.of_product(fold, leaves, sizes)
+    if found is not None:
+        return found
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
     if not deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEPTH = 64  # features at a time
 STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
+FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
@@ -27,7 +28,8 @@ def fits(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
-    return narrow and width > WIDEST and plain and bool(products)
+    short = all(r.attrs[2][0] <= FEW for r in fold.reductions if r.attrs[0] == "topk")
+    return narrow and width > WIDEST and plain and short and bool(products)
 
 
 def rounds(spec: Spec) -> bool:
@@ -49,7 +51,7 @@ def vectors(spec: Spec) -> list[Expr]:
 
 def draws(spec: Spec) -> bool:
     """Whether pairs draw numbers that take registers of their own."""
-    return any(e.op in ("ticket", "uniform") for e in topological(spec.fold.reductions))
+    return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
 def in_strips(v: Values, step: Callable[[], None]) -> list[str]:

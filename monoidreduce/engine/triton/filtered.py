@@ -100,7 +100,25 @@ class Kept:
     counts: dict[str, Tensor]
 
 
-def kept(weights: Tensor) -> Kept | None:
+class Contract:
+    """The contractions of one panel. A matrix of weights is looked at once, whichever axes it is folded over."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple, Kept | None] = {}
+
+    def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool) -> None:
+        """out (+)= weights @ vectors over columns, weightsᵀ @ vectors over rows."""
+        key = weights.data_ptr(), weights.dtype, weights.stride()
+        if key not in self.kept:
+            self.kept[key] = _kept(weights)
+        kept = self.kept[key]
+        if kept is None:
+            hardware.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
+        else:
+            _contract(out, weights, vectors, over, add, kept)
+
+
+def _kept(weights: Tensor) -> Kept | None:
     """Look at a matrix of weights; None where nothing is to be left out."""
     threshold = filtering.now()
     if threshold is None or not weights.numel() or weights.stride(1) != 1:
@@ -120,8 +138,7 @@ def kept(weights: Tensor) -> Kept | None:
     return Kept(threshold.asked, lists, counts)
 
 
-def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: Kept) -> None:
-    """out (+)= weights @ vectors (over columns) or weightsᵀ @ vectors (over rows), of the kept tiles alone."""
+def _contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: Kept) -> None:
     weights = weights if over == "cols" else weights.mT
     vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
     wide, depth, warps, stages = _PLANS[weights.element_size()]

@@ -194,13 +194,13 @@ class KernelStep:
         here = self._here(part)
         self._fold_rows(at, part, here)
         weights = self._sweep(group, part, here)
-        self.kept: dict[Expr, filtered.Kept | None] = {}  # of each weight, the tiles that are contracted
+        self.contract = filtered.Contract()
         for place, over, products in cut.sums:
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value])
         for place, e in cut.tops:
-            part.keep(at, place, _top(weights[e], self.walk.stages[at].fold.reductions[place], here))
+            part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
     def _here(self, part: Part) -> Sizes:
         return replace(self.sizes, rows=part.rows.stop - part.rows.start, cols=part.cols.stop - part.cols.start)
@@ -313,16 +313,9 @@ class KernelStep:
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
-            weight = weights[c.weight]
-            vector = vectors[c.vector].to(weight.dtype)
+            vector = vectors[c.vector].to(weights[c.weight].dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
-            if c.weight not in self.kept:
-                self.kept[c.weight] = filtered.kept(weight)
-            kept_tiles = self.kept[c.weight]
-            if kept_tiles is not None:
-                filtered.contract_into(out, weight, vector, over, k > 0 or begun, kept_tiles)
-            else:
-                hardware.contract_into(out, weight if over == "cols" else weight.mT, vector, add=k > 0 or begun)
+            self.contract(out, weights[c.weight], vector, over, add=k > 0 or begun)
         if alone:
             return out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
@@ -385,10 +378,3 @@ def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
 def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
     return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
 
-
-def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:
-    """The best of each row, as the eager engine keeps them."""
-    k, largest = r.attrs[2]
-    values, places = topk.best(panel, min(k, panel.shape[1]), largest)
-    worst = -torch.inf if largest else torch.inf
-    return [values.to(sizes.compute), torch.where(values == worst, -1, places)]
