@@ -46,7 +46,7 @@ def list_kept(lists, counts, marks, stride, step, length, LANES: tl.constexpr):
         at = start + tl.arange(0, LANES)
         kept = tl.load(marks + line * stride + at * step, mask=at < length, other=0)
         place = found + tl.cumsum(kept, 0) - kept
-        tl.store(lists + line * length + place, at, mask=kept != 0)
+        tl.store(lists + line * (length + 1) + place, at, mask=kept != 0)
         found += tl.sum(kept, 0)
     tl.store(counts + line, found)
 
@@ -67,8 +67,10 @@ def contract(
     weight_at = weights + kept.to(tl.int64)[:, None] * weight_k
     vector_at = vectors + lane[None, :]
     total = tl.zeros([TILE, WIDE], SUM)
+    tile = tl.load(places)
     for turn in range(0, turns):
-        folded = tl.load(places + turn // (TILE // DEPTH)) * TILE + (turn % (TILE // DEPTH)) * DEPTH + depth
+        folded = tile * TILE + (turn % (TILE // DEPTH)) * DEPTH + depth
+        tile = tl.load(places + (turn + 1) // (TILE // DEPTH))  # of the next turn: copies begin ahead of products
         weight_place = weight_at + folded.to(tl.int64)[None, :] * weight_f
         vector_place = vector_at + folded.to(tl.int64)[:, None] * vector_f
         if WHOLE:
@@ -126,7 +128,7 @@ def _kept(weights: Tensor) -> Kept | None:
     down, across = (-(-n // TILE) for n in weights.shape)
     whole = functools.partial(torch.empty, dtype=torch.int32, device=weights.device)
     marks, module = whole(down, across), source.load(_TEXT)
-    lists = {"cols": whole(down, across), "rows": whole(across, down)}
+    lists = {"cols": whole(down, across + 1), "rows": whole(across, down + 1)}  # each with room for one more
     counts = {"cols": whole(down), "rows": whole(across)}
     with source.on(weights.device):
         given = (weights, weights.stride(0), threshold.least, *weights.shape, across)
@@ -144,7 +146,7 @@ def _contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: boo
     wide, depth, warps, stages = _PLANS[weights.element_size()]
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
-    kept.asked.count(kept.counts[over], kept.lists[over].numel())
+    kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
     module = source.load(_TEXT)
     total = module.tl.float64 if weights.dtype is torch.float64 else module.tl.float32
     with source.on(out.device):
