@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,16 +122,43 @@ def again(then: skip_below | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gradient(cotangents: Sequence[Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """A gradient runs inside the block, for these cotangents; None: for a cotangent of one in every row."""
-    found = _asked.get()
-    if found is None:
+def summed(device: torch.device) -> Iterator[None]:
+    """Gradients for a cotangent of one in every row run inside the block."""
+    with _threshold(torch.ones((), dtype=torch.float64, device=device)):
         yield
-        return
-    given = [g.abs().amax().double() for g in cotangents or () if g is not None and g.numel()]
-    largest = torch.stack(given).amax() if given else torch.ones((), dtype=torch.float64, device=device)
-    least = torch.nan_to_num(largest, nan=0.0, posinf=0.0) * found.bound  # beside an infinite one nothing is small
-    token = _now.set(Threshold(found, least))
+
+
+def gradients(run: Callable[..., Sequence[Any]], given: Sequence[Any], cotangents: Sequence[int]) -> list[Any]:
+    """``run(*given)``, which is linear in some of what is given, with tiles left out.
+
+    A program may multiply a cotangent with a pair's number or with a row's vector. So that neither exceeds what the
+    bound allows, they are given divided by a power of two just above the largest, and what is found is multiplied by it:
+    both are exact.
+    """
+    sizes = [given[k].abs().amax().double() for k in cotangents if given[k].numel()]
+    if not sizes:
+        return list(run(*given))
+    largest = torch.stack(sizes).amax()
+    usual = torch.isfinite(largest) & (largest > 0)
+    by = torch.where(usual, torch.exp2(torch.frexp(largest).exponent), 1.0)
+    divided = [v / by if k in cotangents else v for k, v in enumerate(given)]
+    with _threshold(torch.where(usual, largest / by, 0.0)):  # beside an infinite cotangent nothing is small
+        found = run(*divided)
+    held = {v.untyped_storage().data_ptr() for v in divided if isinstance(v, Tensor)}
+    return [_times(v, by, held) for v in found]
+
+
+def _times(value: Any, by: Tensor, held: set[int]) -> Any:
+    """In place, unless it is something that was given."""
+    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in held:
+        return value.mul_(by)
+    return value * by
+
+
+@contextlib.contextmanager
+def _threshold(largest: Tensor) -> Iterator[None]:
+    found = _asked.get()
+    token = _now.set(None if found is None else Threshold(found, largest * found.bound))
     try:
         yield
     finally:

@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
         given = (program, context.numbers | inputs, context.sizes, context.make)
-        with filtering.gradient(None, context.sizes.device) if _numbers(context.outputs) else contextlib.nullcontext():
+        with filtering.summed(context.sizes.device) if _numbers(context) else contextlib.nullcontext():
             found = recover.twice(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
@@ -126,9 +126,11 @@ class _Sum(torch.autograd.Function):
         return None, *found
 
 
-def _numbers(outputs: tuple[Expr, ...]) -> bool:
-    """Whether the sums alone are made of numbers: then all contractions are the gradients'."""
-    return not any(e.op == "result" and e.feature is not None for e in topological(outputs))
+def _numbers(context: _Context) -> bool:
+    """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
+    if filtering.asked() is None:
+        return False
+    return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))
 
 
 def _sum(value: Any, sizes: Sizes) -> Tensor:

@@ -377,4 +377,3 @@ def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
 
 def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
     return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
-
