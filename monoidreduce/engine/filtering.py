@@ -27,18 +27,19 @@ class skip_below(contextlib.ContextDecorator):
     """Leave tiles out of gradients where every pair's cotangent is below a bound. A block, or a decorator.
 
     A tile is 128 rows × 128 columns of pairs (less at the edges). It is left out of Σ_j c_ij y_j and Σ_i c_ij x_i where
-    all its |c_ij| < t, with t = ``bound`` × the largest |cotangent| that the backward was given (of ``op.total`` and the
-    losses' ``reduction="mean"`` and ``"sum"``: that of a row). So every entry of a gradient is off by less than
+    all its |c_ij| < t, with t = ``bound`` × the largest |cotangent| that the backward was given; with ``op.total`` and
+    the losses' ``reduction="mean"`` and ``"sum"`` that is a row's. So every entry of a gradient is off by less than
 
         |Δ dx_i| < t Σ_j |y_j|  and  |Δ dy_j| < t Σ_i |x_i|,  the sums over the pairs in tiles left out,
 
-    beside the exact one, of which it is the same sum with those terms missing. Values, and gradients of numbers per row
-    or column, are never touched; nor is a gradient that is itself to be differentiated, one that is compiled or
-    transformed, or anything where kernels hold whole vectors (up to 256 features on a GPU) or the problem is run dense:
-    there all tiles are contracted. A backward keeps the bound of its forward.
+    where y_j and x_i are the vectors that numbers of pairs multiply in the gradient, with what else of their own side
+    multiplies them. Values, and gradients of numbers per row or column, are never touched; nor is a gradient that is
+    itself to be differentiated, one that is compiled or transformed, or anything where kernels hold whole vectors (up
+    to 256 features on a GPU) or the problem is run dense: there all tiles are contracted. A backward keeps the bound of
+    its forward.
 
-    ``tiles`` says how many tiles gradients have met inside the block so far, ``kept`` which share of them was contracted;
-    on a GPU asking waits for it.
+    ``tiles`` says how many tiles gradients have met inside the block so far, ``kept`` which share of them was
+    contracted; on a GPU asking waits for it.
 
     >>> import torch, monoidreduce as mr
     >>> x, weight = torch.randn(300, 300, requires_grad=True), torch.randn(5000, 300) * 3
@@ -132,8 +133,8 @@ def gradients(run: Callable[..., Sequence[Any]], given: Sequence[Any], cotangent
     """``run(*given)``, which is linear in some of what is given, with tiles left out.
 
     A program may multiply a cotangent with a pair's number or with a row's vector. So that neither exceeds what the
-    bound allows, they are given divided by a power of two just above the largest, and what is found is multiplied by it:
-    both are exact.
+    bound allows, they are given divided by a power of two just above the largest, and what is found is multiplied by
+    it: both are exact.
     """
     sizes = [given[k].abs().amax().double() for k in cotangents if given[k].numel()]
     if not sizes:

@@ -53,7 +53,7 @@ def pulled(function, x, y, g=1.0):
 @pytest.mark.parametrize("g", [1.0, 1000.0, 1e-6])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_planted_tiles_are_counted_and_kept(engine, g):
-    """Two runs of 8 rows of five, three of 8 columns of six (the last ones ragged) are marked: 6 of 30 tiles, both ways."""
+    """Two runs of 8 rows of five, three of columns of six (the last ones ragged) are marked: 6 of 30 tiles, twice."""
     x, y = torch.randn(37, 5, dtype=torch.float64), torch.randn(43, 5, dtype=torch.float64)
     a, b = torch.zeros(37, dtype=torch.float64), torch.zeros(43, dtype=torch.float64)
     a[[3, 36]], b[[0, 9, 15, 42]] = 1.0, 1.0
