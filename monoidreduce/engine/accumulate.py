@@ -43,6 +43,7 @@ class Accumulator:
         self.batch, self.length, self.widths = batch, length, widths
         self.compute, self.device, self.homes = compute, device, homes
         self.dim = -1 if self.over == "cols" else -2
+        self.accumulate = filtering.Accumulate()
         self.start()
 
     def start(self) -> None:
@@ -82,7 +83,7 @@ class Accumulator:
         else:
             vector = tile.get(c.vector)
             weight = tile.multiplied(weight, vector.dtype)
-            filtering.accumulate(total, weight if self.over == "cols" else weight.mT, vector, hardware.accumulate)
+            self.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""

@@ -216,12 +216,9 @@ def _gradients(
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
     pool = [*leaves, *results, *cotangents]
     given = [pool[k] for k in made.sources]
-    run = functools.partial(made.script.run, context.sizes, made.walk)
-    if filtering.asked() is not None and made.single and not torch.is_grad_enabled() and plain(given):
-        moving = [at for at, k in enumerate(made.sources) if k >= len(leaves) + len(results)]
-        values = iter(filtering.gradients(run, given, moving))
-    else:
-        values = iter(run(*given))
+    skips = filtering.asked() is not None and made.single and not torch.is_grad_enabled() and plain(given)
+    with filtering.gradient() if skips else contextlib.nullcontext():
+        values = iter(made.script.run(context.sizes, made.walk, *given))
     grads: list[Tensor | None] = [None] * len(leaves)
     for place, e in made.outputs:
         leaf = leaves[place]

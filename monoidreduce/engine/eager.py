@@ -95,7 +95,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = 
 
 @functools.lru_cache(maxsize=1024)
 def _unscaled(fold: Fold) -> Fold:
-    """The same fold with its scales inside: what is small is decided by whole weights."""
+    """The same fold with its scales inside: what is small is decided by whole numbers of pairs."""
     return Fold(fold.leaves, fold.pure)
 
 

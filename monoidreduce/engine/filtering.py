@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from . import hardware
 
 TILE = 128  # rows and columns of a tile that is contracted or left out
 
@@ -26,17 +25,17 @@ TILE = 128  # rows and columns of a tile that is contracted or left out
 class skip_below(contextlib.ContextDecorator):
     """Leave tiles out of gradients where every pair's cotangent is below a bound. A block, or a decorator.
 
-    A tile is 128 rows × 128 columns of pairs (less at the edges). It is left out of Σ_j c_ij y_j and Σ_i c_ij x_i where
-    all its |c_ij| < t, with t = ``bound`` × the largest |cotangent| that the backward was given; with ``op.total`` and
-    the losses' ``reduction="mean"`` and ``"sum"`` that is a row's. So every entry of a gradient is off by less than
+    A gradient multiplies numbers of pairs with vectors: dx_i = Σ_j c_ij y_j and dy_j = Σ_i c_ij x_i. A tile of 128
+    rows × 128 columns (less at the edges) is left out of such a sum where all its |c_ij| < ``bound`` × C, with C the
+    largest |c_ij| that has been met: on a GPU that of the same panel, in tiles of torch of all tiles so far. So it
+    means the same for a sum, a mean or a scaled loss, and every entry of a gradient is off by less than
 
-        |Δ dx_i| < t Σ_j |y_j|  and  |Δ dy_j| < t Σ_i |x_i|,  the sums over the pairs in tiles left out,
+        |Δ dx_i| < bound · C · Σ_j |y_j|  and  |Δ dy_j| < bound · C · Σ_i |x_i|,
 
-    where y_j and x_i are the vectors that numbers of pairs multiply in the gradient, with what else of their own side
-    multiplies them. Values, and gradients of numbers per row or column, are never touched; nor is a gradient that is
-    itself to be differentiated, one that is compiled or transformed, or anything where kernels hold whole vectors (up
-    to 256 features on a GPU) or the problem is run dense: there all tiles are contracted. A backward keeps the bound of
-    its forward.
+    with C the largest of all and the sums over the pairs in tiles left out. Values, and gradients of numbers per row or
+    column, are never touched; nor is a gradient that is itself to be differentiated, one that is compiled or
+    transformed, or anything where kernels hold whole vectors (up to 256 features on a GPU) or the problem is run dense:
+    there all tiles are contracted. A backward keeps the bound of its forward.
 
     ``tiles`` says how many tiles gradients have met inside the block so far, ``kept`` which share of them was
     contracted; on a GPU asking waits for it.
@@ -91,15 +90,7 @@ class skip_below(contextlib.ContextDecorator):
 _asked: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """What cotangents are compared with while a gradient runs."""
-
-    asked: skip_below
-    least: Tensor  # one number, on the device: tiles whose |cotangents| are all below it are left out
-
-
-_now: contextvars.ContextVar[Threshold | None] = contextvars.ContextVar("threshold", default=None)
+_now: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
 
 
 def asked() -> skip_below | None:
@@ -107,8 +98,8 @@ def asked() -> skip_below | None:
     return _asked.get()
 
 
-def now() -> Threshold | None:
-    """The threshold of the gradient that runs, if it leaves tiles out."""
+def now() -> skip_below | None:
+    """The bound of the gradient that runs, if it leaves tiles out."""
     return _now.get()
 
 
@@ -123,72 +114,45 @@ def again(then: skip_below | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def summed(device: torch.device) -> Iterator[None]:
-    """Gradients for a cotangent of one in every row run inside the block."""
-    with _threshold(torch.ones((), dtype=torch.float64, device=device)):
-        yield
-
-
-def gradients(run: Callable[..., Sequence[Any]], given: Sequence[Any], cotangents: Sequence[int]) -> list[Any]:
-    """``run(*given)``, which is linear in some of what is given, with tiles left out.
-
-    A program may multiply a cotangent with a pair's number or with a row's vector. So that neither exceeds what the
-    bound allows, they are given divided by a power of two just above the largest, and what is found is multiplied by
-    it: both are exact.
-    """
-    sizes = [given[k].abs().amax().double() for k in cotangents if given[k].numel()]
-    if not sizes:
-        return list(run(*given))
-    largest = torch.stack(sizes).amax()
-    usual = torch.isfinite(largest) & (largest > 0)
-    by = torch.where(usual, torch.exp2(torch.frexp(largest).exponent), 1.0)
-    divided = [v / by if k in cotangents else v for k, v in enumerate(given)]
-    with _threshold(torch.where(usual, largest / by, 0.0)):  # beside an infinite cotangent nothing is small
-        found = run(*divided)
-    held = {v.untyped_storage().data_ptr() for v in divided if isinstance(v, Tensor)}
-    return [_times(v, by, held) for v in found]
-
-
-def _times(value: Any, by: Tensor, held: set[int]) -> Any:
-    """In place, unless it is something that was given."""
-    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in held:
-        return value.mul_(by)
-    return value * by
-
-
-@contextlib.contextmanager
-def _threshold(largest: Tensor) -> Iterator[None]:
-    found = _asked.get()
-    token = _now.set(None if found is None else Threshold(found, largest * found.bound))
+def gradient() -> Iterator[None]:
+    """What is asked for holds inside the block: there every sum of vectors is a gradient."""
+    token = _now.set(_asked.get())
     try:
         yield
     finally:
         _now.reset(token)
 
 
-def accumulate(total: Tensor, weights: Tensor, vectors: Tensor, add: Any) -> None:
-    """``add(total, weights, vectors)``, [b, l, d] += [b, l, n] @ [b, n, d], without the tiles that are left out.
+class Accumulate:
+    """Contractions of one sum, tile after tile: the largest weight so far says what is small.
 
     The kept parts of the folded axis are gathered for 128 kept indices at a time. On a GPU looking would mean waiting:
     all tiles are contracted there (kernels on panels look for themselves, ``triton/filtered.py``).
     """
-    threshold = _now.get()
-    if threshold is None or weights.device.type != "cpu":
-        add(total, weights, vectors)
-        return
-    least, folded = float(threshold.least), weights.shape[2]
-    for b in range(weights.shape[0]):
-        for at in range(0, weights.shape[1], TILE):
-            part = weights[b, at : at + TILE]
-            strong = _strong(part, least)
-            kept = int(strong.sum())
-            threshold.asked.count(kept, len(strong))
-            one = slice(b, b + 1)
-            if kept == len(strong):
-                add(total[one, at : at + TILE], part.unsqueeze(0), vectors[one])
-            elif kept:
-                chosen = strong.repeat_interleave(TILE)[:folded].nonzero().squeeze(1)
-                add(total[one, at : at + TILE], part[:, chosen].unsqueeze(0), vectors[b, chosen].unsqueeze(0))
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def __call__(self, total: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], without the tiles that are left out."""
+        skipped = _now.get()
+        if skipped is None or weights.device.type != "cpu":
+            hardware.accumulate(total, weights, vectors)
+            return
+        self.largest = max(float(weights.abs().amax()), self.largest)
+        least = self.largest * skipped.bound if math.isfinite(self.largest) else 0.0
+        for b in range(weights.shape[0]):
+            for at in range(0, weights.shape[1], TILE):
+                part, one = weights[b, at : at + TILE], slice(b, b + 1)
+                strong = _strong(part, least)
+                kept = int(strong.sum())
+                skipped.count(kept, len(strong))
+                if kept == len(strong):
+                    hardware.accumulate(total[one, at : at + TILE], part.unsqueeze(0), vectors[one])
+                elif kept:
+                    chosen = strong.repeat_interleave(TILE)[: part.shape[1]].nonzero().squeeze(1)
+                    few = part[:, chosen].unsqueeze(0), vectors[b, chosen].unsqueeze(0)
+                    hardware.accumulate(total[one, at : at + TILE], *few)
 
 
 def _strong(part: Tensor, least: float) -> Tensor:

@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
         given = (program, context.numbers | inputs, context.sizes, context.make)
-        with filtering.summed(context.sizes.device) if _numbers(context) else contextlib.nullcontext():
+        with filtering.gradient() if _numbers(context) else contextlib.nullcontext():
             found = recover.twice(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))

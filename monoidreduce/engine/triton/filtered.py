@@ -1,8 +1,8 @@
 """Contractions of a panel without the tiles that are left out (``engine/filtering.py``).
 
-One kernel marks the tiles of a matrix of weights that have a number to be reckoned with, one lists them along each
-axis, and the product walks a list. Nothing is read back: lists and counts stay on the device, and the order of a sum is
-that of its tiles.
+One kernel finds the largest weight of every tile, one lists the tiles that are not small beside the largest of all,
+along each axis, and the product walks a list. Nothing is read back: lists and counts stay on the device, and the order
+of a sum is that of its tiles.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ import triton.language as tl
 
 
 @triton.jit
-def mark(marks, weights, stride, least, rows, cols, across, TILE: tl.constexpr):
-    # a tile is kept where a number in it is not below; NaN is not
+def highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tile_maxima(maxima, weights, stride, rows, cols, across, TILE: tl.constexpr):
+    # the largest |weight| of a tile, NaN where one is
     tile = tl.program_id(0)
     row = (tile // across) * TILE + tl.arange(0, TILE)
     col = (tile % across) * TILE + tl.arange(0, TILE)
@@ -33,18 +38,19 @@ def mark(marks, weights, stride, least, rows, cols, across, TILE: tl.constexpr):
     x = tl.load(weights + row.to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0)
     if x.dtype != tl.float64:
         x = x.to(tl.float32)
-    kept = inside & ~(tl.abs(x) < tl.load(least).to(x.dtype))
-    tl.store(marks + tile, tl.max(tl.max(kept.to(tl.int32), 1), 0))
+    tl.store(maxima + tile, tl.reduce(tl.reduce(tl.abs(x), 1, highest), 0, highest))
 
 
 @triton.jit
-def list_kept(lists, counts, marks, stride, step, length, LANES: tl.constexpr):
-    # of one row or column of tiles, the places of those that are kept, in their order
+def list_kept(lists, counts, maxima, least, stride, step, length, LANES: tl.constexpr):
+    # of one row or column of tiles, the places of those that are not below, in their order; NaN is not
     line = tl.program_id(0)
+    below = tl.load(least)
     found = 0
     for start in range(0, length, LANES):
         at = start + tl.arange(0, LANES)
-        kept = tl.load(marks + line * stride + at * step, mask=at < length, other=0)
+        x = tl.load(maxima + line * stride + at * step, mask=at < length, other=0)
+        kept = ((at < length) & ~(x < below)).to(tl.int32)
         place = found + tl.cumsum(kept, 0) - kept
         tl.store(lists + line * (length + 1) + place, at, mask=kept != 0)
         found += tl.sum(kept, 0)
@@ -122,22 +128,25 @@ class Contract:
 
 def _kept(weights: Tensor) -> Kept | None:
     """Look at a matrix of weights; None where nothing is to be left out."""
-    threshold = filtering.now()
-    if threshold is None or not weights.numel() or weights.stride(1) != 1:
+    skipped = filtering.now()
+    if skipped is None or not weights.numel() or weights.stride(1) != 1:
         return None
     down, across = (-(-n // TILE) for n in weights.shape)
-    whole = functools.partial(torch.empty, dtype=torch.int32, device=weights.device)
-    marks, module = whole(down, across), source.load(_TEXT)
+    device, module = weights.device, source.load(_TEXT)
+    maxima = torch.empty(down, across, dtype=torch.promote_types(weights.dtype, torch.float32), device=device)
+    whole = functools.partial(torch.empty, dtype=torch.int32, device=device)
     lists = {"cols": whole(down, across + 1), "rows": whole(across, down + 1)}  # each with room for one more
     counts = {"cols": whole(down), "rows": whole(across)}
-    with source.on(weights.device):
-        given = (weights, weights.stride(0), threshold.least, *weights.shape, across)
-        module.mark[(down * across,)](marks, *given, TILE=TILE, num_warps=8)
+    with source.on(device):
+        given = (weights, weights.stride(0), *weights.shape, across)
+        module.tile_maxima[(down * across,)](maxima, *given, TILE=TILE, num_warps=8)
+        largest = maxima.amax()
+        least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
         lanes = lambda length: min(1024, max(16, 1 << (length - 1).bit_length()))
         for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
-            into = (lists[over], counts[over], marks)
+            into = (lists[over], counts[over], maxima, least)
             module.list_kept[(len(lists[over]),)](*into, *step, length, LANES=lanes(length))
-    return Kept(threshold.asked, lists, counts)
+    return Kept(skipped, lists, counts)
 
 
 def _contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: Kept) -> None:
