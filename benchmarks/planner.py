@@ -1,10 +1,12 @@
 """The planner against exhaustive search: is what it chooses, untuned and tuned, close to the best that could run?
 
-    python -m benchmarks.planner [--device cuda] [--quick] [--only WORD ...] [--workers N] [--out DIR]
+    python -m benchmarks.planner [--device cuda] [--shapes N] [--only WORD ...] [--workers N] [--out DIR]
 
-Ten programs at three shapes each, forward and backward. Every candidate (schedule and tiles) is run as a whole call by
-``follow``, in turns with what the planner chose by itself, then the tuner has its go. Also: predicted against measured
-peak memory, what planning adds to a first call, what a planned call costs to look up, and host time of a small call."""
+Ten programs at three shapes each, forward and backward. Every candidate of every fold (schedule, tile, number of parts)
+is checked and timed alone; the best of each make the best call. That call, the planner's own choice, the dense one
+where it is allowed, and then the tuner's choice are run in turns, as whole calls: on a GPU as captured graphs, so that
+the host's time is not in them. Also: predicted against measured peak memory, what planning adds to a first call, what a
+planned call costs to look up, and host time of a small call. On a GPU many processes compile all candidates first."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import datetime
+import functools
 import gc
 import json
 import multiprocessing
@@ -21,194 +24,166 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, ops
-from monoidreduce.engine import calls, planner, roads
+from monoidreduce import ops, tuning
+from monoidreduce.engine import calls, planner, roads, trial, tuner
 from monoidreduce.explain import measure
-from monoidreduce.plan import candidates
+from monoidreduce.plan import candidates, cost
 from monoidreduce.plan.choice import Choice, follow
+from monoidreduce.plan.work import Case, directions
 
 from .cpu import RESULTS, environment
 from .host import both
+from .planner_works import WORKS, Size, Work, cases
+
+Book = Mapping[str, Choice]  # what folds follow, by name; "call": the call as a whole
+Followed = Book | None  # None: what the planner chooses
+Step = Callable[[], None]
+DENSE: Book = {"call": Choice("dense")}
+PASSES: Book = {"call": Choice("flash")}
 
 
-@mr.op
-@no_type_check
-def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(q @ k * 0.125, v)
-
-
-@mr.op
-@no_type_check
-def causal(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
-
-
-@mr.op
-@no_type_check
-def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
-    return mr.sum(torch.relu(x @ p) * q)
-
-
-@mr.op
-@no_type_check
-def gated(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"]):
-    return mr.sum(F.silu(x @ gate) * (x @ up) * down)
-
-
-@mr.op
-@no_type_check
-def cross_entropy(x: Row["d"], w: Col["d"]):
-    s = x @ w
-    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
-
-
-@mr.op
-@no_type_check
-def contrastive(x: Row["d"], y: Col["d"]):
-    s = x @ y
-    return mr.logsumexp(s), mr.logsumexp(s, over="rows")
-
-
-@mr.op
-@no_type_check
-def gaussian(x: Row["d"], y: Col["d"], b: Col):
-    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
-
-
-@mr.op
-@no_type_check
-def pooling(x: Row["d"], y: Col["d"]):
-    return mr.max(x @ y)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A program and the shapes of its arguments: (rows, cols, features) of M, N and d, by the first letter."""
-
-    name: str
-    op: Any
-    sides: str  # for each argument, M or N, and d where it is a vector: "Md Nd N"
-    sizes: tuple[tuple[int, int, int], ...]  # on a CPU
-    large: tuple[tuple[int, int, int], ...]  # on a GPU
-    exact: bool = False  # float32 on a GPU too
-
-    def args(self, size: tuple[int, int, int], device: str) -> list[Tensor]:
-        lengths = dict(zip("MNd", size, strict=True))
-        dtype = torch.bfloat16 if device == "cuda" and not self.exact else torch.float32
-        made = []
-        for side in self.sides.split():
-            shape = [lengths[letter] for letter in side]
-            made.append((torch.randn(shape, device=device) * size[2] ** -0.25).to(dtype).requires_grad_())
-        return made
-
-
-WORKS = [
-    Work(
-        "attention",
-        attention,
-        "Md Nd Nd",
-        ((300, 300, 64), (1500, 1500, 64), (64, 8000, 64)),
-        ((512, 512, 64), (8192, 8192, 64), (16, 65536, 64)),
-    ),
-    Work(
-        "attention 128",
-        attention,
-        "Md Nd Nd",
-        ((200, 500, 128), (2048, 1024, 128), (3000, 100, 128)),
-        ((2048, 2048, 128), (16384, 8192, 128), (128, 32768, 128)),
-    ),
-    Work(
-        "causal attention",
-        causal,
-        "Md Nd Nd",
-        ((400, 400, 64), (1200, 1200, 64), (2500, 2500, 64)),
-        ((1024, 1024, 64), (4096, 4096, 64), (16384, 16384, 64)),
-    ),
-    Work(
-        "perceptron",
-        mlp,
-        "Md Nd Nd",
-        ((1000, 128, 128), (1024, 4096, 128), (4000, 600, 64)),
-        ((4096, 256, 128), (8192, 16384, 128), (16384, 1024, 64)),
-    ),
-    Work(
-        "gated perceptron",
-        gated,
-        "Md Nd Nd Nd",
-        ((500, 256, 128), (1024, 2048, 64), (2000, 2000, 32)),
-        ((2048, 1024, 128), (8192, 8192, 64), (16384, 4096, 128)),
-    ),
-    Work(
-        "cross-entropy",
-        cross_entropy,
-        "Md Nd",
-        ((256, 1000, 64), (1024, 8000, 64), (100, 20000, 128)),
-        ((1024, 8192, 128), (8192, 32768, 128), (256, 131072, 128)),
-    ),
-    Work(
-        "wide cross-entropy",
-        cross_entropy,
-        "Md Nd",
-        ((128, 2000, 512), (512, 4000, 512), (1024, 1024, 1024)),
-        ((512, 4096, 1024), (4096, 32768, 1024), (1024, 65536, 2048)),
-    ),
-    Work(
-        "contrastive",
-        contrastive,
-        "Md Nd",
-        ((300, 300, 128), (1500, 1500, 128), (3000, 1000, 64)),
-        ((1024, 1024, 128), (8192, 8192, 128), (32768, 4096, 128)),
-    ),
-    Work(
-        "gaussian kernel",
-        gaussian,
-        "Md Nd N",
-        ((500, 500, 3), (2000, 2000, 3), (5000, 300, 3)),
-        ((1024, 1024, 3), (16384, 16384, 3), (65536, 2048, 3)),
-        exact=True,
-    ),
-    Work(
-        "pooling",
-        pooling,
-        "Md Nd",
-        ((500, 700, 64), (2000, 2000, 64), (32, 20000, 64)),
-        ((1024, 1024, 64), (8192, 16384, 64), (64, 131072, 64)),
-    ),
-]
+@contextlib.contextmanager
+def following(choice: Followed) -> Iterator[None]:
+    with mr.use(engine="auto"), contextlib.nullcontext() if choice is None else follow(choice):
+        yield
 
 
 # Candidates -----------------------------------------------------------------------------------------------------
 
 
-def choices(work: Work, args: list[Tensor], device: str) -> dict[str, Choice | Mapping[str, Choice]]:
-    """What could run the call: every tile of the tables, every schedule."""
-    found: dict[str, Choice | Mapping[str, Choice]] = {"dense": {"call": Choice("dense")}, "panel": Choice("panel")}
-    if device == "cpu":
-        rows, cols = (next(len(a) for a, s in zip(args, work.sides.split(), strict=True) if s[0] == x) for x in "MN")
-        for r, c in candidates.TORCH_TILES:
-            tile = (1, min(r, rows), min(c, cols))
-            found[f"tiles {tile[1]} × {tile[2]}"] = Choice("flash", (("tile", tile),))
-        return found
-    narrow = min(a.shape[-1] for a in args if a.dim() > 1) <= 8
-    found["kernels' own tiles"] = Choice("flash")
-    for t in (candidates.NARROW_TILES if narrow else candidates.KERNEL_TILES)[::2]:
-        found[f"kernels {t}"] = Choice("flash", (("cols", (*t, 1)), ("rows", (*t, 1))))
-    for parts in (4, 16, 64):
-        t = (64, 64, 4, 3) if not narrow else (32, 32, 4, 2)
-        found[f"kernels {t} in {parts} parts"] = Choice("split", (("cols", (*t, parts)), ("rows", (*t, 1))))
-    return found
+def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.Call]]:
+    """The folds of a call, with what they are given."""
+    return list(tuner.sessions(tuning.recorded(work.op, args, {}, backward=True).folds))
 
 
-def step_of(op: Any, args: list[Tensor]) -> Callable[[], None]:
+def ways(case: Case) -> tuple[str | None, ...]:
+    """What is varied in turn: each kernel's tile, and then the schedule."""
+    return (*(directions(case.fold) if case.kernels else ()), None)
+
+
+def varied(case: Case, way: str | None) -> list[Choice]:
+    """All candidates that differ from the default in one kernel; or in the schedule, and all of torch's tiles."""
+    found = candidates.candidates(case, way)
+    kernels = case.kernels and way is None
+    return [c for c in found if not (kernels and c.schedule in ("flash", "split"))]
+
+
+def search(session: tuner.Session, call: tuner.Call, row: dict[str, Any]) -> Choice:
+    """The best of all ways to run a fold, each kernel's tile by itself; those that come close are timed again."""
+    case, device = session.case, call[2].device
+    with torch.no_grad():
+        truth = planner.perform(session.safe, *call)
+        own = trial.seconds(lambda: planner.perform(session.safe, *call), device)
+        best, least = session.safe, own
+        for way in ways(case):
+            times = {session.safe: own}
+            for choice in varied(case, way):
+                seconds = _tried(choice, call, truth, row, min(times.values())) if choice not in times else None
+                if seconds is not None:
+                    times[choice] = seconds
+            close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
+            run = lambda c: trial.seconds(lambda: planner.perform(c, *call), device)
+            turns = [[run(c) for c in close] for _ in range(3)]
+            again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
+            won = min(again, key=again.__getitem__)
+            row["tried"] = row.get("tried", 0) + len(times)
+            if way is not None:
+                best = best.having(way, won.tile(way) or session.safe.tile(way) or ())
+                least = min(least, again[won])
+            elif again[won] < least:
+                best = won
+    return best
+
+
+def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str, Any], enough: float) -> float | None:
+    """Seconds of a candidate, None where it is refused; ``enough``: what takes twice as long need not be known well."""
+    try:
+        run, device = lambda: planner.perform(choice, *call), call[2].device
+        problem = trial.differs(run(), truth, trial.apart(call[1]))
+        if not problem:
+            quick = trial.seconds(run, device, 0.0)
+            return quick if quick > 2 * enough else trial.seconds(run, device)
+    except Exception as error:  # it does not fit, or has no such form
+        problem = f"{type(error).__name__}: {str(error)[:80]}"
+    row.setdefault("refused", {})[str(choice)] = problem
+    return None
+
+
+# Compiling beforehand --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _recorded(work: int, size: Size, device: str) -> dict[str, tuner.Call]:
+    with following(PASSES):
+        return {s.case.name: call for s, call in folds(WORKS[work], WORKS[work].args(size, device))}
+
+
+Wanted = list[tuple[str, Choice]]  # folds by name, and what to run them by
+
+
+def compiled(device: str, work: int, size: Size, wanted: Wanted) -> None:
+    """Run some candidates of a program once (or its defaults), so that Triton's cache on disk holds them."""
+    known = _recorded(work, size, device)
+    for name, choice in wanted or [(n, Choice("flash")) for n in known]:
+        with contextlib.suppress(Exception), torch.no_grad():
+            planner.perform(choice, *known[name])
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def to_compile(given: list[tuple[Work, Size]], device: str, each: int = 3) -> Iterator[tuple[int, Size, Wanted]]:
+    """What is to be compiled, every kernel once: a few candidates of one program at a time."""
+    seen: set[tuple[str, tuple]] = set()
+    for work, size in given:
+        found = []
+        for session, _ in folds(work, work.args(size, device)):
+            for way in ways(session.case):
+                for choice in varied(session.case, way):
+                    key = (work.name, _kernel(session.case, way, choice))
+                    if key not in seen:
+                        seen.add(key)
+                        found.append((session.case.name, choice))
+        for at in range(0, len(found), each):
+            yield WORKS.index(work), size, found[at : at + each]
+
+
+def _kernel(case: Case, way: str | None, choice: Choice) -> tuple:
+    """What is compiled for a candidate: numbers of parts, and rooms, are told when it runs."""
+    tile = choice.tile(way) if way else None
+    if way is None or tile is None:
+        return case.name, choice.schedule
+    return case.name, way, tile[:4], cost.parts_of(case, way, tile) > 1, tile[5:]
+
+
+def compile_all(given: list[tuple[Work, Size]], device: str, workers: int, seconds: float) -> int:
+    """All candidates of all cases, by many processes, defaults first; how many candidates."""
+    began = time.time()
+    count, waiting = 0, []
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        first = {WORKS.index(w): size for w, size in reversed(given)}
+        defaults = [pool.submit(compiled, device, w, size, []) for w, size in first.items()]
+        concurrent.futures.wait(defaults, timeout=seconds)
+        print(f"defaults compiled in {time.time() - began:.0f} s", flush=True)
+        for job in to_compile(given, device):
+            waiting.append(pool.submit(compiled, device, *job))
+            count += len(job[2])
+        concurrent.futures.wait(waiting, timeout=max(1.0, seconds - (time.time() - began)))
+        pool.shutdown(wait=False, cancel_futures=True)
+    return count
+
+
+# Whole calls -----------------------------------------------------------------------------------------------------
+
+
+def step_of(op: Any, args: list[Tensor]) -> Step:
     """Forward and backward, with cotangents made beforehand."""
     first = op(*args)
     values = [first] if isinstance(first, Tensor) else list(first)
@@ -221,17 +196,18 @@ def step_of(op: Any, args: list[Tensor]) -> Callable[[], None]:
     return step
 
 
-def seconds(step: Callable[[], None], device: str, least: float) -> float:
-    """The median of as many runs as ``least`` seconds hold, at least three."""
-    if device == "cuda":
-        return _events(step, least)
-    taken: list[float] = []
-    while sum(taken) < least or len(taken) < 3:
-        gc.collect()
-        start = clock()()
+def graphed(step: Step) -> Step:
+    """A step as a captured graph: its kernels alone, without the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         step()
-        taken.append(clock()() - start)
-    return statistics.median(taken)
+    return graph.replay
 
 
 def clock() -> Callable[[], float]:
@@ -239,32 +215,46 @@ def clock() -> Callable[[], float]:
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _events(step: Callable[[], None], least: float) -> float:
-    taken: list[float] = []
+def _once(step: Step, device: str) -> float:
+    if device == "cuda":
+        return trial.seconds(step, torch.device(device), 0.0)
+    start = clock()()
+    step()
+    return clock()() - start
+
+
+def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: str, least: float) -> dict[str, float]:
+    """Seconds of whole calls that follow one thing or another: the median of runs in turns; close ones run longer."""
+    steps: dict[str, tuple[Step, Followed]] = {}
+    for name, choice in runners.items():
+        with following(choice):
+            step = step_of(op, args)
+            step()
+            steps[name] = (graphed(step) if device == "cuda" else step), choice
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     began = time.perf_counter()
-    while time.perf_counter() - began < least or len(taken) < 5:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+    while True:
+        if device == "cpu":
+            gc.collect()
+        middle = {name: statistics.median(t) if t else 0.0 for name, t in taken.items()}
+        best, spent = min(middle.values()), time.perf_counter() - began
+        rounds = max(map(len, taken.values()))
+        for name, (step, choice) in steps.items():
+            if rounds < 3 or middle[name] < 1.15 * best:
+                with following(choice):
+                    taken[name].append(_once(step, device))
+        close = sum(m < 1.15 * best for m in middle.values()) > 1
+        if rounds >= 5 and (spent > least * len(steps) * (4 if close else 1) or rounds >= 60):
+            return {name: statistics.median(t) for name, t in taken.items()}
 
 
-@contextlib.contextmanager
-def following(choice: Choice | Mapping[str, Choice] | None) -> Iterator[None]:
-    with mr.use(engine="auto"), contextlib.nullcontext() if choice is None else follow(choice):
-        yield
-
-
-# Measuring ------------------------------------------------------------------------------------------------------
+# Planning --------------------------------------------------------------------------------------------------------
 
 
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
-    spent, calls_ = [0.0], [0]
-    kept = planner.chosen, roads.is_dense
+    spent = [0.0]
+    kept = planner._chosen, roads.is_dense, calls.Roads._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -273,105 +263,71 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
                 return function(*given)
             finally:
                 spent[0] += clock()() - start
-                calls_[0] += 1
 
         return call
 
     planner._CHOSEN.clear()
     op._plans.clear()
-    planner.chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
-    try:
-        with following(None):
-            step_of(op, args)()
-            first = spent[0]
-    finally:
-        planner.chosen, roads.is_dense = kept
     with following(None):
-        step = step_of(op, args)
-        spent[0], calls_[0] = 0.0, 0
-        planner.chosen = timed(kept[0])
-        road = calls.Roads._is_dense
-        calls.Roads._is_dense = timed(road)  # type: ignore[method-assign]
         try:
+            planner._chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
+            step = step_of(op, args)
+            step()
+            first, spent[0] = spent[0], 0.0
+            roads.is_dense = kept[1]
+            calls.Roads._is_dense = timed(kept[2])  # type: ignore[method-assign]
             for _ in range(20):
                 step()
         finally:
-            planner.chosen = kept[0]
-            calls.Roads._is_dense = road  # type: ignore[method-assign]
+            planner._chosen, roads.is_dense = kept[:2]
+            calls.Roads._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": spent[0] / 20 * 1e6}
 
 
-def run(work: Work, size: tuple[int, int, int], device: str, least: float) -> dict[str, Any]:
-    """One case: all candidates, the planner's own choice before and after tuning, memory, planning time."""
+# One case --------------------------------------------------------------------------------------------------------
+
+
+def run(work: Work, size: Size, device: str, least: float) -> dict[str, Any]:
+    """One case: the planner's own choice beside the best of all, before and after tuning; memory, planning time."""
     args = work.args(size, device)
     row: dict[str, Any] = {"work": work.name, "size": list(size)}
+    began = time.perf_counter()
+    row |= planning(work.op, args)
     with following(None):
         told = work.op.explain(*args).as_dict()
         row["runs"], row["predicted_ms"] = told["runs"], _of(told, "seconds") * 1e3
-        step = step_of(work.op, args)
-        step()
-    row |= planning(work.op, args)
-    times: dict[str, float] = {}
-    allowed = {s["schedule"]: s["allowed"] for s in told["schedules"]}
-    for name, choice in choices(work, args, device).items():
-        if not allowed.get(name, True):  # a matrix of pairs above the limit is no candidate
-            continue
-        try:
-            with following(choice):
-                other = step_of(work.op, args)
-                other()
-                times[name] = seconds(other, device, least)
-        except Exception as error:  # it does not fit, or has no such form
-            row.setdefault("refused", {})[name] = f"{type(error).__name__}: {str(error)[:80]}"
+        row["predicted_peak"] = _of(told, "peak")
+        row["peak"] = measure(work.op, args, {}, True).peak
+        found = work.op.cost(*args)
+    own: Book = DENSE if told["runs"] == "dense" else {p.case.name: p.choice for p in found.chosen.parts}
+    best = {s.case.name: search(s, call, row) for s, call in folds(work, args)}
+    others: dict[str, Book] = {"best of all": best}
+    if device == "cpu" and "dense" in found and found.allows(found["dense"]):
+        others["dense"] = DENSE
+    row["searched_s"] = time.perf_counter() - began
+    untuned = race(work.op, args, {"chosen": None, **_without(others, own)}, device, least)
+    began = time.perf_counter()
     with following(None):
-        own = seconds(step, device, 2 * least)
-        same = times.get("dense", own) if row["runs"] == "dense" else own  # the very same program, run twice
-        row["untuned_ms"] = min(own, same) * 1e3
-        found = measure(work.op, args, {}, True)
-        row["peak"], row["predicted_peak"] = found.peak, _of(told, "peak")
-    best = min(times, key=times.__getitem__)
-    row["best"], row["best_ms"] = best, min(times[best] * 1e3, row["untuned_ms"])
-    row["candidates_ms"] = {n: round(t * 1e3, 4) for n, t in sorted(times.items(), key=lambda x: x[1])}
+        won = {t.key.program: t.winner for t in work.op.tune(*args, quiet=True).folds}
+    row["tuned_s"] = time.perf_counter() - began
+    dense = any(c.schedule == "dense" for c in won.values())
+    after: Book = DENSE if dense else {n: won[n] for n in best if n in won}
+    tuned = race(work.op, args, {"tuned": None, **_without(others, after)}, device, least)
+    row["plans"] = {n: {k: str(c) for k, c in p.items()} for n, p in (("own", own), ("tuned", after), ("best", best))}
+    row |= {"untuned_ms": untuned["chosen"] * 1e3, "tuned_ms": tuned["tuned"] * 1e3}
+    row |= {"best_ms": min(untuned.values()) * 1e3, "tuned_best_ms": min(tuned.values()) * 1e3}
+    row["best"] = min(untuned, key=untuned.__getitem__)
+    row["calls_ms"] = {n: round(t * 1e3, 4) for n, t in (untuned | tuned).items()}
     return row
 
 
-def tune(row: dict[str, Any], work: Work, size: tuple[int, int, int], device: str, least: float) -> None:
-    """The same case after the tuner had its go; the best candidate again, in turns with it."""
-    args = work.args(size, device)
-    with following(None):
-        work.op.tune(*args, quiet=True)
-        step = step_of(work.op, args)
-    best = choices(work, args, device)[row["best"]]
-    with following(best):
-        other = step_of(work.op, args)
-    turns: list[list[float]] = [[], []]
-    for _ in range(3):
-        with following(None):
-            turns[0].append(seconds(step, device, least))
-        with following(best):
-            turns[1].append(seconds(other, device, least))
-    row["tuned_ms"], again = (min(t) * 1e3 for t in turns)
-    row["tuned_best_ms"] = min(again, row["tuned_ms"])
+def _without(others: Mapping[str, Book], plan: Book) -> dict[str, Followed]:
+    """The calls to run beside a plan; none that is the same plan again."""
+    return {n: p if p is DENSE else {**PASSES, **p} for n, p in others.items() if dict(p) != dict(plan)}
 
 
 def _of(told: dict[str, Any], field: str) -> float:
     return next(s[field] for s in told["schedules"] if s["schedule"] == told["runs"])
-
-
-def compiled(index: int, workers: int, quick: bool, only: list[str]) -> None:
-    """Compile what the programs of a worker will run, so that Triton's own cache holds it."""
-    for work, size in cases("cuda", quick, only):
-        if WORKS.index(work) % workers == index:
-            args = work.args(size, "cuda")
-            for choice in [None, *choices(work, args, "cuda").values()]:
-                with contextlib.suppress(Exception), following(choice):
-                    step_of(work.op, args)()
-
-
-def cases(device: str, quick: bool, only: list[str]) -> list[tuple[Work, tuple[int, int, int]]]:
-    """Every program at its first shape, then at its second, then at its third."""
-    wanted = [w for w in WORKS if not only or any(word in w.name for word in only)]
-    return [(w, (w.large if device == "cuda" else w.sizes)[at]) for at in range(1 if quick else 3) for w in wanted]
 
 
 def hosts(device: str) -> list[dict[str, Any]]:
@@ -389,110 +345,106 @@ def hosts(device: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    within = lambda field, share: sum(r[field] <= (1 + share) * r["best_ms"] for r in rows) / len(rows)
-    tuned = [r for r in rows if "tuned_ms" in r]
-    memory = [abs(r["predicted_peak"] / r["peak"] - 1) for r in rows if r["peak"]]
+    share = lambda holds: sum(map(holds, rows)) / len(rows)
     return {
         "cases": len(rows),
-        "untuned within 15 %": within("untuned_ms", 0.15),
-        "tuned": len(tuned),
-        "tuned within 3 %": sum(r["tuned_ms"] <= 1.03 * r["tuned_best_ms"] for r in tuned) / max(1, len(tuned)),
-        "peak memory within 10 %": sum(m <= 0.1 for m in memory) / max(1, len(memory)),
-        "planning of a first call, ms (median, worst)": statistics.median(r["first_ms"] for r in rows),
-        "worst": max(r["first_ms"] for r in rows),
+        "untuned within 15 %": share(lambda r: r["untuned_ms"] <= 1.15 * r["best_ms"]),
+        "tuned within 3 %": share(lambda r: r["tuned_ms"] <= 1.03 * r["tuned_best_ms"]),
+        "peak memory within 10 %": share(lambda r: abs(r["predicted_peak"] / r["peak"] - 1) <= 0.1),
+        "planning of a first call, ms (median)": statistics.median(r["first_ms"] for r in rows),
+        "planning of a first call, ms (worst)": max(r["first_ms"] for r in rows),
         "cached plans of a step, µs (median)": statistics.median(r["cached_us"] for r in rows),
+        "cached plans of a step, µs (worst)": max(r["cached_us"] for r in rows),
     }
-
-
-def _tuned(r: Mapping[str, Any]) -> str:
-    return f"{r['tuned_ms']:.3f} | {r['tuned_ms'] / r['tuned_best_ms']:.2f}" if "tuned_ms" in r else "– | –"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
     lines = [f"- {k}: {v}" for k, v in results["environment"].items()]
-    found = results.get("summary", {})
-    lines += ["", *(f"- {k}: {v:.3g}" for k, v in found.items()), ""]
+    lines += ["", *(f"- {k}: {v:.3g}" for k, v in results.get("summary", {}).items()), ""]
     lines += [
-        "Times in ms, forward and backward. Ratios: to the best of all candidates, each run as a whole call.",
+        "Times in ms of whole calls, forward and backward, in turns. Ratios: to the fastest of the calls run beside",
+        "it: all folds by the best of their candidates, the dense form where it is allowed, the planner's own choice.",
         "",
-        "| work | M × N, d | runs | untuned | ratio | tuned | ratio | best | by | predicted "
+        "| work | M × N, d | runs | untuned | ratio | tuned | ratio | best | which | tried | predicted "
         "| peak MB: predicted / measured | planning ms | cached µs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results["rows"]:
-        (m, n, d), best = r["size"], r["best_ms"]
+        (m, n, d), best, again = r["size"], r["best_ms"], r["tuned_best_ms"]
         lines.append(
             f"| {r['work']} | {m} × {n}, {d} | {r['runs']} | {r['untuned_ms']:.3f} | {r['untuned_ms'] / best:.2f} "
-            f"| {_tuned(r)} | {best:.3f} | {r['best']} "
+            f"| {r['tuned_ms']:.3f} | {r['tuned_ms'] / again:.2f} | {best:.3f} | {r['best']} | {r['tried']} "
             f"| {r['predicted_ms']:.3f} | {r['predicted_peak'] / 1e6:.2f} / {r['peak'] / 1e6:.2f} "
             f"| {r['first_ms']:.1f} | {r['cached_us']:.0f} |"
         )
+    lines += ["", *(f"- failed: {name}: {why}" for name, why in results.get("failed", {}).items())]
     lines += ["", "| host time of a call, µs | forward | forward and backward |", "|---|---|---|"]
     lines += [f"| {h['call']} | {h['forward_us']:.0f} | {h['both_us']:.0f} |" for h in results.get("hosts", [])]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def line(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['work']:18} {row['size']!s:22} {row['runs']:6} untuned {row['untuned_ms'] / row['best_ms']:.2f}, tuned "
+        f"{row['tuned_ms'] / row['tuned_best_ms']:.2f} of {row['best_ms']:.3f} ms ({row['best']}, {row['tried']} "
+        f"tried); memory {row['predicted_peak'] / max(1, row['peak']):.2f}; planning {row['first_ms']:.1f} ms, "
+        f"{row['cached_us']:.0f} µs; {row['searched_s']:.1f} + {row['tuned_s']:.1f} s"
+    )
+
+
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="the first shape of each program")
+    parser.add_argument("--shapes", type=int, default=3, help="how many of the shapes of each program")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--workers", type=int, default=14, help="processes that compile kernels beforehand")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing new is begun")
-    parser.add_argument("--least", type=float, default=0.05, help="seconds that a candidate is run for, about")
+    parser.add_argument("--least", type=float, help="seconds that a whole call is run for, about")
     parser.add_argument("--commit", help="what was measured, where the machine has no git")
-    options = parser.parse_args()
-    began = time.time()
-    os.environ["MONOIDREDUCE_CACHE"] = tempfile.mkdtemp(prefix="monoidreduce-planner-")  # nothing tuned before counts
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.device == "cuda" and options.workers > 1:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-            jobs = [
-                pool.submit(compiled, k, options.workers, options.quick, options.only) for k in range(options.workers)
-            ]
-            concurrent.futures.wait(jobs, timeout=options.budget)
-        print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    found = environment()
-    if options.device == "cuda":
-        found["machine"] = torch.cuda.get_device_name()
-    found["commit"] = options.commit or found["commit"]
-    asked = " ".join(a for a in sys.argv[1:] if a not in ("--out", str(options.out)))
-    found["command"] = f"python -m benchmarks.planner {asked}"
-    found["clock"] = "the process's own time" if clock() is time.process_time else "wall"
-    found["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
-    results: dict[str, Any] = {"environment": found, "rows": []}
-    stem = options.out / f"planner-{options.device}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
-    results["hosts"] = hosts(options.device)
-    late = lambda: time.time() - began > options.budget
+    return parser.parse_args()
 
-    def save() -> None:
+
+def told_of(given: argparse.Namespace) -> dict[str, str]:
+    found = environment()
+    if given.device == "cuda":
+        found["machine"] = torch.cuda.get_device_name()
+    found["commit"] = given.commit or found["commit"]
+    asked = " ".join(a for a in sys.argv[1:] if a not in ("--out", str(given.out)))
+    found["command"] = f"python -m benchmarks.planner {asked}"
+    wall = "the process's own time" if clock() is time.process_time else "wall"
+    found["clock"] = "captured graphs between events" if given.device == "cuda" else wall
+    found["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    return found
+
+
+def main() -> None:
+    given, began = options(), time.time()
+    os.environ["MONOIDREDUCE_CACHE"] = tempfile.mkdtemp(prefix="monoidreduce-planner-")  # nothing tuned before counts
+    given.out.mkdir(parents=True, exist_ok=True)
+    least = given.least or (0.02 if given.device == "cuda" else 0.1)
+    wanted = cases(given.device, given.shapes, given.only)
+    results: dict[str, Any] = {"environment": told_of(given), "rows": []}
+    if given.device == "cuda" and given.workers > 1:
+        results["kernels"] = compile_all(wanted, "cuda", given.workers, 0.6 * given.budget)
+        results["compiling_s"] = round(time.time() - began)
+        print(f"{results['kernels']} candidates compiled in {results['compiling_s']} s", flush=True)
+    stem = given.out / f"planner-{given.device}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+    results["hosts"] = hosts(given.device)
+    for work, size in wanted:
+        if time.time() - began > given.budget:
+            break
+        try:
+            results["rows"].append(run(work, size, given.device, least))
+        except Exception as error:  # the other cases still count; a case that fails is shown
+            results.setdefault("failed", {})[f"{work.name} {size}"] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{work.name} {size} failed: {type(error).__name__}: {error}"[:500], flush=True)
+            continue
+        print(line(results["rows"][-1]), flush=True)
         results["summary"] = summary(results["rows"])
         results["seconds"] = round(time.time() - began)
         stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         stem.with_suffix(".md").write_text(markdown(results))
-
-    done = []
-    for work, size in cases(options.device, options.quick, options.only):
-        if late():
-            break
-        row = run(work, size, options.device, options.least)
-        done.append((row, work, size))
-        results["rows"].append(row)
-        print(
-            f"{work.name:20} {size!s:22} {row['runs']:6} {row['untuned_ms'] / row['best_ms']:.2f} of the best, "
-            f"{row['best_ms']:.3f} ms ({row['best']}); memory {row['predicted_peak'] / max(1, row['peak']):.2f}; "
-            f"planning {row['first_ms']:.1f} ms, {row['cached_us']:.0f} µs",
-            flush=True,
-        )
-        save()
-    for row, work, size in done:
-        if late():
-            break
-        tune(row, work, size, options.device, options.least)
-        print(f"{work.name:20} {size!s:22} tuned {row['tuned_ms'] / row['tuned_best_ms']:.2f} of the best", flush=True)
-        save()
     print(json.dumps(results.get("summary", {}), indent=1))
 
 

@@ -9,11 +9,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import library
+
+_has = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 class Alive(TorchDispatchMode):
@@ -34,6 +37,9 @@ class Alive(TorchDispatchMode):
         if func._schema.name == "monoidreduce::fold":  # one operator to a mode: look inside
             with self:
                 result = library._run(*args, **(kwargs or {}))
+        elif _has(func.name(), "CompositeImplicitAutograd"):  # in there, what is made of others comes whole
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
             self.noted(func, args, kwargs or {}, result)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ..errors import MonoidReduceError
 from ..plan import budget, candidates, ceilings, communication, cost
+from ..plan.choice import Choice
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
-from . import autograd, hardware, known, panel, planner, whole
+from . import autograd, hardware, inside, known, panel, planner, whole
 from .evaluate import Sizes
 from .rehearse import Noted, Rehearsal, rehearse
 from .script import script
@@ -25,11 +26,20 @@ DENSE = 8 * 2**20  # bytes of one matrix of pairs up to which a call may run den
 HOST = 8  # launches' worth of host time that a fold takes besides its engine: autograd, the script, the plan
 
 
-def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool, ranks: int = 1) -> Cost:
+def of_program(
+    program: Lowered,
+    inputs: Mapping[str, Any],
+    sizes: Sizes,
+    backward: bool,
+    ranks: int = 1,
+    *,
+    closely: bool = True,
+) -> Cost:
     """The cost of a program on inputs whose numbers are not looked at (meta tensors will do).
 
     ``backward``: with the gradients of the inputs that ask for one, or of all where none does. With ``ranks`` also the
-    cost of dividing rows, columns, or both over so many.
+    cost of dividing rows, columns, or both over so many. ``closely``: what folds hold beside their pairs is looked at,
+    which takes longer than to choose a schedule.
     """
     inputs = asking(inputs) if backward else inputs
     roof = ceilings.of(sizes.device)
@@ -37,7 +47,7 @@ def of_program(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     cases = [planner.case_of(n.fold, n.leaves, n.sizes) for n in passes.folds]
     found = []
     for schedule in ("flash", "split", "panel"):
-        made = _scheduled(schedule, passes, cases, roof)
+        made = _scheduled(schedule, passes, cases, roof, closely)
         if made is not None:
             found.append(made)
     dense = of_dense(program, inputs, sizes, backward)
@@ -95,7 +105,9 @@ def of_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
     return Scheduled("dense", found.flops, found.bytes, found.seconds, matrix(sizes), found.peak, ())
 
 
-def _scheduled(schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilings.Ceilings) -> Scheduled | None:
+def _scheduled(
+    schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilings.Ceilings, closely: bool
+) -> Scheduled | None:
     """The call with every fold by its best choice of a schedule; a fold that has none runs by its best of all."""
     parts, own = [], 0
     for noted, case in zip(passes.folds, cases, strict=True):
@@ -103,7 +115,10 @@ def _scheduled(schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilin
         mine = [c for c in ranked if c.schedule == schedule]
         own += bool(mine)
         choice = (mine or ranked)[0]
-        parts.append(Part(case, choice, cost.estimate(case, choice), noted.backward))
+        found = cost.estimate(case, choice)
+        if closely and case.pairs():
+            found = replace(found, peak=_peak(noted, case, choice, found.peak))
+        parts.append(Part(case, choice, found, noted.backward))
     if not own and (schedule != "flash" or parts):
         return None
     held = max([0, *(p.estimate.held for p in parts)])
@@ -112,6 +127,13 @@ def _scheduled(schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilin
     flops = passes.flops + sum(p.estimate.flops for p in parts)
     moved = passes.bytes + sum(p.estimate.bytes for p in parts)
     return Scheduled(schedule, flops, moved, seconds, held, peak, tuple(parts))
+
+
+def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
+    """Bytes that a fold holds at once, looked at closely; of panels on a GPU as the model has it."""
+    if not case.gpu:
+        return inside.peak(noted, choice)
+    return inside.of_kernels(noted, case, choice) if choice.schedule != "panel" else otherwise
 
 
 # Over ranks

@@ -8,7 +8,7 @@ pair. Tiles on which every reduction would see its identity are found by interva
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,11 +61,16 @@ def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
     return FoldCode(fold, scalars)
 
 
-def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None) -> list[Tensor]:
+Coder = Callable[[Fold, frozenset[Expr]], FoldCode]
+
+
+def run(
+    fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None, coder: Coder = code_of
+) -> list[Tensor]:
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
     fold = fold if filtering.now() is None else _unscaled(fold)
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
-    code = code_of(fold, scalars)
+    code = coder(fold, scalars)
     given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}

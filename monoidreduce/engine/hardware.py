@@ -74,14 +74,17 @@ def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tens
     return t.to(compute)
 
 
+# whether what runs stands for a call on a GPU: see rehearse.py
+rehearsed: ContextVar[bool] = ContextVar("rehearsed", default=False)
 ROW_DOT: list[Callable[[Tensor, Tensor], Tensor | None]] = []  # the GPU engine's own, if it is there
 
 
 def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     """⟨x_i, y_i⟩ in ``compute``; 16-bit vectors on a GPU are raised as they are read, where nothing watches."""
-    plain = type(x) is Tensor and type(y) is Tensor and x.is_cuda and x.dtype in SIXTEEN and compute is torch.float32
+    there = x.is_cuda or rehearsed.get()
+    plain = type(x) is Tensor and type(y) is Tensor and there and x.dtype in SIXTEEN and compute is torch.float32
     if plain and ROW_DOT and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
-        found = ROW_DOT[0](x, y)
+        found = ROW_DOT[0](x, y) if x.is_cuda else torch.zeros(x.shape[:-1])
         if found is not None:
             return found
     x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
@@ -126,11 +129,11 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and not rehearsed.get()
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
-_SMALL = 256
+SMALL = 256
 
 
 def is_narrow(x: Tensor, y: Tensor) -> bool:

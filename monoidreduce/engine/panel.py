@@ -22,7 +22,7 @@ from ..program.expr import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from . import hardware
 from .accumulate import ACCUMULATORS, Accumulator
-from .eager import Chunk, code_of, slices
+from .eager import Chunk, FoldCode, code_of, slices
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
 from .tilerun import Buffers
@@ -263,12 +263,23 @@ class TorchStep:
 
     def begin(self, panel: panels.Panels) -> None:
         self.panel = panel
-        shape = (panel.rows, -(-panel.cols // ALIGN) * ALIGN)
+        shape = (panel.rows, self.width(panel))
         self.panels = {f: torch.empty(shape, dtype=self.kind, device=self.sizes.device) for f in self.walk.products}
         self.made: tuple[slice | None, set[Expr]] = (None, set())
-        self.tiles = plan.choose(1, panel.rows, panel.cols, room=self.room)
+        self.tiles = self.cut(panel)
         self.kept = [self._accumulators(s.fold) for s in self.walk.stages]
         self.buffers: dict[int, Buffers] = {}
+
+    def code(self, fold: Fold, numbers: frozenset[Expr]) -> FoldCode:
+        return code_of(fold, numbers)
+
+    def width(self, panel: panels.Panels) -> int:
+        """Numbers from one row of a panel to the next."""
+        return -(-panel.cols // ALIGN) * ALIGN
+
+    def cut(self, panel: panels.Panels) -> plan.Tiles:
+        """The tiles in which everything but products is done to a panel."""
+        return plan.choose(1, panel.rows, panel.cols, room=self.room)
 
     def walk_panels(self) -> Iterable[tuple[slice, slice]]:
         return cut_evenly(self.sizes, self.panel)
@@ -290,7 +301,7 @@ class TorchStep:
             given[leaf] = self._product(f, part)
         given = {e: v.unsqueeze(0) if isinstance(v, Tensor) else v for e, v in given.items()}
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
-        code = code_of(stage.fold, frozenset(numbers))
+        code = self.code(stage.fold, frozenset(numbers))
         buffers, kept = self._buffers(at, numbers), self.kept[at]
         chunk = Chunk(code, given, self.sizes, self.tiles, 1, buffers, part.rows, kept)
         chunk.walk()

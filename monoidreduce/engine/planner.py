@@ -63,7 +63,7 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
     given = list(leaves)
     if how.schedule == "panel":
         (room,) = how.tile("room") or (0,)
-        if _maker(sizes.device) is triton.KernelStep:
+        if _maker(sizes.device) is triton.KernelStep and triton.is_deep(fold, given, sizes):
             with contextlib.suppress(triton.Unsupported):  # folds to numbers need no panel
                 return triton.run_deep(fold, given, sizes)
         with contextlib.suppress(triton.Unsupported):  # told, and run by the eager engine, below

@@ -23,12 +23,13 @@ from torch.utils.flop_counter import flop_registry
 from ..plan.ceilings import Ceilings
 from ..plan.work import PLAIN, SPECIAL
 from ..program.lower import Fold
-from . import library, registry
+from . import hardware, library, registry
 from .alive import Alive
 from .autograd import REHEARSAL
-from .evaluate import Sizes
+from .evaluate import Form, Sizes
 
-_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157)
+_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
+_MANY = (257,)
 _LITERAL = 16  # lengths up to here stay as they are: a body may ask for a feature by its number
 _FREE = (
     "view",
@@ -70,12 +71,17 @@ class Rehearsal:
 
 
 class Scale:
-    """Small lengths for the axes of a call, and back: what a small number would be at the real lengths."""
+    """Small lengths for the axes of a call, and back: what a small number would be at the real lengths.
 
-    def __init__(self, sizes: Sizes, most: int = 0):
-        lengths = [*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values()]
+    ``most``: what all must exceed; ``tiles``: the lengths of tiles, which stay shorter than what they are cut from.
+    """
+
+    def __init__(self, sizes: Sizes, most: int = 0, tiles: Sequence[int] = ()):
+        lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
         primes = iter(p for p in _PRIMES if p > most)
-        self.small: dict[int, int] = {n: next(primes, n) for n in dict.fromkeys(lengths) if n > _LITERAL}
+        self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
+        if not tiles and sizes.rows > hardware.SMALL:  # torch's products of so many rows are done in another way
+            self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
 
     def down(self, length: int) -> int:
@@ -114,12 +120,23 @@ class Scale:
 _CPU = torch.device("cpu")
 
 
-class _Stage(Alive):
+class Enlarged(Alive):
+    """Bytes alive at once, as they would be at the real lengths."""
+
+    def __init__(self, scale: Scale, given: Sequence[Tensor]):
+        super().__init__(given)
+        self.scale = scale
+
+    def size(self, t: Tensor) -> int:
+        return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
+
+
+class _Stage(Enlarged):
     """Notes every operation inside the block."""
 
     def __init__(self, sizes: Sizes, scale: Scale, roof: Ceilings, given: Sequence[Tensor]):
-        super().__init__(given)
-        self.sizes, self.scale, self.roof = sizes, scale, roof
+        super().__init__(scale, given)
+        self.sizes, self.roof = sizes, roof
         self.backward = False
         self.found = Rehearsal()
 
@@ -128,7 +145,7 @@ class _Stage(Alive):
         with _disable_current_modes():
             given = tuple(map(self.scale.leaf, leaves))
         self.found.folds.append(Noted(fold, given, self.sizes, self.backward, self.total))
-        made = library.shapes(fold, list(leaves), sizes)
+        made = forms(fold, leaves, sizes, self.sizes.device)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
     def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
@@ -157,8 +174,17 @@ class _Stage(Alive):
         new = sum(up(t.numel()) * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor))
         found.seconds += time + roof.launch + (new * roof.fresh if new > roof.near and not name.endswith("_") else 0.0)
 
-    def size(self, t: Tensor) -> int:
-        return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
+
+def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
+    """Shape and type of a fold's results: on a GPU sums of 16-bit vectors come as their caller will hold them."""
+    made = library.shapes(fold, list(leaves), sizes)
+    vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
+    narrow = next((d for d in vectors if d in hardware.SIXTEEN), None)
+    if device.type != "cuda" or narrow is None:
+        return made
+    tail = len(sizes.batch) + 1
+    sums = [r.attrs[0] in ("sum", "soft") and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
+    return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
 def _exponentials(name: str, args: tuple) -> float:
@@ -202,7 +228,7 @@ def rehearse(
     with torch.set_grad_enabled(backward), _disable_current_modes():
         given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
-        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage):
+        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes.device):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
             values = [v for v in found if v.requires_grad]
             if backward and values:
@@ -218,6 +244,15 @@ def rehearse(
 
 _stage: contextvars.ContextVar[_Stage] = contextvars.ContextVar("stage")
 registry.FOLDERS[REHEARSAL] = lambda fold, leaves, sizes: _stage.get().note(fold, leaves, sizes)
+
+
+@contextlib.contextmanager
+def _standing(device: torch.device) -> Iterator[None]:
+    token = hardware.rehearsed.set(device.type == "cuda")
+    try:
+        yield
+    finally:
+        hardware.rehearsed.reset(token)
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
     tuned = winners.found(winners.key_of_call(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense"
-    found = costs.of_program(program, inputs, sizes, backward)
+    found = costs.of_program(program, inputs, sizes, backward, closely=False)
     return found.chosen.schedule == "dense"
 
 

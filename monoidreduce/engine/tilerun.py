@@ -220,10 +220,13 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    out.zero_()
-    for f in range(x.shape[-1]):
-        gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
-        out.addcmul_(gap, gap)
+    gaps = lambda f, out=None: torch.sub(x[..., f].unsqueeze(-1), y[..., f].unsqueeze(-2), out=out)
+    if not x.shape[-1]:
+        return out.zero_()
+    gaps(0, out).square_()
+    gap = torch.empty_like(out) if x.shape[-1] > 1 else out
+    for f in range(1, x.shape[-1]):
+        out.addcmul_(gaps(f, gap), gap)
     return out
 
 

@@ -29,7 +29,8 @@ from .triton import source
 
 VARIABLE = "MONOIDREDUCE_TUNE"
 CLOSE = 4.0  # candidates that the model thinks so many times slower than its best are not tried
-MOST = 10  # nor more than so many at a time
+MOST = 16  # nor more than so many at a time
+FINAL = 1.1  # those that take at most so many times the best one's time are timed again, in turns
 GAIN = 0.98  # a winner takes at most this share of the safe plan's time: less is noise
 Call = tuple[Fold, Sequence[Any], Sizes]  # one fold, its leaves and its sizes
 _sessions: dict[store.Key, Session] = {}
@@ -166,17 +167,26 @@ class Session:
         return trial.seconds(lambda: planner.perform(choice, fold, leaves, sizes), self.device)
 
     def _won(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
-        """The best against the safe plan once more, in turns, since devices warm up; remembered either way."""
-        winner, mine, safe = self.safe, self.times[self.safe], self.times[self.safe]
-        if self.best != self.safe:
-            turns = [[self._seconds(c, fold, leaves, sizes) for c in (self.best, self.safe)] for _ in range(3)]
-            best, safe = (min(column) for column in zip(*turns, strict=True))
-            winner, mine = (self.best, best) if best < GAIN * safe else (self.safe, safe)
+        """The best few against the safe plan once more, in turns, since devices warm up; remembered either way."""
+        final = [*self._finalists(), self.safe]
+        times = {self.safe: self.times[self.safe]}
+        if len(final) > 1:
+            turns = [[self._seconds(c, fold, leaves, sizes) for c in final] for _ in range(3)]
+            times = {c: min(column) for c, column in zip(final, zip(*turns, strict=True), strict=True)}
+        winner, safe = min(times, key=lambda c: times[c]), times[self.safe]
+        winner = winner if times[winner] < GAIN * safe else self.safe
+        mine = times[winner]
         measured = {"seconds": mine, "safe": safe, "tried": len(self.trials)}
         lasting = winners.keep(self.key, winner, measured)
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in fold.reductions)
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, winner, mine, safe, tuple(self.trials), lasting)
+
+    def _finalists(self) -> list[Choice]:
+        """The candidates that came closest to the best, three at most."""
+        ranked = sorted(self.times, key=lambda c: self.times[c])
+        close = [c for c in ranked if self.times[c] <= FINAL * self.times[ranked[0]] and c != self.safe]
+        return close[:3]
 
 
 # In the background --------------------------------------------------------------------------------------------

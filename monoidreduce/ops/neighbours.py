@@ -47,10 +47,12 @@ def root(square):
 @mr.op
 @no_type_check
 def _knn(x: mr.Row["d"], y: mr.Col["d"], k: int, metric: str, exclude_self: bool):
-    near, largest = distance(x, y, metric), metric in ("dot", "cosine")
+    euclidean, largest = metric == "euclidean", metric in ("dot", "cosine")
+    near = distance(x, y, "sqeuclidean" if euclidean else metric)  # roots keep the order: those of the k found will do
     if exclude_self:
         near = torch.where(mr.row_index == mr.col_index, -torch.inf if largest else torch.inf, near)
-    return Neighbours(*mr.topk(near, k, largest=largest))
+    values, indices = mr.topk(near, k, largest=largest)
+    return Neighbours(root(values) if euclidean else values, indices)
 
 
 def knn(x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:

@@ -6,7 +6,7 @@ a measured winner is remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from . import budget, cost, tiles
@@ -74,7 +74,7 @@ def smallest(case: Case) -> Choice:
     """What takes the least memory: no part of a walk is kept apart, and the engine's tiles go by the room there is."""
     found = default(case)
     for way, tile in found.tiles:
-        found = found.having(way, (*tile[:4], 1))
+        found = found.having(way, (*tile[:4], 1, *tile[5:]))
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
@@ -85,9 +85,20 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
     for way in directions(case.fold) if over is None else (over,):
         own = base.tile(way)
         if own is not None:
-            found += [base.having(way, (*t, parts)) for t in sizes for parts in {1, own[4]}]
-            found += [base.having(way, (*own[:4], parts)) for parts in PARTS]
+            found += [base.having(way, t) for t in _varied(case, way, own, sizes)]
     return [_named(case, c) for c in found]
+
+
+def _varied(case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Other tiles than a kernel's own, in the engine's number of parts or in one; its own in other numbers of parts
+    where it leaves processors idle, and with the other way to copy."""
+    copied = own[5:]
+    for t in sizes:
+        cut = cost.parts_of(case, way, (*t, own[4])) > 1
+        yield from ((*t, parts, *copied) for parts in ((own[4], 1) if cut else (1,)))
+    if cost.instances(case, way, own) < 2 * case.ceilings.processors:
+        yield from ((*own[:4], parts, *copied) for parts in PARTS)
+    yield from ((*own[:5], int(not boxes)) for boxes in copied)
 
 
 def _torch(case: Case) -> list[Choice]:

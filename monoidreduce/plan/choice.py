@@ -22,8 +22,8 @@ class Choice:
     """One way to run a fold (or, for ``dense`` and ``total``, a whole call).
 
     ``tiles`` by name: ``tile`` (batch, rows, cols) of torch's tiles; ``cols`` and ``rows`` (kept, folded, warps,
-    stages, parts; 0 parts: the engine's own number) of the kernel that folds in that direction; ``room`` (bytes,) of
-    panels. A name that is missing is chosen by the engine.
+    stages, parts, and whether tensor descriptors copy; 0 parts: the engine's own number) of the kernel that folds in
+    that direction; ``room`` (bytes,) of panels. A name that is missing is chosen by the engine.
 
     >>> choice = Choice("flash", (("tile", (1, 512, 1024)),))
     >>> Choice.from_dict(choice.as_dict()) == choice
@@ -53,10 +53,10 @@ class Choice:
         except (KeyError, TypeError, AttributeError):
             schedule, tiles = None, ()
         sizes = [k for _, t in tiles for k in t]
-        right = {"tile": 3, "cols": 5, "rows": 5, "room": 1}
+        right = {"tile": (3,), "cols": (5, 6), "rows": (5, 6), "room": (1,)}
         if (
             schedule not in SCHEDULES
-            or any(right.get(n) != len(t) for n, t in tiles)
+            or any(len(t) not in right.get(n, ()) for n, t in tiles)
             or not all(type(k) is int and 0 <= k < 2**60 for k in sizes)
             or any(n != "room" and 0 in t[:3] for n, t in tiles)
         ):
@@ -65,9 +65,13 @@ class Choice:
 
     def __str__(self) -> str:
         shown = {"tile": "tiles of {1} rows × {2} columns", "room": "panels in {0} bytes"}
-        kernel = "{0} × {1}, {2} warps, {3} stages"
-        parts = [shown.get(n, f"over {n} {kernel}").format(*t) for n, t in self.tiles]
+        parts = [shown[n].format(*t) if n in shown else f"over {n} {_kernel(*t)}" for n, t in self.tiles]
         return ", ".join([self.schedule, *parts])
+
+
+def _kernel(kept: int, folded: int, warps: int, stages: int, parts: int, boxes: int = 0) -> str:
+    cut = f", {parts} parts" if parts > 1 else ""
+    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{', tensor descriptors' if boxes else ''}"
 
 
 # Following ----------------------------------------------------------------------------------------------------

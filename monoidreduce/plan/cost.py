@@ -188,13 +188,19 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
 def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
     """How much slower than the engine's own tile, which was measured, another is thought to be."""
     ratio = (1 + 8 / tile[0] + 8 / tile[1]) / (1 + 8 / own[0] + 8 / own[1])
-    return 1.0 if tile[:4] == own[:4] else max(1.02, ratio)
+    same = (*tile[:4], *tile[5:]) == (*own[:4], *own[5:])
+    return 1.0 if same else max(1.02, ratio)
 
 
 def parts_of(case: Case, over: str, tile: tuple[int, ...]) -> int:
     """Into how many parts the folded axis of a kernel is cut."""
     kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
     return _parts(tile, kept, folded, case)
+
+
+def instances(case: Case, over: str, tile: tuple[int, ...]) -> int:
+    """How many program instances a kernel has whose folded axis is not cut."""
+    return case.batch * -(-(case.rows if over == "cols" else case.cols) // tile[0])
 
 
 def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
-from monoidreduce.engine import planner, registry, triton, tuner, winners
+from monoidreduce import Col, Row, explain, tuning
+from monoidreduce.engine import planner, triton, winners
 from monoidreduce.engine.triton import KernelPlan, source
 from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice
@@ -44,10 +44,50 @@ def test_winners_are_right_and_found_again():
     assert len(found.folds) == 2 and all(t.trials for t in found.folds)
     truth = torch.softmax((args[0] @ args[1].mT).float(), -1) @ args[2].float()
     assert errors(attention(*args), truth).max() < 0.05
-    with registry.automatic(), tuner.recorded() as met:
-        attention(*(a[:, :-7] for a in args))
-    fold, leaves, sizes = met.folds[0]
-    assert winners.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == found.folds[0].winner
+    met = tuning.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
+    assert len(met) == 2  # the second in two directions
+    for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
+        assert winners.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
+
+
+@pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])
+def test_a_graph_is_captured_with_what_won(when):
+    """Trials wait for the device, which a capture forbids: in it what was chosen so far runs, and nothing is tried."""
+    args = [a.requires_grad_() for a in drawn(500, 700, 700)]
+    if when == "tuned before":
+        attention.tune(*args, quiet=True)
+
+    def step():
+        with mr.use(tune=when == "tuned on the way"):
+            return torch.autograd.grad(attention(*args).sum(), args)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        for a in args:
+            a.copy_(torch.randn_like(a))
+    graph.replay()
+    with mr.use(tune=False):
+        expected = torch.autograd.grad(attention(*args).sum(), args)
+    for a, b in zip(found, expected, strict=True):
+        assert errors(a, b).max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["attention", "split", "loss"])
+def test_peak_memory_is_as_predicted(name):
+    lengths = {"attention": (4000, 3000, 3000), "split": (16, 40000, 40000), "loss": (3000, 9000)}[name]
+    op, args = (loss if name == "loss" else attention), [torch.randn(n, 128, device="cuda") for n in lengths]
+    args = [a.to(torch.bfloat16).requires_grad_() for a in args]
+    given = [*args, torch.arange(len(args[0]), device="cuda")] if name == "loss" else args
+    predicted = op.cost(*given).chosen.peak
+    assert predicted == pytest.approx(explain.measure(op, given, {}, True).peak, rel=0.1)
 
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import costs, planner, recover, roads, whole
+from monoidreduce.engine import costs, planner, recover, roads, whole, winners
 from monoidreduce.engine.alive import Alive
 from monoidreduce.plan import candidates
 from monoidreduce.plan.choice import Choice, follow
+from monoidreduce.plan.work import directions
 from tests.layers import BY_NAME, DIFFERENTIABLE, ZOO
 from tests.layers_compare import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 
@@ -200,6 +201,19 @@ def test_choices_are_plain_data():
     found = Choice("split", (("cols", (64, 32, 4, 3, 8)), ("rows", (128, 64, 8, 2, 1))))
     assert Choice.from_dict(json.loads(json.dumps(found.as_dict()))) == found
     assert "64 × 32" in str(found)
+
+
+@pytest.mark.parametrize("rows", [16, 8192], ids=["few rows", "many rows"])
+def test_every_candidate_of_a_gpu_can_be_kept_and_found_again(rows):
+    q, k = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, 8192))
+    for part in attention.cost(q, k, k, device="cuda").chosen.parts:
+        assert part.case.kernels
+        for over in (None, *directions(part.case.fold)):
+            found = candidates.candidates(part.case, over)
+            assert len(set(found)) == len(found) > 4 and candidates.default(part.case) in found
+            for choice in found:
+                assert Choice.from_dict(json.loads(json.dumps(choice.as_dict()))) == choice
+                assert winners.fits(part.case, choice)
 
 
 WRONG = [

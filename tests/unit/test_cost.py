@@ -82,10 +82,47 @@ def test_operations_and_memory_of_tiles_are_those_of_a_run(name, backward):
     layer = BY_NAME[name]
     args = asking(layer, 300, 400)
     found = layer.op.cost(*args, backward=backward)["flash"]
-    book = {p.case.name: p.choice for p in found.parts}
-    real = counted(layer.op, args, backward, book)
+    real = counted(layer.op, args, backward, book(found))
     assert found.flops == pytest.approx(real.flops, rel=0.02)
-    assert found.peak == pytest.approx(real.peak, rel=0.10)
+    assert found.peak == pytest.approx(real.peak, rel=0.02)
+
+
+def book(found):
+    """What makes a call run by a schedule, as its cost was told."""
+    return {"call": Choice("dense")} if found.schedule == "dense" else {p.case.name: p.choice for p in found.parts}
+
+
+def assert_memory(op, args):
+    """Of every schedule, forward and backward."""
+    for found in op.cost(*args).schedules:
+        if found.schedule != "total":
+            real = counted(op, args, True, book(found)).peak
+            assert found.peak == pytest.approx(real, rel=0.05), found.schedule
+
+
+@pytest.mark.parametrize("shape", [(61, 1100), (1100, 40)], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_of_every_schedule_is_that_of_a_run(name, shape):
+    """Of tiles and panels that are cut along one axis, and are ragged there."""
+    assert_memory(BY_NAME[name].op, asking(BY_NAME[name], *shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["scaled_attention", "cross_entropy", "swiglu"])
+def test_memory_of_every_type_is_that_of_a_run(name, dtype):
+    """Cut along both axes; 16-bit vectors are raised a tile at a time."""
+    assert_memory(BY_NAME[name].op, asking(BY_NAME[name], 1030, 1100, dtype))
+
+
+@pytest.mark.parametrize("batch", [(3,), (2, 5), (40,)], ids=str)
+def test_memory_of_a_batch_is_that_of_a_run(batch):
+    q, k, v = (torch.randn(*batch, n, 32, requires_grad=True) for n in (30, 120, 120))
+    assert_memory(attention, (q, k, v))
+
+
+def test_memory_of_conditions_that_cut_tiles_is_that_of_a_run():
+    """Some tiles are skipped, some have no condition left, some have it whole: each has buffers of its own."""
+    assert_memory(causal, [torch.randn(1100, 8, requires_grad=True) for _ in range(3)])
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
@@ -97,7 +134,7 @@ def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, 
     real = counted(layer.op, args, backward, {"call": Choice("dense")})
     assert found.flops == pytest.approx(real.flops, rel=0.001)
     assert found.bytes == pytest.approx(real.bytes, rel=0.05)
-    assert found.peak == pytest.approx(real.peak, rel=0.05)
+    assert found.peak == pytest.approx(real.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("tile", [(1, 150, 200), (1, 300, 100), (1, 75, 400)])
@@ -187,7 +224,7 @@ def test_few_rows_are_split_over_a_gpu():
 def test_bytes_of_kernels_are_equation_5():
     q, k = meta(1024, 64), meta(4096, 64)
     (part,) = attention.cost(q, k, k, device="cuda", backward=False)["flash"].parts  # one part: the columns are whole
-    kept, folded, _, _, _ = dict(part.choice.tiles)["cols"]
+    kept, folded, *_ = dict(part.choice.tiles)["cols"]
     work = count(part.case, "cols")
     each = work.reads["rows"], work.reads["cols"], work.writes["rows"]
     slices = 1024 // kept, 4096 // folded

@@ -347,3 +347,30 @@ def test_huge_exact_logits_keep_their_differences(seed):
     args = (q, k, v, 1.0)
     trials = [(run(layer.op, args), run(layer.dense, args), run(layer.dense, cast(args, FLOAT64)))]
     assert_error_rule(trials)
+
+
+@mr.op
+def best_of_many(x: Row, y: Col, k: int, largest: bool):
+    return mr.topk(x * y, k, largest=largest)
+
+
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("k", [1, 10])
+@pytest.mark.parametrize("rising", [True, False])
+def test_topk_over_many_tiles_is_torch_topk(rising, k, largest, odd, monkeypatch):
+    """A tile is looked at in groups of columns once k are known: nothing that belongs in the list is passed over."""
+    torch.manual_seed(k)
+    use_small_tiles(monkeypatch, rows=16, cols=1000)
+    n = 3000
+    x, y = torch.rand(37) + 0.5, torch.randn(n)
+    y = y.sort(descending=not largest).values.roll(-100) if rising else y  # the best in the last tile, side by side
+    if odd is not None:
+        y[torch.randint(0, n, (4,))] = odd
+    pairs = x[:, None] * y
+    with mr.use(engine="eager"):
+        found = best_of_many(x, y, k, largest)
+    want = pairs.topk(k, -1, largest)
+    assert_close(found.values, want.values, rtol=0, atol=0, equal_nan=True)
+    sure = (found.indices >= 0) & ~found.values.isnan()
+    assert torch.equal(pairs.gather(1, found.indices.clamp(min=0))[sure], found.values[sure])

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "KernelStep",
     "Unsupported",
     "available",
+    "is_deep",
     "run",
     "run_deep",
     "runs_on",
@@ -77,16 +78,21 @@ def run(
         return fallback(fold, leaves, sizes)
 
 
-def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    """Run a fold to numbers of wide 16-bit vectors, or the k best of wide products; Unsupported for all others."""
-    found = topk.of_product(fold, leaves, sizes)
-    if found is not None:
-        return found
+def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
+    """Whether a fold is one to numbers of wide 16-bit vectors, or the k best of wide products: not for panels."""
+    if topk.factors(fold, leaves, sizes) is not None:
+        return True
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
-    if not deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow):
+    return deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
+
+
+def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+    """Run such a fold; raises Unsupported for all others."""
+    if not is_deep(fold, leaves, sizes):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
-    return _run(fold, leaves, sizes)
+    factors = topk.factors(fold, leaves, sizes)
+    return topk.of_product(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
 
 
 def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -96,7 +102,9 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
     except Unsupported:
         return {}
     found = {one.over: one.plan for one in ready.launches if not one.spec.deep}
-    return {o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, p.boxes) for o, p in found.items()}
+    return {
+        o: (p.block_kept, p.block_folded, p.num_warps, p.num_stages, p.parts, int(p.boxes)) for o, p in found.items()
+    }
 
 
 def sources(fold: Fold) -> list[Path]:

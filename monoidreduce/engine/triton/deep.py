@@ -7,6 +7,7 @@ panels instead (``panel.py``).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ FEW = 8  # of the best of a row, beyond which a list in registers is slower than
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
+@functools.lru_cache(maxsize=1024)
 def fits(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]

@@ -149,19 +149,24 @@ def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
     return values, torch.where(at < k * _STRIP, places, at + (whole - k * _STRIP))
 
 
-def of_product(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
-    """The k best products of each row with all columns, some rows at a time; None where the fold is another.
-
-    What a panel does, without its book-keeping, which takes longer than the work where rows are few.
-    """
+def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    """Rows and columns, where a fold is the k best products of each row with all columns and nothing else."""
     (r, *others), product = fold.reductions, fold.reductions[0].args[0]
-    plain = not others and r.attrs[:2] == ("topk", "cols") and product.op == "dot" and not sizes.batch
-    if not plain or any(e.op != "leaf" or e.is_pair for e in product.args) or fold.scaled[0][1] is not ONE:
+    if others or r.attrs[:2] != ("topk", "cols") or product.op != "dot" or sizes.batch or not sizes.rows:
+        return None
+    if any(e.op != "leaf" or e.is_pair for e in product.args) or fold.scaled[0][1] is not ONE:
         return None
     given = dict(zip(fold.leaves, leaves, strict=True))
     x, y = (given[e] for e in (product.args if product.args[0].rows else product.args[::-1]))
-    if x.dtype != y.dtype or not sizes.rows:
-        return None
+    return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
+
+
+def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
+    """The k best products of each row with all columns, some rows at a time.
+
+    What a panel does, without its book-keeping, which takes longer than the work where rows are few.
+    """
+    r = fold.reductions[0]
     kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
     row = sizes.cols * kind.itemsize
     room = budget.limit(lambda: hardware.free_memory(sizes.device), row)
