@@ -6,6 +6,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
+MAKEFLAGS += -j2  # types and the site are checked at the same time
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types docs docs-serve bench release-check clean
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
+from ..program.early import Early, gradients
 from ..program.expr import Expr
 from ..program.gradient import gradient
 from ..program.lower import Fold, lower
 from ..program.reductions import KINDS
-from . import asked, autocast, filtering, library, recover
+from . import asked, autocast, early, filtering, library, recover
 from .evaluate import Sizes
 from .registry import FOLDERS
 from .script import Script, missing, script
@@ -85,8 +86,14 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
-        _keep(ctx, context, leaves, output)
+        form = early.form(context.fold, leaves, context.sizes, context.engine)
+        if form is None:
+            output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            _keep(ctx, context, leaves, output)
+            return output
+        found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
+        output = tuple(found[k] for k in form.own)
+        _keep(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
     @staticmethod
@@ -147,16 +154,24 @@ def _primal(value: Any) -> Any:
     return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
 
-def _keep(ctx: Any, context: Context, leaves: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    ctx.context = context
+def _keep(
+    ctx: Any,
+    context: Context,
+    leaves: Sequence[Any],
+    output: tuple[Tensor, ...],
+    form: Early | None = None,
+    more: tuple[Tensor, ...] = (),
+) -> None:
+    ctx.context, ctx.form = context, form
     ctx.asked = asked.now()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
-    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
+    ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
 
 def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
+    """The context, the leaves and the results; what was kept beside them for gradients comes after these."""
     saved = iter(ctx.saved_tensors)
     leaves = [c if c is not None else next(saved) for c in ctx.constants]
     return ctx.context, leaves, list(saved)
@@ -172,7 +187,7 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
     wanted = ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents)
+    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
     if region is None and ctx.asked == asked.now():
         return None, *recover.typed(_gradients, given, context.sizes)
     with asked.again(ctx.asked), torch.autocast(region, enabled=False) if region else contextlib.nullcontext():
@@ -192,7 +207,8 @@ def _fixed(fold: Fold) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient program made ready: where its inputs come from (leaves, results, cotangents), and its outputs."""
+    """A gradient program made ready: where its inputs come from (leaves, results, cotangents, what was kept), and its
+    outputs."""
 
     script: Script
     sources: tuple[int, ...]
@@ -207,14 +223,16 @@ def _gradients(
     results: list[Tensor],
     wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
+    form: Early | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
-    numbers = tuple(not isinstance(v, Tensor) for v in leaves)
-    key = (wanted, tuple(g is not None for g in cotangents), numbers)
+    form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
+    count, numbers = len(cotangents), tuple(not isinstance(v, Tensor) for v in leaves)
+    key = (form, wanted, tuple(g is not None for g in cotangents), numbers)
     made = context.gradients.get(key)
     if made is None:
         made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
-    pool = [*leaves, *results, *cotangents]
+    pool = [*leaves, *results[:count], *cotangents, *results[count:]]
     given = [pool[k] for k in made.sources]
     skips = filtering.asked() is not None and made.single and not torch.is_grad_enabled() and plain(given)
     with filtering.gradient() if skips else contextlib.nullcontext():
@@ -228,15 +246,18 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...], bool]:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, wanted, given)
+    kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
+    rest = tuple(want and k not in kept for k, want in enumerate(wanted))
+    results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
+    outputs = [kept.get(k, e) for k, e in enumerate(others)]
     program = lower(tuple(e for e in outputs if e is not None))
-    names = {e.attrs[0]: k for k, e in enumerate((*fold.leaves, *results, *cotangents))}
+    names = [*(e.attrs[0] for e in (*fold.leaves, *results, *cotangents)), *(() if form is None else form.names)]
     made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
     lowered = iter(program.outputs)
     found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-    return made, tuple(names[n] for n in made.inputs), tuple(found), len(program.passes) == 1
+    return made, tuple(names.index(n) for n in made.inputs), tuple(found), len(program.passes) == 1
 
 
 def zero(leaf: Tensor) -> Tensor:

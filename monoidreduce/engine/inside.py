@@ -6,6 +6,7 @@ copies and all, and stays so when they change. A few milliseconds: for who asks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from ..plan.choice import Choice
 from ..plan.work import Case, directions
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import eager, hardware, library, panel
+from . import eager, hardware, library, panel, tally
 from .combine import combine
 from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale, forms
@@ -65,7 +66,7 @@ def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
     """Bytes alive while the results of parts are put together."""
     scale = Scale(sizes, tiles=(parts,))
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
-    with _disable_current_modes(), torch.no_grad(), Enlarged(scale, ()) as alive:
+    with _watched(scale, []) as alive:
         shapes = [form(r, k, small) for r, k in fold.outputs]
         made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
         combine(fold, made, [1] * scale.down(parts), ordered=True)
@@ -92,7 +93,7 @@ def _in_tiles(noted: Noted, tile: tiles.Tiles) -> int:
     scale = Scale(sizes, tiles=(rows, cols))
     small = tiles.Tiles(*map(scale.down, (sizes.batch[0], rows, cols)))
     leaves = [_filled(v, scale) for v in noted.leaves]
-    with _disable_current_modes(), torch.no_grad(), Enlarged(scale, _tensors(leaves)) as alive:
+    with _watched(scale, leaves) as alive:
         eager.run(noted.fold, leaves, scale.sizes(sizes), small, _Both)
     return alive.peak
 
@@ -109,7 +110,7 @@ def _in_panels(noted: Noted, choice: Choice) -> int:
         real, space, by = one, room, scale
 
     leaves = [_filled(v, scale) for v in noted.leaves]
-    with _disable_current_modes(), torch.no_grad(), Enlarged(scale, _tensors(leaves)) as alive:
+    with _watched(scale, leaves) as alive:
         panel.run(noted.fold, leaves, scale.sizes(sizes), Small, 1)
     return alive.peak
 
@@ -182,5 +183,9 @@ def _filled(v: Any, scale: Scale) -> Any:
     return torch.arange(count, dtype=torch.float64).mul_(0.6180339887).frac_().to(v.dtype).view(shape)
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [v for v in leaves if isinstance(v, Tensor)]
+@contextlib.contextmanager
+def _watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
+    """Bytes alive inside the block beside the leaves; nobody else takes notice of what runs there."""
+    given = [v for v in leaves if isinstance(v, Tensor)]
+    with _disable_current_modes(), torch.no_grad(), tally.nobody(), Enlarged(scale, given) as alive:
+        yield alive

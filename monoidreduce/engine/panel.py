@@ -149,6 +149,7 @@ class _Run:
             self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
+        self.last: tuple[slice, Evaluator] | None = None
 
     def run(self) -> None:
         if self.panel is None:
@@ -162,12 +163,20 @@ class _Run:
             for nodes, value in paired(stage, self.step.finish(at)):
                 self.whole.memo |= {n: to_layout(value, n) for n in nodes}
         self.whole.memo |= {n: to_layout(v, n) for n, v in self.found.items()}
+        self.last = None
         del self.step  # and with it the panel, before another walk has its own
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
     def local(self, rows: slice) -> Evaluator:
-        """An evaluator of these rows alone; what does not depend on rows was computed once."""
+        """An evaluator of these rows alone; what does not depend on rows was computed once.
+
+        Panels of the same rows share it: they are parts of sums, which nothing on these panels reads."""
+        if self.last is None or self.last[0] != rows:
+            self.last = rows, self._of_rows(rows)
+        return self.last[1]
+
+    def _of_rows(self, rows: slice) -> Evaluator:
         inputs = self.whole.inputs
         memo = dict(self.fixed)
         for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):

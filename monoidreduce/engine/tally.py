@@ -52,6 +52,16 @@ def tally() -> Iterator[Tally]:
         _current.reset(token)
 
 
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Nothing that runs inside the block is counted: a rehearsal is no run."""
+    token = _current.set(())
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def tile(computed: bool, batch: int, rows: int, cols: int) -> None:
     for t in _current.get():
         if computed:

@@ -22,8 +22,8 @@ class Choice:
     """One way to run a fold (or, for ``dense`` and ``total``, a whole call).
 
     ``tiles`` by name: ``tile`` (batch, rows, cols) of torch's tiles; ``cols`` and ``rows`` (kept, folded, warps,
-    stages, parts, and whether tensor descriptors copy; 0 parts: the engine's own number) of the kernel that folds in
-    that direction; ``room`` (bytes,) of panels. A name that is missing is chosen by the engine.
+    stages, parts, and whether tensor descriptors copy, 2: by turns; 0 parts: the engine's own number) of the kernel
+    that folds in that direction; ``room`` (bytes,) of panels. A name that is missing is chosen by the engine.
 
     >>> choice = Choice("flash", (("tile", (1, 512, 1024)),))
     >>> Choice.from_dict(choice.as_dict()) == choice
@@ -71,7 +71,8 @@ class Choice:
 
 def _kernel(kept: int, folded: int, warps: int, stages: int, parts: int, boxes: int = 0) -> str:
     cut = f", {parts} parts" if parts > 1 else ""
-    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{', tensor descriptors' if boxes else ''}"
+    copied = ("", ", tensor descriptors", ", by turns")[min(boxes, 2)]
+    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{copied}"
 
 
 # Following ----------------------------------------------------------------------------------------------------

@@ -26,14 +26,28 @@ KERNELS: dict[str, Tile] = {
     "16 bits, wide": (128, 64, 8, 3),
 }
 
-# where tensor descriptors copy the blocks of a kernel with exponentials: by its widest features, how many sums of them
-# it holds, and whether conditions let it pass over tiles, or else a softmax guesses its maximum, or neither
+# where tensor descriptors copy the blocks of a kernel: by its widest features, how many sums of them it holds, and what
+# it does: "one block" is all it meets in a tile, where a softmax may guess its maximum; else conditions let it pass
+# over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
+# of a plain one's row gradient
 COPIED: dict[tuple[int, int, str], Tile] = {
+    (64, 1, "one block"): (64, 64, 4, 2),
+    (64, 1, "one block, softmax"): (64, 64, 4, 2),
+    (128, 1, "one block"): (64, 128, 4, 2),
+    (128, 1, "one block, softmax"): (64, 128, 4, 3),
+    (256, 1, "one block"): (128, 64, 8, 3),
+    (256, 1, "one block, softmax"): (128, 64, 8, 3),
+    (64, 1, "plain"): (64, 128, 4, 3),
+    (64, 1, "plain gradient"): (64, 128, 4, 3),
+    (64, 2, "plain"): (64, 128, 4, 3),
+    (128, 1, "plain"): (64, 64, 4, 3),
+    (128, 2, "plain"): (64, 64, 4, 2),
+    (128, 1, "gated"): (64, 64, 4, 2),
     (128, 1, "passes"): (64, 64, 4, 3),
-    (128, 1, ""): (64, 64, 4, 2),
+    (128, 1, "powers"): (64, 64, 4, 2),
     **{
         (width, sums, how): tile
-        for how in ("passes", "softmax", "")
+        for how in ("passes", "softmax", "powers")
         for width, sums, tile in (
             (64, 0, (64, 64, 4, 2)),
             (64, 1, (64, 64, 4, 2)),
@@ -46,6 +60,9 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     },
 }
 
+
+# where copies and products take turns: two groups of four warps, 64 indices each
+STAGED: Tile = (128, 128, 4, 2)
 
 # products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
 FEW_ROWS = 64
@@ -77,7 +94,7 @@ class Family:
 # A product's 128 × 256 spills there too.
 _OLDER = {"16 bits, wide": (64, 64, 4, 2), "product": (128, 128, 8, 3)}
 FAMILIES = {
-    "hopper": Family("H100, H200", 232_448, 0.86, 0, "measured on an H200"),
+    "hopper": Family("H100, H200", 232_448, 0.93, 0, "measured on an H200"),
     "ampere": Family("A100", 166_912, 0.985, 1, "derived from kernels compiled for 8.0", _OLDER),
     "ada": Family("L4, RTX 4090, A10", 101_376, 0.985, 1, "derived from kernels compiled for 8.9", _OLDER),
 }

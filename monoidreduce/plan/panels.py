@@ -38,9 +38,10 @@ class Panels:
         return -(-rows // self.rows)
 
 
-def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False) -> Panels | None:
-    """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair, all about equally large."""
-    most = room // max(1, cols * pair)
+def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False, each: int = 0) -> Panels | None:
+    """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair and ``each`` a row, all about
+    equally large."""
+    most = room // max(1, cols * pair + each)
     return Panels(_even(rows, most), cols, wide) if most > 0 else None
 
 
@@ -56,6 +57,18 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     side = min(outer, side, max(SMALLEST, room // 2 // each) if each else side)
     other = (room - side * each) // (side * pair)
     return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
+
+
+def blocks(rows: int, cols: int, pair: int, room: int, each: int) -> Panels | None:
+    """Few blocks of rows one after the other, each with all columns, some at a time.
+
+    Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block."""
+    for count in range(2, ADDS + 1):
+        own = _even(rows, -(-rows // count))
+        part = (room - own * each) // (own * pair)
+        if own * each <= room // 2 and part >= min(ROUND, cols):
+            return Panels(own, _even(cols, part), outer="rows")
+    return None
 
 
 def _even(length: int, most: int) -> int:

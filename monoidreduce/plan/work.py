@@ -29,6 +29,7 @@ SPECIAL = {
     "exp": 1.0,
     "exp2": 1.0,
     "expm1": 1.5,
+    "gate": 1.0,
     "gelu": 2.0,
     "gumbel": 6.0,  # a hash and two logarithms
     "log": 1.0,
@@ -36,6 +37,7 @@ SPECIAL = {
     "log2": 1.0,
     "logaddexp": 2.5,
     "logsigmoid": 2.5,
+    "normal_gate": 1.0,
     "pow": 3.0,
     "sigmoid": 1.0,
     "silu": 1.0,

@@ -31,6 +31,7 @@ class Fold:
     leaves: tuple[Expr, ...]
     reductions: tuple[Expr, ...]
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
+    raised: bool = False  # whether vectors are returned in the type in which they were added up: more is made of them
 
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:

@@ -7,11 +7,15 @@ folded axis leave the sum, those that depend on it alone join the vector, and a 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 from . import build
 from .build import ONE, ZERO, apply, terms
 from .expr import Expr, const, size, topological
 from .reductions import make
 
+Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
 
 
@@ -69,16 +73,16 @@ def _sum(e: Expr, over: str) -> Expr:
         return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
     gap = build.gap_form(e)
     if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
-        free, alone, mid = _factors(gap[0], over)
+        free, alone, mid = factors(gap[0], over)
         value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
         return apply("mul", value, free)
     parts = terms(e) if e.feature is not None else [(e, None, None)]
     if parts is None:  # a vector per pair that is no product: engines walk its features
         return make("sum", over, (), (e,))[0]
-    sums: dict[tuple[Expr, Expr | None, Expr | None], Expr] = {}
+    sums: dict[Part, Expr] = {}
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
-        r, c, mid = _factors(k, over)
+        r, c, mid = factors(k, over)
         if inner is not None:
             inner = apply("mul", inner, c)
         else:
@@ -86,14 +90,32 @@ def _sum(e: Expr, over: str) -> Expr:
         key = (r, outer, inner)
         sums[key] = apply("add", sums[key], mid) if key in sums else mid
     total = ZERO
-    for (r, outer, inner), mid in sums.items():
-        value = apply("mul", _plain_sum(mid, inner, over), r)
+    for r, outer, inner, value in _sums(sums, over):
+        value = apply("mul", value, r)
         if outer is not None:
             value = apply("mul", value, outer)
         elif e.feature is not None and inner is None:
             value = build.spread(value, e.feature)
         total = apply("add", total, value) if total is not ZERO else value
     return total
+
+
+def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
+    """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
+    vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
+    groups: dict[tuple, list[Part]] = {}
+    for key, mid in parts.items():
+        r, outer, inner = key
+        shared = outer is None and inner is not None and _stays_whole(mid, inner)
+        groups.setdefault((r,) if shared else key, []).append(key)
+    for keys in groups.values():
+        r, outer, inner = keys[0]
+        if len(keys) == 1:
+            yield r, outer, inner, _plain_sum(parts[keys[0]], inner, over)
+            continue
+        products = [apply("mul", parts[k], v) for k in keys if (v := k[2]) is not None]
+        whole = functools.reduce(lambda a, b: apply("add", a, b), products)
+        yield r, outer, inner, make("sum", over, (), (whole,))[0]
 
 
 def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
@@ -104,7 +126,7 @@ def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None
     return outer, inner
 
 
-def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
     free, alone, rest = ONE, ONE, ONE
     stack = [k]
@@ -126,7 +148,7 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             else:
                 free = apply("div", free, divisor)
             stack.append(f.args[0])
-        elif f.op == "where" and build._is(f.args[2], 0) and (number := _number_factor(f.args[1])) is not None:
+        elif f.op == "where" and build._is(f.args[2], 0) and (number := number_factor(f.args[1])) is not None:
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
@@ -134,7 +156,7 @@ def _factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     return free, alone, rest
 
 
-def _number_factor(e: Expr) -> tuple[Expr, Expr] | None:
+def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
     """e as (a number of no axis) × (the rest).
 
     No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
@@ -145,7 +167,7 @@ def _number_factor(e: Expr) -> tuple[Expr, Expr] | None:
         if not one.rows and not one.cols and one.feature is None:
             return one, other
     for one, other in (e.args, e.args[::-1]):
-        inner = _number_factor(one)
+        inner = number_factor(one)
         if inner is not None:
             return inner[0], apply("mul", inner[1], other)
     return None
@@ -159,16 +181,19 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
     whole = apply("mul", mid, vector) if vector is not None else mid
     if not _has(whole, over):
         return apply("mul", whole, apply("cast", size(over), to="float"))
-    if not whole.is_pair:
-        return make("sum", over, (), (whole,))[0]
-    dense, hots = split_hots(mid)
-    if dense is not None:
+    if not whole.is_pair or _stays_whole(mid, vector):
         return make("sum", over, (), (whole,))[0]
     total = ZERO
-    for axis, target, value in hots:
+    for axis, target, value in split_hots(mid)[1]:
         picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
         total = picked if total is ZERO else apply("add", total, picked)
     return total
+
+
+def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
+    """Whether mid × vector is of pairs, and not zero at all of them but one index."""
+    whole = mid if vector is None else apply("mul", mid, vector)
+    return whole.is_pair and split_hots(mid)[0] is not None
 
 
 def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
@@ -240,7 +265,7 @@ def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
     total = ZERO
     for k, u, v in parts:
         outer, inner = _outer_inner(u, v, over)
-        r, c, mid = _factors(k, over)
+        r, c, mid = factors(k, over)
         weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
         mean = make("soft", over, (), (logit, weighted))[1]
         part = apply("mul", mean, r)

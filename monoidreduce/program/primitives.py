@@ -62,12 +62,17 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
+def _normal_density(x: Any) -> Any:
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
 def _gelu_slope(x: Any, approximate: str) -> Any:
     if approximate == "none":
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+        return x.normal_gate() + x * _normal_density(x)
     k = math.sqrt(8 / math.pi)
-    s = torch.sigmoid(k * (x + 0.044715 * x * x * x))  # (1 + tanh) / 2, which the kernel of gelu itself has
-    return s * (1 + x * (1 - s) * (k + 3 * 0.044715 * k * x * x))
+    square = x * x
+    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
+    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
 
 
 def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
@@ -76,7 +81,7 @@ def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
 
 
 def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
-    s = torch.sigmoid(x)
+    s = x.gate()
     return (g * (s * (1 + x * (1 - s))),)
 
 
@@ -167,7 +172,10 @@ _ROWS = [
         names=("expit",),
         triton="sigmoid({0})",
     ),
-    _P("silu", aten.silu, _silu_gradient, triton="{0} * sigmoid({0})"),
+    # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
+    _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})"),
+    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * _normal_density(x),), triton="normal_gate({0})"),
+    _P("silu", aten.silu, _silu_gradient, triton="{0} * gate({0})"),
     _P(
         "relu",
         aten.relu,

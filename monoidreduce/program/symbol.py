@@ -295,7 +295,7 @@ def functions() -> list[str]:
     >>> "tanh" in functions() and "gelu" in functions()
     True
     """
-    hidden = {*DRAWS, "cast", "decay"}
+    hidden = {*DRAWS, "cast", "decay", "gate", "normal_gate"}
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 

@@ -13,7 +13,7 @@ def layers(dtype):
     make = lambda *shape: torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
     q, k, v = (make(2, 133, 64) for _ in range(3))
     yield lambda: ops.attention(q, k, v, causal=True), (q, k, v)
-    yield lambda: ops.attention(q, k[:, :77], v[:, :77], window=20, dropout=0.1, seed=1), (q, k, v)
+    yield lambda: ops.attention(q, k[:, :77], v[:, :77], window=20, dropout_p=0.1, seed=1), (q, k, v)
     one = make(1, 1, 64)
     yield lambda: ops.attention(one, k[:1], v[:1]), (one, k, v)
     x, p, d = make(59, 32), make(111, 32), make(111, 48)

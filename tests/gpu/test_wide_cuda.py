@@ -57,6 +57,31 @@ def test_budgets_are_kept_and_gradients_are_right(M, D, V, peaked, limit):
         assert error <= 2 * other + 1e-6
 
 
+@pytest.mark.parametrize("kind", ["shared labels", "own index", "late logits"])
+def test_weights_measured_from_a_guess(kind):
+    """Labels that rows share or ignore, and logits far above the few that a guess looks at: rows are written again."""
+    x, w, target = head(700, 520, 3000, False)
+    x = x.detach()
+    if kind == "shared labels":
+        target[:90], target[90:95] = 7, -100
+    elif kind == "own index":
+        target = torch.arange(700, device="cuda")
+    else:
+        x, w = x * 20, torch.cat([w[:500] * 0.01, w[500:] * 3])
+
+    def loss(x, w):
+        with mr.budget("64MB"):
+            return mr.ops.cross_entropy(x, w, target)
+
+    truth = pulled(lambda x, w: F.cross_entropy(x @ w.T, target), x.double(), w.double())
+    plain = pulled(lambda x, w: F.cross_entropy((x @ w.T).float(), target), x, w)
+    got, again = pulled(loss, x, w), pulled(loss, x, w)
+    for own, same, torchs, exact in zip(got, again, plain, truth, strict=True):
+        error, other = ((t.double() - exact).norm() / exact.norm() for t in (own, torchs))
+        assert error <= 2 * other + 1e-6
+        assert torch.equal(own, same)
+
+
 @pytest.mark.parametrize("rows", [1, 64, 1000])
 def test_a_forward_and_an_argmax_hold_no_pairs(rows):
     x, w, target = head(rows, 1024, 50257, False)

@@ -19,8 +19,20 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, use_plan
+from monoidreduce.engine.triton import (
+    KernelPlan,
+    boxes,
+    describe,
+    epilogue,
+    launch,
+    plan,
+    rest,
+    source,
+    staged,
+    use_plan,
+)
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -146,7 +158,8 @@ CASES = [
     Case("wide sample, 256 rows", drawn, lambda t: (*_wide(256)(t), 7), lean=False),
     Case("wide sample, 64 rows", drawn, lambda t: (*_wide(64)(t), 7), lean=False),
     Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
-    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(300, 4096)),
+    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
+    Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
         "wide distillation, summed",
@@ -173,6 +186,8 @@ class Compiled:
     shared: int
     counted: int  # bytes of shared memory as the plan counts them
     tensor_cores: int  # matrix instructions in the text
+    staged: bool
+    crumbs: int  # loads of two bytes
     lean: bool
 
 
@@ -192,7 +207,12 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
+        mock.patch.object(epilogue, "on", lambda device: capability >= 90),
+        mock.patch.object(rest, "_run", lambda *arguments: None),
+        mock.patch.object(staged, "on", lambda device: capability == 90),
+        mock.patch.object(describe, "has_tanh", lambda device: True),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(early, "MANY", 0),
         mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
@@ -212,6 +232,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module = source.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
@@ -223,7 +244,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
             signature[name] = "*" + _TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif hasattr(value, "block_shape"):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
+            laid = f",{value.layout!r}" if call.kernel.staged else ""
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}{laid}>".replace(" ", "")
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and name not in free:
@@ -234,14 +256,17 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    ast = ASTSource(function, signature, constants, attributes)
+    options |= staged.OPTIONS if call.kernel.staged else {}
+    ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _assembled(result.asm["ptx"], capability)
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
     shared = result.metadata.shared
-    return Compiled(case.name, call.kernel.name, tiles, registers, spills, shared, counted, cores, case.lean)
+    crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
+    said = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    return Compiled(case.name, call.kernel.name, tiles, *said)
 
 
 _TYPES = {

@@ -17,6 +17,7 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 # Bytes that may spill. Two accumulators of 128 x 128, or one of 128 x 256, and the tiles in flight: smaller tiles would
 # not spill, and are 4 to 30 % slower (benchmarks/tiles.py on an H200).
 SPILLS = {"attention 128": 256, "causal attention 128": 256, "cross-entropy 256": 128}
+STAGED = ["causal attention 128", "attention 128"]
 
 
 def chosen(capability, ready):
@@ -49,6 +50,9 @@ def test_kernels_compile(capability, ready, tmp_path):
                 assert kernel["tensor_cores"] > 0 or case.name.startswith(("gaussian", "wide")), kernel
                 most = SPILLS.get(case.name, 0) if capability == 90 else max(SPILLS.values())
                 assert kernel["spills"] <= most, kernel
+            assert not (kernel["staged"] and kernel["crumbs"]), kernel
+    forward = {k["case"]: k["staged"] for k in found[::-1]}
+    assert [c for c, staged in forward.items() if staged] == STAGED * (capability == 90 and ready)
 
 
 @pytest.mark.parametrize("capability", sorted(FAMILIES))

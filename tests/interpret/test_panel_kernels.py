@@ -130,6 +130,21 @@ def test_what_is_not_written_yet_holds_the_rest(limit, used, seed):
     assert_error_rule([(got, pulled(plain_sum, args, target), truth)], factor=3.0)
 
 
+def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
+    """The float32 totals of all row gradients do not fit, nor do column gradients lend room for them."""
+    args = [torch.randn(s, dtype=torch.float64).bfloat16() for s in ((40, 4), (40, 4), (40,))]
+    target = torch.randint(40, (40,))
+    given = [a.detach().requires_grad_() for a in args]
+    with mr.use(engine="panel"):
+        value = loss(*given[:2], target, given[2]).sum()
+    with mr.use(engine="panel"), mr.budget(399):
+        grads = torch.autograd.grad(value * 0.3, given)
+    assert used[-1] == panels.Panels(12, 8, outer="rows")
+    got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
+    truth = pulled(plain, cast(args, torch.float64), target)
+    assert_error_rule([(got, pulled(plain, args, target), truth)], factor=3.0)
+
+
 @mr.op
 def log_total(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col):
     s = x @ w + bias

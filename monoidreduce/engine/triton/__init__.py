@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...program.build import ONE
 from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
@@ -207,7 +208,7 @@ def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
             held = 0
         parts[-1].append((r, scale))
         held += width
-    return [Fold(fold.leaves, *(tuple(side) for side in zip(*part, strict=True))) for part in parts]
+    return [Fold(fold.leaves, tuple(r for r, _ in part), tuple(s for _, s in part), fold.raised) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,12 +220,16 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
         whole = Fold(fold.leaves, tuple(mine))
         picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
         kept = {r: s for r, s in mine.items() if r not in picks}
-        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values())), picks))
+        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values()), fold.raised), picks))
     return tuple(found)
 
 
 def _pick(r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    """A gather needs no kernel of ours."""
+    """A gather needs no kernel of ours; each row's own column is not even that."""
+    target, value, vector = r.args
+    own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
+    if own and value is ONE and sizes.rows <= sizes.cols:
+        return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     feature = r.args[2].feature
     tail = () if feature is None else (sizes.of(str(feature)),)

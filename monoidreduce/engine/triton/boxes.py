@@ -7,7 +7,6 @@ features lie side by side, rows and batch elements begin on 16 bytes. Dimensions
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import os
@@ -52,18 +51,30 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int) -> tuple[int, ...] | No
     return found if fits and aligned and v.numel() and not spec.room_of[e] else None
 
 
-def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int]) -> Any:
-    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features."""
-    kept = (*dims, v.ndim - 2, v.ndim - 1)
-    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(
-        v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], [*(1 for _ in dims), *block]
-    )
+def fits(v: Tensor) -> bool:
+    """Whether vectors ``[1, length, features]`` of any number of features can be copied."""
+    aligned = v.stride(-2) > 0 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
+    return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
+
+
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, int], staged: bool = False) -> Any:
+    """The descriptor of a leaf ``[*batch, length, features]``, for blocks of some vectors and features.
+
+    ``staged``: for kernels that name the layout of what is copied."""
+    kept, shape = (*dims, v.ndim - 2, v.ndim - 1), [*(1 for _ in dims), *block]
+    given = (v, [v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
+    if staged:
+        gl = importlib.import_module("triton.experimental.gluon.language")
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(v.dtype)[6:]))
+        made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(*given, layout)
+    else:
+        made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(*given)
     made.base = None  # a frozen launch holds nobody's tensor
     return made
 
 
 def filled(made: Any, v: Tensor) -> Any:
     """A descriptor for another tensor of the same shape, strides and alignment."""
-    found = copy.copy(made)
-    found.base = v
+    found = object.__new__(type(made))
+    found.__dict__ = {**made.__dict__, "base": v}
     return found

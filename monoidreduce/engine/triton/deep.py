@@ -40,7 +40,7 @@ def rounds(spec: Spec) -> bool:
     A gradient reads them from a panel. The sum of exponentials that it divides by must be that of the same numbers: of
     exact ones, it would miss the largest weights of a peaked softmax by several per cent.
     """
-    return spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
+    return not spec.raw and spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
 
 
 def vectors(spec: Spec) -> list[Expr]:

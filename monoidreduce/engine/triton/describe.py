@@ -66,6 +66,7 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
         join=sizes.rows * sizes.cols >= MANY,
+        native=narrow is not None and has_tanh(sizes.device),
     )
     return spec, tuple(casts)
 
@@ -104,6 +105,14 @@ def family(device: torch.device) -> Family | None:
     known = torch.cuda.get_device_properties(device)
     found = defaults.family(known.major, known.minor)
     return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
+
+
+@functools.cache
+def has_tanh(device: torch.device) -> bool:
+    """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
+    if not _is_there(device) or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 @functools.cache

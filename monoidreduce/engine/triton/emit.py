@@ -18,13 +18,17 @@ from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import deep, device, kinds, skip
+from . import chance, deep, device, kinds, skip
 from .kind import Kind
 from .kinds import known
 from .spec import TINY, Spec, padded
 from .values import Values
 
 CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")  # what ``launch.execute`` fixes when it compiles
+
+_IMPORTS = """import triton
+import triton.language as tl
+"""
 
 _HEADER = '''"""{title}
 
@@ -33,8 +37,6 @@ _HEADER = '''"""{title}
 Written by monoidreduce; the same program always gives the same text.
 """
 
-import triton
-import triton.language as tl
 '''
 
 
@@ -58,6 +60,7 @@ class Kernel:
     bounds: bool = False  # whether it is told which tiles to visit
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
+    staged: bool = False  # whether its copies and products take turns as the text says
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
 
@@ -204,7 +207,7 @@ def _described(r: Expr) -> str:
     return text if len(text) <= 110 else f"{text[:107]}..."
 
 
-def _header(spec: Spec, used: list[Expr]) -> str:
+def _header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
     for e in used:
@@ -212,7 +215,7 @@ def _header(spec: Spec, used: list[Expr]) -> str:
         what = "a number" if e.feature is None else f'a vector over "{e.feature}" ({spec.width(e.feature)})'
         kind = spec.type_of[e]
         lines.append(f"{e.attrs[0]}: {what} {'given at the call' if spec.is_number(e) else f'per {side}, {kind}'}")
-    return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.")
+    return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.") + imports
 
 
 def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
@@ -349,10 +352,12 @@ def _stores(reductions: list[Kind], v: Values) -> list[str]:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The helper functions of ``device.py``, by name, in their order."""
-    source = inspect.getsource(device)
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    return {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+    """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
+    found = {}
+    for source in map(inspect.getsource, (device, chance)):
+        functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        found |= {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+    return found
 
 
 def _copied(text: str) -> list[str]:

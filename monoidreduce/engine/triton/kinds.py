@@ -87,7 +87,8 @@ class Soft(Kind):
     def _level(self) -> bool:
         """Whether one tile is like another: no number of the folded axis, such as a distance in it, raises logits."""
         logit = self.reduction.args[0]
-        logit = logit.args[1] if logit.op == "where" and logit.args[2].const == -math.inf else logit
+        while logit.op == "where" and logit.args[2].const == -math.inf:
+            logit = logit.args[1]
         numbers = [e for e in topological([logit]) if e.feature is None and not e.is_pair]
         return not any(self.v.spec.folds(e) for e in numbers)
 
@@ -99,9 +100,9 @@ class Soft(Kind):
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 
-    def guessed(self) -> str:
-        """Whether no weight is out of range; NaN is not in range."""
-        return f"tl.max(tl.where({self.name}_total < {literal(_MOST)}, 0, 1)) == 0"
+    def guessed(self, also: str = "") -> str:
+        """Whether no weight is out of range, and what else is asked of a total; NaN is not in range."""
+        return f"tl.max(tl.where(({self.name}_total < {literal(_MOST)}){also}, 0, 1)) == 0"
 
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
@@ -114,25 +115,11 @@ class Soft(Kind):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        s, factor = self._logit(fields[0])
-        power = "tl.exp2" if self.fast else "tl.exp"
         parts = [[factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and is_one(p[0].weight) and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
+        s, factor = self._logit(fields[0])
         v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
-        if self.guessing:
-            v.inside += [
-                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
-                f"{n}_total += tl.sum({n}_weight, 1)",
-            ]
-        else:
-            v.inside += [
-                f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
-                f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
-                f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
-                f"{n}_shrink = {power}({n}_top - {n}_safe)",
-                f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
-                f"{n}_top = {n}_new",
-            ]
+        self._weigh(s, factor)
         for mean, cs, waits in zip(self.means, parts, late, strict=True):
             v.inside += [] if self.guessing else mean.scale(f"{n}_shrink")
             if waits:
@@ -142,6 +129,27 @@ class Soft(Kind):
                 plain = c.walk or is_one(c.weight)
                 part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
                 mean.add(c, part)
+
+    def weigh(self, logit: Expr) -> None:
+        """What one tile does to the maximum and to the total: its weights, and what the sums before it shrink by."""
+        self._weigh(*self._logit(logit))
+
+    def _weigh(self, s: str, factor: str) -> None:
+        n, power = self.name, "tl.exp2" if self.fast else "tl.exp"
+        if self.guessing:
+            self.v.inside += [
+                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
+                f"{n}_total += {self.v.added(f'{n}_weight')}",
+            ]
+            return
+        self.v.inside += [
+            f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
+            f'{n}_safe = tl.where(tl.abs({n}_new) == float("inf"), 0.0, {n}_new)  # rows that saw nothing yet',
+            f"{n}_weight = {power}({s}{factor} - {n}_safe[:, None])",
+            f"{n}_shrink = {power}({n}_top - {n}_safe)",
+            f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
+            f"{n}_top = {n}_new",
+        ]
 
     def _logit(self, logit: Expr) -> tuple[str, str]:
         """The name of a whole block of logits, and the text that multiplies them, if anything does."""
@@ -153,9 +161,9 @@ class Soft(Kind):
         return s, f" * {factor}" if factor else ""
 
     def _scaled(self, logit: Expr) -> tuple[Expr, str]:
-        """A logit as core × (positive factor), the factor taken out of a ``where`` against minus infinity too."""
+        """A logit as core × (positive factor), the factor taken out of every ``where`` against minus infinity too."""
         if logit.op == "where" and logit.args[2].const == -math.inf:
-            core, factor = self.v.linear(logit.args[1], positive=True)
+            core, factor = self._scaled(logit.args[1])
             return apply("where", logit.args[0], core, logit.args[2]), factor
         core, factor = self.v.linear(logit, positive=True)
         return (core, factor) if core.is_pair else (logit, self.v.factor(LOG2E))
@@ -170,8 +178,9 @@ class Soft(Kind):
         ]
         results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
         for m in self.means:
-            across = "[:, None]" if m.feature is not None and not m.tiny else ""
-            results.append(([f"{t} / {n}_seen{across}" for t in m.result()], m.feature))
+            block = m.feature is not None and not m.tiny
+            texts = [self.v.divided(t, f"{n}_seen") if block else f"{t} / {n}_seen" for t in m.result()]
+            results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 
 

@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Sizes, form
-from . import boxes, deep, describe, emit, recent, skip, source, topk
+from . import boxes, deep, describe, emit, recent, skip, source, staged, topk
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
@@ -56,6 +56,7 @@ def execute(call: Call) -> Callable[..., Any] | None:
     module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
+    options |= staged.OPTIONS if call.kernel.staged else {}
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
         source.note(compiled)
@@ -85,12 +86,14 @@ class Launch:
         boxed = (*plainly.folded, *deep.vectors(self.spec))
         found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
         many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
+        copied = many + (many and staged.fits(replace(self.spec, boxes=found), sizes.device, count * self.lengths[0]))
         family = describe.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0])
+        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found if self.plan.boxes else ())
-        self.kernel, self.grid = emit.kernel(self.spec), self.tiles * count * self.parts
+        by_turns = staged.kernel(self.spec) if staged.takes(self.plan, sizes.device) else None
+        self.kernel, self.grid = by_turns or emit.kernel(self.spec), self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         # whether calls need leaves with merged batch
         self.merged = bool(self.casts or self.data)
@@ -127,7 +130,7 @@ class Launch:
         place = self.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         self.boxes = [
-            (place(e), boxes.template(values[e], dims, self._block(e)))
+            (place(e), boxes.template(values[e], dims, self._block(e), self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
@@ -178,7 +181,7 @@ class Launch:
         if self.spec.split:
             return (self.parts, *shape), dtype
         vector = len(shape) > len(self.sizes.batch) + 1
-        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft"):
+        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft") and not self.fold.raised:
             dtype = getattr(torch, self.spec.narrow)  # as the caller will hold it: half the traffic
         return shape, dtype
 

@@ -1,8 +1,9 @@
 """What is done to a panel of pairs on a GPU: generated kernels for the arithmetic, the vendor's products for the rest.
 
 A group of stages becomes its products, one kernel that takes every row through all of them (``sweep.py``), and one
-product for every sum of vectors, whose weights that kernel wrote over the panel. Numbers that are folded over rows have
-a kernel of their own. Numbers come from the generator of the other kernels, a product being a leaf given per pair.
+product for every sum of vectors, whose weights that kernel wrote over the panel; or a generated product writes the
+weights itself (``epilogue.py``). Numbers that are folded over rows have a kernel of their own. Numbers come from the
+generator of the other kernels, a product being a leaf given per pair.
 """
 
 from __future__ import annotations
@@ -24,124 +25,27 @@ from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
-from . import filtered, sweep, topk
-from .joint import PLACES, Parts, groups, joint, parts, placed
+from . import epilogue, filtered, sweep, topk
+from .joint import PLACES, joint, placed
+from .rest import Rest
+from .room import Room
 
 
-class KernelStep:
+class KernelStep(Room):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
 
     splits = True  # softmax means of vectors come as a softmax and a sum
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        self.walk, self.sizes = walk, sizes
-        self.parts = [parts(s) for s in walk.stages]
-        self.groups, self.written = groups(walk), _written(walk)
-        sixteen = kinds & set(hardware.SIXTEEN)
-        self.narrow = sixteen.pop() if len(sixteen) == 1 else None
-        # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
-        self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
-        self.kind = self.stored or sizes.compute
-        self.homes = [self._homes(at) for at in range(len(walk.stages))]
-
-    def _homes(self, at: int) -> list[tuple[torch.dtype, Expr | int | None]]:
-        """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
-
-        None for a weight that is a product itself, and is multiplied where it lies.
-        """
-        stage, cut = self.walk.stages[at], self.parts[at]
-        product = dict(stage.products)
-        kinds = [self.kind if w in product else self._weight_type(w, cut) for w in cut.weights]
-        plain = [w in product and kind == self.kind for w, kind in zip(cut.weights, kinds, strict=True)]
-        kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
-        free = [f for f in self.walk.dying(at) if f not in kept]
-        found: list[tuple[torch.dtype, Expr | int | None]] = []
-        extra = 0
-        for kind, is_plain in zip(kinds, plain, strict=True):
-            if is_plain:
-                found.append((kind, None))
-            elif free and kind.itemsize <= self.kind.itemsize:
-                found.append((kind, free.pop(0)))
-            else:
-                found.append((kind, extra))
-                extra += 1
-        return found
-
-    def _weight_type(self, w: Expr, cut: Parts) -> torch.dtype:
-        """The type in which a weight is multiplied; a number per pair that is sorted keeps its digits."""
-        multiplied = any(c.weight is w for _, _, cs in cut.sums for c in cs)
-        return self.stored if multiplied and self.stored else self.sizes.compute
-
-    # How much is held
-
-    def choose(self, room: int) -> panels.Panels | None:
-        """Whole rows where column totals stay accurate, else whole columns of a plain sum.
-
-        Column totals of 16 bits are rounded once a panel: beyond a few panels they are kept in float32.
-        """
-        rows, cols, pair, totals = self.sizes.rows, self.sizes.cols, self._pair(), self._totals("rows")
-        whole = panels.by_rows(rows, cols, pair, room)
-        if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
-            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True)
-        if not self._is_sum():
-            return whole
-        if whole is not None and whole.rows >= min(panels.FEW, rows):
-            return whole
-        found_tail = self._tail(room)
-        if found_tail:
-            return panels.Panels(rows, found_tail.own, tail=found_tail)
-        if not self._each("rows"):
-            found = panels.cut(rows, cols, pair, room, self._each("cols"))
-            return panels.Panels(*found, outer="rows") if found else whole
-        found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        return panels.Panels(*found[::-1]) if found else whole
-
-    def _tail(self, room: int) -> tail.Tail | None:
-        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
-        if not self.stored or not self._each("rows"):
-            return None
-        line = max(self._widths("rows")) * self.stored.itemsize
-        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
-        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
-
-    def least(self) -> int:
-        rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
-        row = cols * pair + (self._totals("rows") if rows > panels.ADDS or not self.stored else 0)
-        if not self._is_sum():
-            return row
-        each = max(self._each("rows"), self._each("cols"))  # directions can be done apart
-        return min(row, panels.SMALLEST * (each + pair * panels.SMALLEST))
-
-    def _pair(self) -> int:
-        """Bytes held of one pair."""
-        extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
-        return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
-
-    def _totals(self, over: str) -> int:
-        """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
-        return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0
-
-    def _each(self, over: str) -> int:
-        """Bytes of the totals of one row or column."""
-        return sum(self._widths(over)) * self.sizes.compute.itemsize
-
-    def _widths(self, over: str) -> list[int]:
-        vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return [self.sizes.of(str(v.feature)) for v in vectors if v is not None]
-
-    def _is_sum(self) -> bool:
-        """Whether parts of a row can be added up: one stage, of sums and of picks."""
-        kinds = {r.attrs[0] for s in self.walk.stages for r in s.fold.reductions}
-        return len(self.walk.stages) == 1 and kinds <= {"sum", "pick"}
-
     def begin(self, panel: panels.Panels) -> None:
-        self.panel = panel
+        self.panel, self.written = panel, _written(self.walk)
+        self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
         self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
         self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
+        self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
@@ -198,7 +102,7 @@ class KernelStep:
         for place, over, products in cut.sums:
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
-                part.keep(at, place, [value])
+                part.keep(at, place, [value], [self.complete.get((at, place))])
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
@@ -208,10 +112,39 @@ class KernelStep:
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
+        fused, self.rest = self._fused(moved), None
+        if fused and not fused.guesses:
+            return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
-        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
         wholes = [self._rows(n) for names in whole.names for n in names]
         numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
+        found = self._written(fused, part, here, numbers) if fused else self._swept(group, part, here, numbers)
+        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
+        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
+        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
+        for (stage, place), (r, results), (_, complete) in own:
+            if "cols" not in self.over:
+                continue
+            if moved:
+                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
+            else:
+                part.keep(stage, place, results, complete)
+        return found
+
+    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
+        values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
+        sides = zip(fused.vectors, fused.sides, strict=True)
+        values |= {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+        out = self.buffers[fused.product][: here.rows, : here.cols]
+        self.rest = fused(out, values, numbers, here)
+        return {self.parts[self.groups[0][-1]].weights[0]: out}
+
+    def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by the vendor's product and a kernel over its rows."""
+        moved = self.panel.cols < self.sizes.cols
+        whole = joint(self.walk, group, moved)
+        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
         outputs: list[Any] = list(numbers)
         found, written = {}, []
         last = group[-1]
@@ -226,16 +159,6 @@ class KernelStep:
         if outputs:
             work = sweep.Work(whole.leaves, whole.folds, whole.names, tuple(written))
             self._launch((group, moved), work, "cols", values, part, here, outputs)
-        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
-        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
-        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
-        for (stage, place), (r, results), (_, complete) in own:
-            if "cols" not in self.over:
-                continue
-            if moved:
-                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
-            else:
-                part.keep(stage, place, results, complete)
         return found
 
     def _rows(self, name: Expr) -> Tensor:
@@ -284,14 +207,17 @@ class KernelStep:
     def _launch(
         self, key: Any, work: sweep.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
     ) -> None:
-        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
-        values = {**values, **dict(zip(PLACES, begins, strict=True))}
+        values = {**values, **self._begins(part)}
         kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
         sizes = (here.rows, here.cols, here.compute, here.device, tuple(here.letters.values()))
         whole = (key, over, len(outputs), kinds, sizes, sweep.PLANS[over])
         if whole not in self.written:
             self.written[whole] = sweep.prepare(work, over, values, here)
         self.written[whole](outputs, values, here.device)
+
+    def _begins(self, part: Part) -> dict[Expr, int]:
+        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
+        return dict(zip(PLACES, begins, strict=True))
 
     # What panels add up to
 
@@ -309,18 +235,31 @@ class KernelStep:
         width = vectors[products[0].vector].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
-            out = torch.empty(shape, dtype=self.kind, device=self.sizes.device)
+            out = self._alone(key, rows, width)
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
-            vector = vectors[c.vector].to(weights[c.weight].dtype)
+            weight, vector = weights[c.weight], vectors[c.vector]
+            rest = self.rest if over == "rows" else None
+            vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
-            self.contract(out, weights[c.weight], vector, over, add=k > 0 or begun)
+            self.contract(out, weight, vector, over, add=k > 0 or begun)
+        if self.rest and over == "rows":
+            self.rest.add(out, vectors[products[0].vector])
         if alone:
-            return out
+            return self.rest.complete(out, vectors[products[0].vector]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
+
+    def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
+        """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
+        empty = functools.partial(torch.empty, dtype=self.kind, device=self.sizes.device)
+        if key[0] < len(self.walk.stages) - 1:
+            return empty(rows.stop - rows.start, width)
+        if key not in self.complete:
+            self.complete[key] = empty(self.sizes.rows, width)
+        return self.complete[key][rows]
 
     def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
         """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.

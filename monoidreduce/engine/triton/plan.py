@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
 from .emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,7 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    boxes: int = False  # whether tensor descriptors copy the blocks that can be copied so
+    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -47,7 +47,7 @@ def overrides() -> tuple:
 
 
 def choose(
-    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: bool = False, length: int = 0
+    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: int = 0, length: int = 0
 ) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
 
@@ -55,7 +55,9 @@ def choose(
     asked = (_override.get() or {}).get(over)
     if asked or kernel.deep:
         return asked or _deep(kernel, length, family or FAMILY)
-    return _fitting(kernel, item, family or FAMILY, boxes)
+    if boxes == 2:  # what it holds does not depend on the plan
+        return KernelPlan(*STAGED, boxes=2)
+    return _fitting(kernel, item, family or FAMILY, bool(boxes))
 
 
 def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
@@ -96,16 +98,24 @@ def _even(instances: int, tiles: int, processors: int) -> int:
 
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
-    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 and kernel.powers else None
+    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
-    """The widest features, how many sums of them are held, and whether tiles are passed over or a maximum guessed."""
+    """The widest features, how many sums of them are held, and what the kernel does, in the words of the table."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = "passes" if kernel.bounds else "softmax" if kernel.guesses else ""
-    return widest if alone and kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+    how = _does(kernel, widest) + ("" if alone else " gradient")
+    return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+
+
+def _does(kernel: Kernel, widest: int) -> str:
+    if kernel.state_width and kernel.folded_width <= widest:
+        return "one block, softmax" if kernel.guesses else "one block"
+    if kernel.bounds or kernel.guesses or kernel.powers:
+        return "passes" if kernel.bounds else "softmax" if kernel.guesses else "powers"
+    return "gated" if kernel.folded_width > 2 * widest else "plain"
 
 
 def _widest(kernel: Kernel) -> int:
@@ -135,10 +145,10 @@ def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPl
 
 
 def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
-    """Bytes of the blocks that a plan's kernel holds in shared memory."""
+    """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
-    return (kept + folded + plan.block_kept * plan.block_folded) * item
+    return (kept + folded + (plan.block_kept * plan.block_folded if family.ahead else 0)) * item
 
 
 def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:

@@ -36,6 +36,8 @@ class Spec:
     split: bool = False  # whether the folded axis is cut into parts, one program instance each
     deep: bool = False  # whether products may have more features than a block: they are then walked
     join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
+    raw: bool = False  # whether wide products stay as exact as they are
+    native: bool = False  # whether the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
 
     @cached_property

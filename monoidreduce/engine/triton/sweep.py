@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...program.expr import Expr, reduce_node, topological
+from ...program.build import apply
+from ...program.expr import Expr, index, reduce_node, topological
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from ..evaluate import Sizes
-from . import emit, lanes, launch
-from .joint import PLACES
+from . import boxes, deep, emit, lanes, launch
+from .joint import FIRST, PLACES
 from .kind import Kind
 from .launch import Call
 from .plan import KernelPlan
@@ -65,13 +66,14 @@ class Plain:
 Written = Work | Plain
 
 
-class _RowValues(Values):
+class RowValues(Values):
     """A row's own numbers, where they are compared with the columns' index, in the index's type: half the work."""
 
     def _text(self, e: Expr) -> str:
         for here, there in (e.args, e.args[::-1]) if e.op == "eq" else ():
-            if here.op == "col_index" and there.dtype == "int" and not there.cols and there.rows:
-                t = self.number(there)
+            first = FIRST["col"] if here.op == "add" and here.args == (index("col"), FIRST["col"]) else None
+            if (here.op == "col_index" or first) and there.dtype == "int" and not there.cols and there.rows:
+                t = self.number(there if first is None else apply("sub", there, first))
                 text = f"tl.where(({t} >= 0) & ({t} < folded_size), {t}, -1).to(tl.int32)"
                 return f"folded_at[None, :] == {self.bind((there, 'index'), text, False)}"
         return super()._text(e)
@@ -93,7 +95,7 @@ class _Writer:
     """The lines of a kernel, loop after loop. Numbers per row are bound between the loops, once."""
 
     def __init__(self, spec: Spec):
-        self.spec, self.v = spec, _RowValues(spec)
+        self.spec, self.v = spec, RowValues(spec)
         self.body = [*emit._opening(spec), "whole = folded_size // FOLDED", "out_at = tl.cast(tile * KEPT, tl.int64)"]
         self.outs: list[str] = []
         self.helpers: list[str] = []
@@ -190,13 +192,29 @@ class _Writer:
 class Prepared:
     """A kernel on panels of given lengths, written once; from the second launch on without a look-up."""
 
-    def __init__(self, kernel: emit.Kernel, plan: KernelPlan, lengths: tuple[int, int], wide: bool):
+    def __init__(
+        self,
+        kernel: emit.Kernel,
+        plan: KernelPlan,
+        lengths: tuple[int, int],
+        wide: bool,
+        tiles: int = 0,
+        grid: int = 0,
+        copied: tuple[Expr, ...] = (),
+    ):
+        """``tiles``: of the kept axis, as many program instances unless ``grid`` says another number. ``copied``: the
+        leaves whose blocks tensor descriptors copy."""
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
-        self.tiles = -(-lengths[0] // plan.block_kept)
+        self.tiles = tiles or -(-lengths[0] // plan.block_kept)
+        self.grid, self.copied = grid or self.tiles, copied
         self.again: dict[tuple, Callable[..., Any] | None] = {}  # by the alignment of what is pointed to
+        self.boxes: list[Any] = []
 
-    def __call__(self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device) -> None:
-        """Launch. ``outputs``: the first arguments."""
+    def __call__(
+        self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device, alike: bool = False
+    ) -> None:
+        """Launch. ``outputs``: the first arguments; ``alike``: all calls have arguments of the same kinds, strides and
+        alignment."""
         arguments = list(outputs)
         for e in self.kernel.leaves:
             v = values[e]
@@ -204,17 +222,24 @@ class Prepared:
             if isinstance(v, Tensor):
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
-        key = tuple(map(_specialized, arguments))
+        if self.copied:
+            self.boxes = self.boxes or [self._box(e, values[e]) for e in self.copied]
+            arguments += [boxes.filled(box, values[e]) for box, e in zip(self.boxes, self.copied, strict=True)]
+        key = () if alike else tuple(map(specialized, arguments))
         again = self.again.get(key)
         if again is not None:
             again(*arguments)
             return
         ragged = self.lengths[1] % self.plan.block_folded != 0
-        call = Call(self.kernel, self.plan, self.tiles, tuple(arguments), self.wide, "ieee", ragged, device)
+        call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         self.again[key] = launch.execute(call)
 
+    def _box(self, e: Expr, v: Tensor) -> Any:
+        block = self.plan.block_folded if e.cols else self.plan.block_kept
+        return boxes.template(v, (), (block, deep.DEPTH))
 
-def _specialized(v: Any) -> Any:
+
+def specialized(v: Any) -> Any:
     """What a compiled kernel may rely on of an argument."""
     if isinstance(v, Tensor):
         return v.data_ptr() & 15, v.dtype, v.stride()
@@ -231,19 +256,19 @@ def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -
     narrow = "bfloat16" if any(e.is_pair and t == "bfloat16" for e, t in zip(fold.leaves, types, strict=True)) else None
     spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], narrow, 1, False, in_lanes, False)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
-    plan = replace(PLANS[over], block_folded=_power(lengths[1], PLANS[over].block_folded))
+    plan = replace(PLANS[over], block_folded=power(lengths[1], PLANS[over].block_folded))
     written = work.write(spec)
     blocks = (plan.block_kept, plan.block_folded)
-    wide = any(_is_wide(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
+    wide = any(is_wide(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
     return Prepared(written, plan, lengths, wide)
 
 
-def _power(length: int, most: int) -> int:
+def power(length: int, most: int) -> int:
     """The least power of two that holds a length, at least 16 and at most ``most``."""
     return max(16, min(most, 1 << max(0, length - 1).bit_length()))
 
 
-def _is_wide(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
+def is_wide(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
     """Whether offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
         return isinstance(v, int) and abs(v) >= launch.SMALL

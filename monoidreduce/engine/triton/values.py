@@ -24,9 +24,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(
-    r"(?<![\w.])(tanh|sigmoid|gelu_tanh|gumbel)\("
-)  # helpers that have a quick form for programs of 16 bits
+_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -88,6 +86,14 @@ class Values(Exponents):
     def seen(self, text: str, otherwise: str) -> str:
         """A block with what lies beyond the folded axis replaced."""
         return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+
+    def added(self, name: str) -> str:
+        """A block's sum over the folded side."""
+        return f"tl.sum({name}, 1)"
+
+    def divided(self, block: str, name: str) -> str:
+        """Vectors by a number per kept index."""
+        return f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
         return str(e.attrs[0]) if e.op == "leaf" and not self.spec.is_number(e) else ""
@@ -217,7 +223,7 @@ class Values(Exponents):
             args.append(self.float)
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
-        return _QUICK.sub(r"quick_\1(", text) if self.spec.narrow else text
+        return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):

@@ -1,0 +1,39 @@
+"""Gradients of rows that the forward keeps (``program/early.py``): whether it pays.
+
+It does where kernels run and pairs are many: a product less in all, for the price of one vector per row that is held
+until the backward. Under a memory budget the ordinary road is taken, and so it is by a backward that is itself to be
+differentiated. Targets that are data (labels in any order) lie in every tile, so that no tile goes without a condition
+and a running maximum: they take the ordinary road too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..plan import budget
+from ..program.early import Early, early
+from ..program.expr import topological
+from ..program.lower import Fold
+from . import triton
+from .evaluate import Sizes
+from .triton.spec import TINY, WIDEST
+
+MANY = 2**24  # pairs
+
+
+def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
+    """How a fold keeps what its rows' gradients need, where that pays."""
+    kernels = engine == "triton" or (engine == "auto" and sizes.device.type == "cuda")
+    if not kernels or math.prod(sizes.batch) * sizes.rows * sizes.cols < MANY:
+        return None
+    if budget.asked() is not None or not triton.runs_on(sizes.device):
+        return None
+    found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
+    if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
+        return None
+    widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]
+    return found if min(widths) > TINY and sum(widths) <= WIDEST else None

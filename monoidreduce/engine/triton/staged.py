@@ -1,0 +1,223 @@
+"""Kernels whose copies, products and arithmetic take turns as written here, not as a compiler finds: Gluon, on Hopper.
+
+A softmax-weighted sum of vectors takes half as long to raise its powers as to multiply, so the two must run side by
+side. One warp copies blocks of the folded side into rings in shared memory. Two groups of four warps own half a kept
+tile each: a group starts a tile's scores and the sums of the tile before, and weighs the scores while the sums run.
+
+The arithmetic of pairs is that of every kernel, in the same text: ``tl`` is here Gluon's language, which has its words.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...program.contract import contractions
+from ...program.expr import Expr, topological
+from . import emit, skip, source, staged_text
+from .describe import processors
+from .exponents import literal
+from .kinds import Soft, known, make
+from .plan import KernelPlan
+from .spec import Spec
+from .totals import factored
+from .values import Values, is_one
+
+_OWNED = 64  # indices of a group of four warps
+OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
+_LEAST = 2.0**-80  # totals above this were not rounded to nothing
+_WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
+
+
+@functools.cache
+def on(device: torch.device) -> bool:
+    """Whether the device has these matrix units, and this Triton these words."""
+    if device.type != "cuda" or source.version() < (3, 6) or not torch.cuda.is_available():
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes(plan: KernelPlan, device: torch.device) -> bool:
+    """Whether a plan asks for such a kernel, and its tiles are those of one."""
+    return plan.boxes == 2 and plan.block_kept == 2 * _OWNED and plan.num_warps == 4 and on(device)
+
+
+def fits(spec: Spec, device: torch.device, length: int) -> bool:
+    """Whether a fold with this many kept indices in all has such a kernel, and keeps the device busy with it."""
+    return on(device) and length >= 2 * _OWNED * processors(device) and kernel(spec) is not None
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What is multiplied: vectors of the kept and the folded side to scores, weights with vectors to sums."""
+
+    kept: Expr
+    folded: Expr
+    summed: Expr
+
+
+@functools.lru_cache(maxsize=1024)
+def leaves(spec: Spec) -> Leaves | None:
+    """The vectors of a fold that is one softmax-weighted sum, its logits made of one product; None for any other."""
+    (r, *others) = spec.fold.reductions
+    if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
+        return None
+    sums = [factored(c) for c in contractions(r.args[1], spec.over)]
+    dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
+    if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
+        return None
+    kept, folded = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
+    summed = sums[0].vector
+    vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
+    if summed is None or summed is folded or vectors != {kept, folded, summed} or spec.folds(kept):
+        return None
+    copied = folded in spec.box_of and summed in spec.box_of and spec.type_of[kept] == spec.narrow
+    fits = copied and all(spec.width(e.feature) == _WIDTH for e in vectors)
+    return Leaves(kept, folded, summed) if fits else None
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(spec: Spec) -> emit.Kernel | None:
+    """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none."""
+    found = leaves(spec)
+    plain = emit.kernel(spec)
+    if found is None or plain.shifts:
+        return None
+    v = _Values(spec)
+    soft = make(0, *spec.fold.scaled[0], v)
+    assert isinstance(soft, Soft)
+    truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.guesses
+    turns = {
+        "first": (8, _turn(soft, {}, True, near, first=True)),
+        "first_whole": (8, _turn(soft, truths, False, near, first=True)),
+        "whole": (8, _turn(soft, truths, False, near)),
+        "other": (12, _turn(soft, {}, True, near)),
+        "again": (12, _turn(soft, {}, True, near=False)),
+    }
+    at = v.pointer(found.kept)
+    arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
+    fields = _fields(spec, found) | _state(soft)
+    helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
+    if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
+        return None
+    names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
+    fields |= {name: _inside(lines, by) for name, (by, lines) in turns.items()}
+    fields |= {
+        "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
+        "unspecialized": repr(unspecialized),
+        "name": plain.name,
+        "at": at,
+        "before": _inside(v.before, 4),
+        "results": _inside(_results(soft, spec), 4),
+    }
+    fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
+    body = staged_text.KERNEL.format(**fields)
+    helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
+    text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
+    return replace(plain, text=text, guesses=False, staged=True)
+
+
+class _Values(Values):
+    """Numbers of pairs whose product was made before them."""
+
+    def product(self, x: Expr, y: Expr) -> str:
+        return "score"
+
+    def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
+        return "wide_lane", None
+
+    def added(self, name: str) -> str:
+        return f"lanes({name})"
+
+    def divided(self, block: str, name: str) -> str:
+        return f"{block} * tl.convert_layout(1.0 / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+
+
+def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False) -> list[str]:
+    """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first."""
+    v, n = soft.v, soft.name
+    v.loop(masked)
+    soft.guessing = near
+    logit, value = (known(a, truths) for a in soft.reduction.args)
+    if near and first:
+        soft.guess((logit,))
+    v.inside.append(f"# {emit._described(soft.reduction)}")
+    soft.weigh(logit)
+    (c,) = contractions(value, soft.over)
+    weight = factored(c).weight
+    part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+    return [*v.inside, f"{n}_part = {part}"]
+
+
+def _state(soft: Soft) -> dict[str, str]:
+    """What a softmax begins with, what its sums shrink by where its maximum runs, and when a guess of it holds."""
+    n, rows = soft.name, "tl.SliceLayout(1, SCORES)"
+    running = [
+        f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
+        f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
+    ]
+    shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
+    return {
+        "n": n,
+        "begin": _inside([f"{n}_total = lanes(blank)"] if soft.guesses else running, 4),
+        "shrunk": "" if soft.guesses else f"\n{_inside([shrunk], 8)}",
+        "shrunk_other": "" if soft.guesses else f"\n{_inside([shrunk], 12)}",
+        "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
+    }
+
+
+def _results(soft: Soft, spec: Spec) -> list[str]:
+    """Numbers are stored from where they are; vectors go through shared memory, so that rows are written whole."""
+    v = soft.v
+    v.loop(False)
+    stores = []
+    for k, (texts, feature) in enumerate(soft.finish()):
+        if feature is None:
+            stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
+            continue
+        place = f"(out_at + wide_row[:, None]) * {spec.width(feature)} + wide_lane[None, :]"
+        stores += [
+            f"room.store(({texts[0]}).to(tl.{spec.narrow}))",
+            f"tl.store(out{k} + {place}, room.load(WIDE), mask=wide_in[:, None])",
+        ]
+    return [*v.inside, *stores]
+
+
+def _fields(spec: Spec, found: Leaves) -> dict[str, str]:
+    """What a kernel's text says of its leaves and of the tiles that it meets."""
+    width = spec.width(found.kept.feature)
+    scalars = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
+    place = dict.fromkeys(("at_whole", "at_other", "at_any"), "turn")
+    ranges = ["wholes = folded_size // FOLDED", "visits = tl.cdiv(folded_size, FOLDED)"]
+    if spec.bounds:
+        whole = "whole_first + turn + tl.where(turn < whole, 0, between)"
+        other = "first + rest + tl.where(rest < before, 0, whole) + tl.where(rest < before + between, 0, again)"
+        other = other.replace("rest", "(turn - wholes)")
+        place = {"at_whole": whole, "at_other": other, "at_any": f"tl.where(turn < wholes, {whole}, {other})"}
+        ranges = [*emit._range(spec), "wholes = whole + again"]
+        ranges.append("visits = tl.maximum(wholes + before + between + last - again_last, 1)")
+    boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
+    spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
+    return place | {
+        "x0": str(found.kept.attrs[0]),
+        "x1": str(found.folded.attrs[0]),
+        "x2": str(found.summed.attrs[0]),
+        "spot1": spots[0],
+        "spot2": spots[1],
+        "spare2": "spare"
+        if len(set(map(len, boxes))) == 1
+        else f"spare.reshape({found.summed.attrs[0]}_box.block_type.shape)",
+        "width": str(width),
+        "across": str(width // 8),
+        "down": str(256 // width),
+        "narrow": f"tl.{spec.narrow}",
+        "opening": _inside([*scalars, *ranges], 4),
+    }
+
+
+def _inside(lines: list[str], by: int) -> str:
+    return "\n".join(f"{' ' * by}{line}" for line in lines)

@@ -1,0 +1,210 @@
+"""The text of a staged kernel, with room for its names and for the arithmetic of its pairs (``staged.py`` fills it in).
+
+``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with, ``{x2}``: those that are summed, ``{n}``: the
+softmax. ``copies`` runs in one warp, ``computes`` in two groups of four, each with one SIDE of the kept tile. A ring's
+``full`` barriers say that a block came, its ``empty`` ones that both groups are done with it; their phase is the parity
+of the round.
+"""
+
+from __future__ import annotations
+
+from .emit import CONSTANTS
+
+IMPORTS = """import triton.experimental.gluon.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""
+
+# Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
+_CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
+_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
+
+# What a group does where a guess of the maximum stood in for the running one.
+JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+
+    # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
+    if not ({near}):
+        {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
+        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+        for turn in range(0, visits):
+            start = ({at_any}) * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+            mbarrier.expect(came, {x1}_box.block_type.nbytes)
+            copy({x1}_box, [{spot1}start, 0], came, spare)
+            mbarrier.wait(came, 0)
+            block = spare.reshape([FOLDED, {width}])
+            score = warpgroup_mma(room, block.permute((1, 0)), blank, use_acc=False)
+{again}
+            {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
+            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            mbarrier.expect(came, {x2}_box.block_type.nbytes)
+            copy({x2}_box, [{spot2}start, 0], came, {spare2})
+            mbarrier.wait(came, 1)
+            {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
+"""
+
+KERNEL = """
+@gluon.jit
+def copies(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    # one warp keeps the rings full
+{opening}
+    for turn in range(0, visits):
+        start = ({at_any}) * FOLDED
+        slot = turn % 2
+        phase = (turn // 2) & 1
+        mbarrier.wait({x1}_empty.index(slot), phase ^ 1)
+        mbarrier.expect({x1}_full.index(slot), {x1}_box.block_type.nbytes)
+        copy({x1}_box, [{spot1}start, 0], {x1}_full.index(slot), {x1}_ring.index(slot))
+        mbarrier.wait({x2}_empty.index(slot), phase ^ 1)
+        mbarrier.expect({x2}_full.index(slot), {x2}_box.block_type.nbytes)
+        copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot))
+
+
+@gluon.jit
+def scores(kept, ring, full, turn, blank):
+    # begin the products of a tile's block with the kept vectors
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    block = ring.index(turn % 2).reshape([blank.shape[1], {width}])
+    return warpgroup_mma(kept, block.permute((1, 0)), blank, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sums(weights, ring, full, turn, total):
+    # begin to add the weighted vectors of a tile
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    return warpgroup_mma(weights, ring.index(turn % 2).reshape([weights.shape[1], {width}]), total, is_async=True)
+
+
+@gluon.jit
+def lanes(block):
+    # sums over what a thread holds of a row; its four threads are added at the end
+    return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def computes(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    # four warps own one side of the kept tile
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
+    WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)
+    WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{down}, {across}], [4, 1], [1, 0])
+{opening}
+    tile = tile * 2 + SIDE
+    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
+    kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))
+    kept_in = kept_at < kept_size
+    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
+    wide_row = tl.arange(0, KEPT, tl.SliceLayout(1, WIDE)).to(INT)
+    wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)
+    wide_in = tile * KEPT + wide_row < kept_size
+    out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT
+{before}
+    room, spare, came = room.index(SIDE), spare.index(SIDE), came.index(SIDE)
+    room.store(tl.load({at} + wide_row[:, None] * {x0}_s + wide_lane[None, :] * {x0}_f, mask=wide_in[:, None], other=0))
+    fence_async_shared()
+
+    # running values
+    blank = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+{begin}
+    {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+
+    # the first tile
+    turn = 0
+    start = ({at_any}) * FOLDED
+    folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+    folded_in = folded_at < folded_size
+    score = warpgroup_mma_wait(0, deps=[scores(room, {x1}_ring, {x1}_full, 0, blank)])
+    mbarrier.arrive({x1}_empty.index(0))
+    if RAGGED:
+{first}
+    else:
+{first_whole}
+    weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+
+    # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers
+    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
+    for turn in range(1, wholes):
+        score = scores({x0}_block, {x1}_ring, {x1}_full, turn, blank)
+        {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive({x1}_empty.index(turn % 2))
+        start = ({at_whole}) * FOLDED
+        folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+{whole}
+        {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
+        mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
+        weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+    if RAGGED:
+        # the others
+        for turn in range(tl.maximum(wholes, 1), visits):
+            score = scores(room, {x1}_ring, {x1}_full, turn, blank)
+            {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
+            score = warpgroup_mma_wait(1, deps=[score])
+            mbarrier.arrive({x1}_empty.index(turn % 2))
+            start = ({at_other}) * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+{other}
+            {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
+            mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
+            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
+{judged}
+    # results
+{results}
+
+
+@gluon.jit(do_not_specialize={unspecialized})
+def {name}(
+{names},
+    __CONSTANTS__,
+):
+    room = tl.allocate_shared_memory(
+        {narrow}, [2, KEPT // 2, {width}], tl.NVMMASharedLayout.get_default_for([KEPT // 2, {width}], {narrow})
+    )
+    {x1}_ring = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
+    {x2}_ring = tl.allocate_shared_memory({narrow}, [2] + {x2}_box.block_type.shape, {x2}_box.layout)
+    spare = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
+    came = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    {x1}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    {x1}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    {x2}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    {x2}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in tl.static_range(2):
+        mbarrier.init({x1}_full.index(k), count=1)
+        mbarrier.init({x2}_full.index(k), count=1)
+        mbarrier.init({x1}_empty.index(k), count=2)
+        mbarrier.init({x2}_empty.index(k), count=2)
+        mbarrier.init(came.index(k), count=1)
+    fence_async_shared()
+    tl.warp_specialize([
+        (computes, (
+{names},
+    __RINGS__,
+    0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (computes, (
+{names},
+    __RINGS__,
+    1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (copies, (
+{names},
+    __RINGS__,
+    0, KEPT, FOLDED, INT, PRECISION, RAGGED,
+        )),
+    ], [4, 1], [232, 40])
+""".replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)

@@ -1,0 +1,287 @@
+"""The kernels of a product that writes weights (``epilogue.py`` launches them). Each meets a tile of pairs at a time.
+
+``write_known``: all numbers of rows are given, and a tile's weights are complete.
+``guess_peaks``: the greatest logit of each row among a few columns.
+``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials, and the
+product at each row's own column. A tile whose greatest lies far from the guess is summed from its own, so that totals
+are exact whatever was guessed.
+``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
+guess could not bear are marked.
+``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from dataclasses import dataclass
+
+from ...program.expr import Expr, topological
+from ...program.reductions import KINDS
+from . import emit, kinds
+from .exponents import LOG2E, literal
+from .late import Late
+from .matched import Matched
+from .spec import Spec
+from .sweep import RowValues
+from .values import Values
+
+FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
+PIECES = 4  # in which a tile is stored
+_MOST = 2.0**100  # factors of rows lie below this
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be written, in some leaves: per pair a weight, which may be known late only."""
+
+    leaves: tuple[Expr, ...]
+    folds: tuple[Expr, ...]  # a softmax and picks, where the weight needs them
+    names: tuple[Expr, ...]  # of their results
+    weight: Expr
+    late: Late | None = None
+
+
+class _TileSoft(kinds.Soft):
+    """A softmax whose exponents are measured from a guess."""
+
+    def prepare(self) -> None:
+        self.fast, self.guesses, self.means = True, False, []
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
+    """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
+    v = RowValues(spec)
+    v.loop(masked)
+    if name != "close_rows":  # first of all: what else is read waits until it is there
+        v.number(_product(task))
+    first, v.before, v.inside = [*v.before, *v.inside], [], []
+    outs, lines = _WRITERS[name](v, task, first)
+    under = set(topological(spec.fold.reductions))
+    used = [e for e in spec.fold.leaves if e in under]
+    names, unspecialized = emit._arguments(spec, used, 0)
+    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    arguments = ", ".join([*outs, *names[count:]]) + ","
+    text = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in emit.CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in lines),
+    ]
+    whole = "\n".join(text)
+    return emit.Kernel(name, "\n".join([emit._header(spec, used), *emit._copied(whole), "", whole, ""]), tuple(used))
+
+
+def reads(name: str, task: Task) -> tuple[Expr, ...]:
+    """The expressions that a kernel reads leaves for."""
+    late = task.late
+    if name in ("write_known", "write_spare") or late is None:
+        return (task.weight,)
+    if name == "close_rows":
+        return (*task.folds[1:], task.weight, late.late)
+    target = () if late.target is None else (late.target,)
+    return (task.folds[0].args[0], late.early, *target) if name == "write_guessed" else (task.folds[0].args[0],)
+
+
+# The lines of each
+
+
+def _every_tile(lines: list[str], flatten: bool) -> list[str]:
+    """A program instance takes one tile after the other. ``flatten``: the products of one begin before the last of the
+    tile before are done with."""
+    return [
+        "turns = tl.cdiv(folded_size, FOLDED)",
+        f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
+        "    tile, turn = grouped(program, tiles, turns)",
+        "    start = turn * FOLDED",
+        *(f"    {line}" for line in (*_PLACES, *lines)),
+    ]
+
+
+_PLACES = [
+    "b0 = tl.cast(0, tl.int64)",
+    "kept_at = tile * KEPT + tl.arange(0, KEPT)",
+    "kept_in = kept_at < kept_size",
+    "kept_lane = tl.arange(0, KEPT).to(INT)",
+    "folded_lane = tl.arange(0, FOLDED).to(INT)",
+    "folded_at = start + tl.arange(0, FOLDED)",
+    "folded_in = folded_at < folded_size",
+]
+
+
+def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    weight = v.full(task.weight)
+    return ["out_box"], _every_tile([*first, *v.before, *v.inside, *_stored(weight)], True)
+
+
+def _stored(weight: str) -> list[str]:
+    """A tile of weights to the panel, in four pieces: the room that takes is the next product's."""
+    halved = "{0}, {1} = tl.split(tl.permute(tl.reshape({2}, [KEPT, 2, {3}]), [0, 2, 1]))"
+    return [
+        halved.format("left", "right", f"{weight}.to(tl.bfloat16)", "FOLDED // 2"),
+        *(halved.format(f"{side}0", f"{side}1", side, f"FOLDED // {PIECES}") for side in ("left", "right")),
+        *(
+            f"out_box.store([tile * KEPT, start + {k} * (FOLDED // {PIECES})], {piece})"
+            for k, piece in enumerate(("left0", "left1", "right0", "right1"))
+        ),
+    ]
+
+
+def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    weight = v.full(task.weight)
+    mask = "(own > 0)[:, None] & folded_in[None, :]"
+    place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
+    body = [*first, *v.before, *v.inside, f"tl.store({place}, {weight}.to(tl.bfloat16), mask={mask})"]
+    turn = ["own = tl.load(marks + kept_at, mask=kept_in, other=0)", "if tl.max(own) > 0:", *(f"    {x}" for x in body)]
+    return ["out", "out_r", "marks"], [
+        "some = 0",
+        "for r in range(0, kept_size, 1024):",
+        "    row = r + tl.arange(0, 1024)",
+        "    some += tl.max(tl.load(marks + row, mask=row < kept_size, other=0))",
+        "if some > 0:",
+        *(f"    {line}" for line in _every_tile(turn, False)),
+    ]
+
+
+def _soft(v: Values, task: Task) -> tuple[str, str, str]:
+    """The name of the softmax, of its logits, and the text that multiplies them."""
+    soft = _TileSoft(0, task.folds[0], kinds.ONE, v)
+    return (soft.name, *soft._logit(task.folds[0].args[0]))
+
+
+def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    _, s, factor = _soft(v, task)
+    store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
+    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *first, *v.before, *v.inside, store]
+
+
+def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    assert task.late is not None
+    n, s, factor = _soft(v, task)
+    v.inside += [
+        f"{n}_most = (tl.max({s}, 1){factor}).to(tl.bfloat16)",
+        "place = turn.to(tl.int64) * tops_r + kept_at",
+        f"tl.store(tops + place, {n}_most, mask=kept_in)",
+        f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
+        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
+        f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
+        f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
+        f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+    ]
+    v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+    stored = _stored(v.full(task.late.early))
+    guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
+    lines = [*first, guess, *_picked(v, task), *v.before, *v.inside, *stored]
+    return ["out_box", "guesses", "tops", "sums", "tops_r", "picked"], _every_tile(lines, True)
+
+
+def _picked(v: Values, task: Task) -> list[str]:
+    """The product at each row's own column, where it is in this tile."""
+    if task.late is None or task.late.target is None:
+        return []
+    before, v.before = v.before, []
+    target = v.number(task.late.target)
+    bound, v.before = v.before, before
+    return [
+        *bound,
+        f"target = tl.where(({target} >= start) & ({target} < folded_size), {target} - start, -1).to(tl.int32)",
+        "own = folded_lane[None, :] == target",
+        "here = (target >= 0) & (target < FOLDED)",
+        "if tl.max(here.to(tl.int32)) > 0:",
+        f"    taken = tl.sum(tl.where(own, {v.number(_product(task))}, 0.0), 1)",
+        "    tl.store(picked + kept_at, taken, mask=kept_in & tl.reshape(here, [KEPT]))",
+    ]
+
+
+def _product(task: Task) -> Expr:
+    return next(e for e in topological([task.weight]) if e.op == "dot")
+
+
+def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    assert task.late is not None
+    late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
+    there = None if late.target is None else Matched(v, "own", late.target)
+    if there is not None:
+        own = f"tl.load(picked + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
+        there.outer[_product(task)] = there.bind("product", own, False, "own_product")
+    texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
+    for r in task.folds[1:]:
+        assert there is not None
+        number = f"{there.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
+        texts.append(f"tl.reshape(tl.where({there.inside_text}, {number}, 0.0), [KEPT])")
+    lines = [*first, *_cut(v), *(_cut(there) if there else [])]
+    for out, name, text in zip(outs, task.names, texts, strict=True):
+        x = str(name.attrs[0])
+        lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
+        for values in (v, there) if there else (v,):
+            values.outer[name] = f"{x}[:, None]"
+    factor = v.number(late.late)
+    weight = there.number(task.weight) if there and late.hit is not None else ""
+    lines += [
+        *_cut(v),
+        f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
+        f"marked = {n}_far | ~(tl.abs(factor) < {_MOST!r})",
+        "tl.store(factors + kept_at, tl.where(marked, 1.0, factor), mask=kept_in)",
+        "tl.store(marks + kept_at, tl.where(marked, 1, 0), mask=kept_in)",
+    ]
+    if there and weight:
+        lines += [
+            *_cut(there),
+            f"inside = tl.reshape({there.inside_text}, [KEPT]) & ~marked",
+            f"hit = tl.reshape({weight} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
+            f"target = tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
+            "tl.store(hits + kept_at, tl.where(inside, hit, 0.0), mask=kept_in)",
+            "tl.store(targets + kept_at, target, mask=kept_in)",
+            "nothing = tl.zeros([KEPT], tl.float32).to(tl.bfloat16)",
+            "tl.store(pairs + kept_at.to(tl.int64) * pairs_r + target, nothing, mask=inside)",
+        ]
+    ends = ["picked", "pairs", "pairs_r", "factors", "hits", "targets", "marks"]
+    return [*outs, "guesses", "tops", "sums", "tops_r", *ends], [*_TOTAL, *lines]
+
+
+def _cut(v: Values) -> list[str]:
+    """What was bound since the last time."""
+    found, v.before = v.before, []
+    return found
+
+
+_PARTS = [
+    "part = t + tl.arange(0, FOLDED)",
+    "there = kept_in[:, None] & (part < parts)[None, :]",
+    "place = part.to(tl.int64)[None, :] * tops_r + kept_at[:, None]",
+    'most = tl.load(tops + place, mask=there, other=float("-inf")).to(tl.float32)',
+]
+_TOTAL = [
+    "tile = tl.program_id(0)",
+    "start = 0",
+    *_PLACES,
+    "parts = tiles",
+    "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
+    'soft0_tops = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
+    "for t in range(0, parts, FOLDED):",
+    *(f"    {line}" for line in _PARTS),
+    "    soft0_tops = tl.maximum(soft0_tops, most)",
+    "soft0_top = tl.max(soft0_tops, 1)",
+    f'soft0_far = (soft0_top != float("-inf")) & ~(tl.abs(soft0_top - soft0_guess) <= {FAR})',
+    f"soft0_ref = measured(soft0_top, soft0_guess, {FAR})",
+    "soft0_totals = tl.zeros([KEPT, FOLDED], tl.float32)",
+    "for t in range(0, parts, FOLDED):",
+    *(f"    {line}" for line in _PARTS),
+    "    some = tl.load(sums + place, mask=there, other=0.0)",
+    f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {FAR}) - soft0_ref[:, None])",
+    "    soft0_totals += tl.where(some == 0.0, 0.0, some * shrink)",
+    "soft0_total = tl.sum(soft0_totals, 1)",
+    "soft0_log = tl.log(soft0_total)",
+    f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
+]
+
+_WRITERS = {
+    "write_known": _write_known,
+    "write_spare": _write_spare,
+    "guess_peaks": _guess_peaks,
+    "write_guessed": _write_guessed,
+    "close_rows": _close_rows,
+}

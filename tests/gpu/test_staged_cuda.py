@@ -1,0 +1,73 @@
+"""Kernels that take turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one.
+
+``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the cases, so that twelve processes share the compiling.
+"""
+
+import os
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import launch, staged, use_plan
+from tests.staged import BY_TURNS, CASES, check, check_nan, made
+
+HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
+
+
+PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that are launched for the first time."""
+    found, real = [], launch.execute
+    monkeypatch.setattr(engine, "_READY", {})
+    monkeypatch.setattr(launch, "execute", lambda call: found.append(call.kernel) or real(call))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES[PART::PARTS], ids=repr)
+def test_against_float64(case, kernels):
+    with use_plan(BY_TURNS), mr.use(engine="triton"):
+        check(case, "cuda")
+    assert [k.staged for k in kernels] == [True]
+
+
+def test_nan_and_infinity_stay_in_their_rows(kernels):
+    with use_plan(BY_TURNS), mr.use(engine="triton"):
+        check_nan("cuda")
+    assert [k.staged for k in kernels] == [True]
+
+
+def test_repeats_bit_for_bit():
+    args = [a.cuda() for a in made(1000, 777)]
+    with use_plan(BY_TURNS), mr.use(engine="triton"):
+        first = ops.attention(*args, causal=True, return_lse=True)
+        for _ in range(50):
+            again = ops.attention(*args, causal=True, return_lse=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_gradients_through_it():
+    args = [a.cuda().requires_grad_() for a in made(384, 512)]
+    with use_plan(BY_TURNS), mr.use(engine="triton"):
+        grads = torch.autograd.grad(ops.attention(*args, causal=True).float().square().sum(), args)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    with mr.use(engine="reference"):
+        exact = torch.autograd.grad(ops.attention(*wide, causal=True).square().sum(), wide)
+    for a, b in zip(grads, exact, strict=True):
+        assert (a.double() - b).norm() <= 0.02 * b.norm()
+
+
+def test_chosen_where_pairs_are_many_and_nothing_of_their_size_is_kept(kernels):
+    q, k, v = (a.cuda() for a in made(4096, 4096, (8,)))
+    ops.attention(q, k, v)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ops.attention(q, k, v)
+    assert [k.staged for k in kernels] == [True]
+    assert torch.cuda.max_memory_allocated() - before <= 2 * q.nbytes

@@ -1,0 +1,250 @@
+"""A machine on which staged kernels run without a GPU: partitions are threads, barriers block, products are lazy.
+
+It knows the words that such kernels use, and no layouts. A product is computed as late as its wait allows, so that a
+block that was given back too early shows as a wrong result; a wait that nobody ends raises.
+"""
+
+import contextlib
+import math
+import re
+import threading
+from types import SimpleNamespace
+
+import torch
+
+PATIENCE = 20.0  # seconds that a partition waits for another
+
+
+class Pointer:
+    """Elements of a tensor's storage."""
+
+    def __init__(self, storage, at):
+        self.storage, self.at = storage, at
+
+    @classmethod
+    def to(cls, tensor):
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+        return cls(flat, tensor.storage_offset())
+
+    def __add__(self, offset):
+        return Pointer(self.storage, self.at + offset)
+
+
+class Barrier:
+    """Ends a phase when everybody arrived and every byte that is expected came."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def arrived(self, arrivals, data):
+        with self.changed:
+            self.missing, self.bytes = self.missing - arrivals, self.bytes + data
+            assert self.missing >= 0, "more arrivals than a barrier counts"
+            if not self.missing and not self.bytes:
+                self.missing, self.phase = self.count, self.phase ^ 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase != parity, PATIENCE), "a wait that nobody ends"
+
+
+class Shared:
+    """A block in shared memory, or a view of one."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def index(self, k):
+        return self.block[k] if isinstance(self.block, list) else Shared(self.block[k])
+
+    def reshape(self, shape):
+        return Shared(self.block.view(shape))
+
+    def permute(self, order):
+        return Shared(self.block.permute(order))
+
+    def store(self, values):
+        assert values.dtype == self.block.dtype and values.shape == self.block.shape
+        self.block.copy_(values)
+
+    def load(self, layout):
+        return self.block.clone()
+
+
+class Box:
+    """A tensor descriptor."""
+
+    def __init__(self, made):
+        shape = list(made.block_shape)
+        self.made, self.layout = made, None
+        self.block_type = SimpleNamespace(shape=shape, nbytes=math.prod(shape) * made.base.element_size())
+
+    def copied(self, at):
+        made, block = self.made, torch.zeros(self.block_type.shape, dtype=self.made.base.dtype)
+        inside = [max(0, min(b, n - a)) for a, b, n in zip(at, made.block_shape, made.shape, strict=True)]
+        whole = made.base.as_strided(made.shape, made.strides)
+        there = whole[tuple(slice(a, a + n) for a, n in zip(at, inside, strict=True))]
+        block[tuple(slice(0, n) for n in inside)] = there
+        return block
+
+
+class Product:
+    """A product that was begun."""
+
+    def __init__(self, left, right, total):
+        self.parts, self.value = (left, right, total), None
+
+    def finish(self):
+        left, right, total = self.parts
+        left = left.block if isinstance(left, Shared) else left
+        self.value = left.float() @ right.block.float() + total
+
+
+class Machine:
+    """What a kernel's text finds in place of Gluon's modules."""
+
+    def __init__(self):
+        self.program, self.local = 0, threading.local()
+
+    def names(self):
+        nothing = lambda *args, **kwargs: None
+        tl = SimpleNamespace(
+            bfloat16=torch.bfloat16,
+            float16=torch.float16,
+            float32=torch.float32,
+            int32=torch.int32,
+            int64=torch.int64,
+            constexpr=None,
+            abs=abs,
+            exp2=torch.exp2,
+            log=torch.log,
+            reshape=torch.reshape,
+            static_range=range,
+            NVMMADistributedLayout=nothing,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
+            DotOperandLayout=nothing,
+            BlockedLayout=nothing,
+            SliceLayout=nothing,
+            program_id=lambda axis: self.program,
+            cdiv=lambda a, b: -(-a // b),
+            cast=lambda x, kind: x,
+            arange=lambda a, b, layout: torch.arange(a, b, dtype=torch.int32),
+            full=lambda shape, value, kind, layout=None: torch.full(shape, value, dtype=kind),
+            zeros=lambda shape, kind, layout: torch.zeros(shape, dtype=kind),
+            where=lambda c, a, b: torch.where(c, a, b) if isinstance(c, torch.Tensor) else a if c else b,
+            maximum=lambda a, b: torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b),
+            sum=lambda x, axis: x.sum(axis),
+            max=lambda x, axis=None: x.max().item() if axis is None else x.amax(axis),
+            convert_layout=lambda x, layout: x,
+            load=self.load,
+            store=self.store,
+            allocate_shared_memory=lambda kind, shape, layout: Shared(
+                [Barrier() for _ in range(shape[0])] if kind is torch.int64 else torch.full(shape, math.nan, dtype=kind)
+            ),
+            warp_specialize=self.warp_specialize,
+        )
+        mbarrier = SimpleNamespace(
+            MBarrierLayout=nothing,
+            init=lambda bar, count: bar.__dict__.update(count=count, missing=count),
+            wait=lambda bar, phase: bar.wait(phase),
+            arrive=lambda bar: bar.arrived(1, 0),
+            expect=lambda bar, size: bar.arrived(1, size),
+        )
+        jit = lambda f=None, **options: f or (lambda g: g)
+        return {
+            "tl": tl,
+            "gluon": SimpleNamespace(jit=jit),
+            "mbarrier": mbarrier,
+            "copy": self.copy,
+            "fence_async_shared": nothing,
+            "warpgroup_mma": self.product,
+            "warpgroup_mma_wait": self.wait,
+        }
+
+    @staticmethod
+    def load(place, mask=None, other=0):
+        if not isinstance(place.at, torch.Tensor):
+            found = place.storage[place.at]
+            return found if found.is_floating_point() else found.item()
+        seen = torch.ones((), dtype=torch.bool) if mask is None else mask
+        found = place.storage[torch.where(seen, place.at, 0).long()]
+        return torch.where(seen, found, torch.tensor(other, dtype=found.dtype))
+
+    @staticmethod
+    def store(place, values, mask):
+        mask = mask.expand(place.at.shape)
+        place.storage[place.at[mask].long()] = values.expand(place.at.shape)[mask].to(place.storage.dtype)
+
+    @staticmethod
+    def copy(box, at, barrier, block):
+        block.block.copy_(box.copied(at))
+        barrier.arrived(0, -box.block_type.nbytes)
+
+    def product(self, left, right, total, use_acc=True, is_async=False):
+        begun = Product(left, right, total if use_acc else torch.zeros_like(total))
+        self.begun.append(begun)
+        return begun if is_async else self.wait(0, deps=[begun])
+
+    @property
+    def begun(self):
+        return self.local.__dict__.setdefault("begun", [])
+
+    def wait(self, outstanding, deps):
+        while len(self.begun) > outstanding:
+            self.begun.pop(0).finish()
+        found = [d.value if isinstance(d, Product) else d for d in deps]
+        assert all(f is not None for f in found), "a result before its product is done"
+        return found[0] if len(found) == 1 else found
+
+    @staticmethod
+    def warp_specialize(partitions, warps, registers):
+        errors = []
+
+        def run(function, arguments):
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=p) for p in partitions]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if errors:
+            raise errors[0]
+
+
+def execute(call):
+    """Run a staged launch: every program, one after another."""
+    machine = Machine()
+    names = machine.names()
+    text = re.sub(r"(?m)^(import|from|copy =) .*$", "", call.kernel.text)
+    exec(compile(text, "kernel", "exec"), names)
+    constants = call.constants(SimpleNamespace(tl=names["tl"])).values()
+    arguments = [
+        Pointer.to(a) if isinstance(a, torch.Tensor) else Box(a) if hasattr(a, "block_shape") else a
+        for a in call.arguments
+    ]
+    for machine.program in range(call.grid):
+        names[call.kernel.name](*arguments, *constants)
+
+
+@contextlib.contextmanager
+def instead_of(launch, seen):
+    """Staged launches inside the block run on the machine; they are added to ``seen``."""
+    real = launch.execute
+
+    def run(call):
+        if not call.kernel.staged:
+            return real(call)
+        seen.append(call)
+        return execute(call)
+
+    launch.execute = run
+    try:
+        yield
+    finally:
+        launch.execute = real

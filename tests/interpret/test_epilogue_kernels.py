@@ -1,0 +1,210 @@
+"""Products that write weights, in the interpreter: known ones, guessed ones, and guesses that were no good."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce.engine.known import inputs_of
+from monoidreduce.engine.triton import KernelPlan, deep, epilogue, late
+from monoidreduce.engine.triton.joint import groups, joint
+from monoidreduce.engine.walks import walks
+from monoidreduce.plan import panels
+from monoidreduce.program.total import total
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
+
+SMALL = {
+    "write_known": KernelPlan(16, 32, 4, 1),
+    "write_spare": KernelPlan(16, 16, 4, 1),
+    "guess_peaks": KernelPlan(16, 16, 4, 1),
+    "write_guessed": KernelPlan(16, 32, 4, 1),
+    "close_rows": KernelPlan(16, 16, 4, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch, tmp_path_factory):
+    """These products stand in for the vendor's, in small tiles; the kernels that were launched."""
+    found = []
+    original = epilogue._Ready._launch
+
+    def launch(self, name, *args):
+        found.append(name)
+        original(self, name, *args)
+
+    def exact(total, blocks):  # the interpreter multiplies float32, not bfloat16
+        x, y = (f"{block}.to(tl.float32)" for block in blocks)
+        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
+
+    monkeypatch.setattr(epilogue._Ready, "_launch", launch)
+    monkeypatch.setattr(epilogue, "on", lambda device: True)
+    monkeypatch.setattr(epilogue, "PLANS", SMALL)
+    monkeypatch.setattr(epilogue, "SHALLOW", {})
+    monkeypatch.setattr(deep, "_dot", exact)
+    monkeypatch.setattr(panels, "FEW", 4)
+    monkeypatch.setattr(panels, "ROUND", 4)
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+    return found
+
+
+@mr.op
+def head(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, bias: mr.Col):
+    s = x @ w * 0.7 + bias
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+@mr.op
+def own_index(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+def vectors(rows, cols, features, peaked=0.0):
+    w = torch.randn(cols, features).bfloat16()
+    x = torch.randn(rows, features) / features**0.5
+    target = torch.randint(cols, (rows,))
+    return (x + w[target].float() * (peaked / features)).bfloat16(), w, target
+
+
+def pulled(function, args, limit):
+    given = [a.detach().requires_grad_() for a in args]
+    with mr.use(engine="triton"), mr.budget(limit):
+        value = function(*given)
+        return [value.detach(), *torch.autograd.grad(value * 0.3, given)]
+
+
+def compared(got, plain, args, factor=2.5, loss=2e-5):
+    """Gradients have at most so many times the error of plain torch. (The interpreter cuts digits, a GPU rounds.)"""
+    found = []
+    for kind in (torch.float64, torch.bfloat16):
+        given = [a.detach().to(kind).requires_grad_() for a in args]
+        value = plain(*given)
+        found.append([value.detach(), *torch.autograd.grad(value * 0.3, given)])
+    for own, exact, naive in zip(got[1:], found[0][1:], found[1][1:], strict=True):
+        error, theirs = (torch.linalg.vector_norm(g.double() - exact) for g in (own, naive))
+        assert error <= factor * theirs + 1e-9 * torch.linalg.vector_norm(exact)
+    assert abs(got[0].double() - found[0][0]) <= loss * found[0][0].abs() + 1e-4
+
+
+def plain_head(target, bias):
+    def loss(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
+        return F.cross_entropy(s, target, reduction="sum")
+
+    return loss
+
+
+GUESSED = ["guess_peaks", "write_guessed", "close_rows", "write_spare"]
+
+
+@pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])
+@pytest.mark.parametrize("peaked", [0.0, 8.0])
+def test_weights_measured_from_a_guess(rows, cols, features, peaked, seed, used):
+    x, w, target = vectors(rows, cols, features, peaked)
+    bias = torch.randn(cols).bfloat16()
+    got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), "10MB")
+    assert used == GUESSED
+    compared(got, plain_head(target, bias), (x, w))
+
+
+def test_many_panels_and_labels_that_are_shared_or_ignored(seed, used):
+    x, w, target = vectors(40, 70, 264)
+    target[:9], target[9], target[10], bias = 7, -100, 70, torch.zeros(70).bfloat16()
+    row = 70 * 2 + 32 + 264 * 2
+    got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), row * 12)
+    assert used == GUESSED * 4
+    seen = (target >= 0) & (target < 70)
+
+    def plain(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7
+        picked = s.gather(1, target.clamp(0, 69)[:, None])[:, 0]
+        return (s.logsumexp(1) - torch.where(seen, picked, 0.0)).sum()
+
+    compared(got, plain, (x, w), factor=3.0)
+
+
+def test_the_label_is_the_row(seed, used):
+    x, w, _ = vectors(40, 40, 264)
+    got = pulled(lambda x, w: own_index.total(x, w), (x, w), "10MB")
+    assert used == GUESSED
+    compared(got, lambda x, w: F.cross_entropy((x @ w.mT).double(), torch.arange(40), reduction="sum"), (x, w))
+
+
+INF, NAN = math.inf, math.nan
+STEPS = torch.arange(80) // 20
+FAR = {
+    "rising": STEPS * 500.0,
+    "falling": STEPS * -500.0,
+    "late": torch.where(STEPS == 0, -INF, -300.0),
+    "alone": torch.where(STEPS == 3, 2e4, -INF),
+    "nothing": torch.full((80,), -INF),
+    "nan": torch.where(STEPS == 2, NAN, 1.0),
+    "inf": torch.where(STEPS == 2, INF, 1.0),
+    "low tiles": torch.where(STEPS == 0, 100.0, -20.0),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
+    """The same as where the vendor's product is swept: rows are written again, totals never depended on the guess."""
+    x, w, target = vectors(20, 80, 264)
+    bias = FAR[name].bfloat16()
+    function = lambda x, w: head.total(x, w, target, bias)
+    got = pulled(function, (x, w), "10MB")
+    assert used == GUESSED
+    monkeypatch.setattr(epilogue, "on", lambda device: False)
+    expected = pulled(function, (x, w), "10MB")
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-3, equal_nan=True)
+    for own, other in zip(got[1:], expected[1:], strict=True):
+        assert torch.equal(own.isnan(), other.isnan())
+        size = other.float().nan_to_num().abs().max()
+        torch.testing.assert_close(own.float(), other.float(), rtol=0.02, atol=0.01 * float(size), equal_nan=True)
+
+
+def test_known_weights_in_a_few_bytes(seed, used):
+    x, w, target = vectors(20, 500, 264)
+    bias = torch.randn(500).bfloat16()
+    shares = torch.arange(20) / 10
+    got = pulled(lambda x, w: (head(x, w, target, bias) * shares).sum(), (x, w), 4000)
+    assert used and set(used) == {"write_known"}
+
+    def plain(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
+        return (F.cross_entropy(s, target, reduction="none") * shares).sum()
+
+    compared(got, plain, (x, w), factor=4.0, loss=1e-3)  # the forward has rounded logits
+
+
+def test_what_is_taken_apart():
+    """A softmax's weight and a label; not two kinds of weights, nor a label's weight that varies with its pair."""
+    x, w, t, b = (
+        torch.zeros(8, 300).bfloat16(),
+        torch.zeros(9, 300).bfloat16(),
+        torch.zeros(8).long(),
+        torch.zeros(9).bfloat16(),
+    )
+
+    @mr.op
+    def smooth(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+        s = x @ w
+        return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0)) - 0.1 * mr.sum(s)
+
+    @mr.op
+    def capped(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+        s = torch.tanh(x @ w)
+        return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+    def found(op, *args):
+        outputs = op._prepare(args, {})[0].outputs
+        inputs = inputs_of(outputs)
+        (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+        return late.late(joint(walk, groups(walk)[0], False))
+
+    apart = found(head, x, w, t, b)
+    assert apart is not None and apart.hit is not None and not apart.distinct
+    assert not apart.late.cols and apart.early.op != "const"
+    assert found(smooth, x, w, t) is None
+    assert found(capped, x, w, t) is None

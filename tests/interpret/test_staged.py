@@ -1,0 +1,132 @@
+"""Which folds have kernels that take turns, their text, and what it computes, on a machine of our own (``machine.py``).
+
+They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
+"""
+
+import pathlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
+from tests.interpret import machine
+from tests.interpret.aot import CASES, Case, calls
+from tests.staged import BY_TURNS, check, check_nan
+from tests.staged import CASES as TRIED
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
+DOCUMENTS = torch.arange(300) // 60
+
+
+def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=None, **options):
+    """The kernel of an attention's forward."""
+
+    def make(dtype):
+        return inputs or tuple(torch.zeros(3, 300, d, dtype=dtype) for _ in range(3))
+
+    case = Case("attention", lambda q, k, v: ops.attention(q, k, v, **options), make, dtype)
+    return calls(case, capability, plans)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": (64, 0)},
+        {"documents": DOCUMENTS, "causal": True},
+        {"softcap": 20.0},
+        {"dtype": torch.float16},
+        {"dropout_p": 0.1, "seed": 3},
+        {"alibi_slopes": torch.ones(3)},
+        {"return_lse": True, "scale": 0.3},
+    ],
+    ids=lambda o: ", ".join(o) or "plain",
+)
+def test_one_softmax_weighted_sum_has_one(options):
+    call = first(**options)
+    assert call.kernel.staged
+    assert "warp_specialize" in call.kernel.text and "tl.dot(" not in call.kernel.text
+    compile(call.kernel.text, "kernel", "exec")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d": 64},
+        {"d": 96},
+        {"dtype": torch.float32},
+        {"d": 256},
+        {"inputs": tuple(torch.zeros(3, 128, 300, dtype=torch.bfloat16).mT for _ in range(3))},  # not to be copied
+        {"capability": 80},
+        {"plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, boxes=2)}},  # tiles of another kernel
+        {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, boxes=2)}},  # in parts
+    ],
+    ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
+)
+def test_others_are_scheduled_by_the_compiler(options):
+    assert not first(**options).kernel.staged
+
+
+def test_a_row_of_queries_with_other_strides_has_one():
+    q, k, v = (torch.zeros(2, 300, 384, dtype=torch.bfloat16).split(128, -1)[n] for n in range(3))
+    assert first(inputs=(q, k, v)).kernel.staged
+    assert first(inputs=(q.mT.contiguous().mT, k, v)).kernel.staged  # only what is met in tiles is copied
+
+
+def test_the_text_of_a_staged_kernel():
+    """Readable, complete, and the same in every process: change it knowingly (delete the file to write it anew)."""
+    (case,) = (c for c in CASES if c.name == "causal attention 128")
+    text = calls(case, 90, BY_TURNS)[0].kernel.text
+    if not GOLDEN.exists():
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+@pytest.fixture
+def by_turns(monkeypatch):
+    """Attention's forward runs by turns, on the machine; that it did is looked at."""
+    seen = []
+    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(engine, "_READY", {})
+    with machine.instead_of(launch, seen), use_plan(BY_TURNS), mr.use(engine="triton"):
+        yield
+    assert len(seen) == 1
+
+
+# the machine has no integers of 32 bits without a sign, of which dropout makes its coins
+@pytest.mark.parametrize("case", [c for c in TRIED if "dropout_p" not in c.options], ids=repr)
+def test_against_float64(case, by_turns):
+    check(case, "cpu")
+
+
+def test_nan_and_infinity_stay_in_their_rows(by_turns):
+    check_nan("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "message"),
+    [
+        ("phase ^ 1)", "phase)", "nobody ends"),  # the copying warp waits before it begins
+        ("mbarrier.arrive(x3_empty.index((turn - 1) % 2))", "pass", "nobody ends"),  # a block is not given back
+        ("score = warpgroup_mma_wait(1, deps=[score])", "pass", "Product"),  # a product is not waited for
+    ],
+    ids=["phase", "arrival", "wait"],
+)
+def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkeypatch):
+    """Else it would prove nothing."""
+    monkeypatch.setattr(machine, "PATIENCE", 0.5)
+    real = machine.execute
+
+    def broken(call):
+        assert text in call.kernel.text
+        kernel = replace(call.kernel, text=call.kernel.text.replace(text, instead))
+        return real(replace(call, kernel=kernel))
+
+    monkeypatch.setattr(machine, "execute", broken)
+    with pytest.raises((AssertionError, TypeError), match=message):
+        check(TRIED[4], "cpu")

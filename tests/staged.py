@@ -1,0 +1,113 @@
+"""What staged kernels are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, conditions, strides."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engine.triton import KernelPlan
+
+BY_TURNS = {"cols": KernelPlan(128, 128, 4, 2, parts=1, boxes=2)}
+
+
+def made(M, N, batch=(2,), size=1.0, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*batch, n, 128, generator=gen) for n in (M, N, N))
+    return (q * size).bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors for an attention, and what else it is given."""
+
+    name: str
+    make: Callable[[], tuple]
+    options: dict = field(default_factory=dict)
+
+    def on(self, device):
+        args = tuple(a.to(device) for a in self.make())
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
+        return args, moved
+
+    def __repr__(self):
+        return self.name
+
+
+def _sized(M, N, **options):
+    return Case(f"{M}x{N} {', '.join(options)}".strip(), lambda: made(M, N), options)
+
+
+def _transposed():
+    q, k, v = made(300, 200, (2, 3))
+    return q.transpose(0, 1), k[:1].expand(2, 3, 200, 128).transpose(0, 1), v.transpose(0, 1)
+
+
+def _rising(sign):
+    """Later logits lie far above, or below, those of the first tile."""
+    q, k, v = made(200, 400, size=0.1)
+    here = (torch.arange(128) == 3).float()
+    q, k = q + 12 * here * sign, k + torch.linspace(0, 400, 400)[:, None] * here
+    return q.bfloat16(), k.bfloat16(), v
+
+
+def _low():
+    """Rows that see nothing in the first tile have logits 300 below what the guess is for them."""
+    q, k, v = made(300, 300, size=0.1)
+    here = (torch.arange(128) == 3).float()
+    return (q + 12 * here).bfloat16(), (k - 25 * here).bfloat16(), v
+
+
+_ODD = [(1, 1), (59, 111), (128, 128), (129, 257), (300, 385), (64, 513)]
+CASES = [
+    *(_sized(M, N) for M, N in _ODD),
+    *(_sized(M, N, causal=True) for M, N in ((129, 257), (385, 300), (256, 256))),
+    *(_sized(M, N, causal="lower_right") for M, N in ((129, 257), (385, 200))),
+    _sized(400, 400, causal=True, window=(100, 0)),
+    _sized(200, 300, softcap=20.0),
+    _sized(300, 300, causal=True, softcap=5.0),
+    Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
+    _sized(200, 300, alibi_slopes=torch.tensor([0.5, 0.1])),
+    _sized(300, 300, alibi_slopes=torch.tensor([0.5, 0.1]), causal=True),
+    _sized(200, 300, dropout_p=0.2, seed=3),
+    Case("float16", lambda: tuple(a.half() for a in made(200, 300))),
+    Case("float16, causal", lambda: tuple(a.half() for a in made(300, 300, size=4.0)), {"causal": True}),
+    Case("transposed, shared keys", _transposed),
+    Case("parts of one tensor", lambda: torch.cat(made(300, 300), -1).split(128, -1)),
+    Case("rising", lambda: _rising(1), {"scale": 1.0}),
+    Case("rising, causal", lambda: _rising(1), {"scale": 1.0, "causal": True}),
+    Case("falling", lambda: _rising(-1), {"scale": 1.0}),
+    Case("low", _low, {"scale": 1.0, "documents": torch.arange(300) // 110}),
+]
+
+
+def check(case, device):
+    """Not more than twice the error of plain torch in bfloat16, both against float64; what sees nothing is 0."""
+    args, options = case.on(device)
+    got, lse = ops.attention(*args, return_lse=True, **options)
+    with mr.use(engine="reference"):
+        wide = {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in options.items()
+        }
+        exact, exact_lse = ops.attention(*(a.double() for a in args), return_lse=True, **wide)
+        plain = ops.attention(*args, **options)
+    allowed = max(2 * (plain.double() - exact).norm().item(), 2**-9 * exact.norm().item())
+    assert (got.double() - exact).norm() <= allowed
+    seen = exact_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert not got[~seen].any()
+    torch.testing.assert_close(lse[seen].double(), exact_lse[seen], rtol=1e-4, atol=1e-2)
+
+
+def check_nan(device):
+    """NaN and infinity stay in their rows."""
+    q, k, v = (a.to(device) for a in made(200, 150))
+    q[:, 7, 3], q[:, 150, 0] = torch.nan, torch.inf
+    rest = torch.tensor([i for i in range(200) if i not in (7, 150)], device=device)
+    got, lse = ops.attention(q, k, v, return_lse=True)
+    with mr.use(engine="reference"):
+        want, want_lse = ops.attention(q[:, rest].double(), k.double(), v.double(), return_lse=True)
+    assert got[:, 7].isnan().all() and lse[:, 7].isnan().all()
+    assert (got[:, rest].double() - want).norm() <= 2**-8 * want.norm()
+    torch.testing.assert_close(lse[:, rest].double(), want_lse, rtol=1e-4, atol=1e-2)
