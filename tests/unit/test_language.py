@@ -114,7 +114,9 @@ VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize"
 def test_every_function_has_a_row():
     known = {*TABLE, *LOGICAL, *CHOICES, *CASTS, *VECTORS}
     assert known == set(mr.functions())
-    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "coin", "gumbel", "uniform", "decay"} <= set(mr.functions())
+    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "coin", "decay", "gate", "gumbel", "normal_gate", "uniform"} <= set(
+        mr.functions()
+    )
 
 
 def spellings(name: str) -> dict[str, Callable]:
