@@ -86,7 +86,7 @@ def test_weights_measured_from_a_guess(kind):
 def test_a_forward_and_an_argmax_hold_no_pairs(rows):
     x, w, target = head(rows, 1024, 50257, False)
     with torch.no_grad():
-        assert extra(lambda: [mr.ops.cross_entropy(x, w, target)]) <= 2**20
+        assert extra(lambda: [mr.ops.cross_entropy(x, w, target)]) <= 2**21  # pairs would be 200 MB
         s = x.float() @ w.float().T
         best = mr.ops.linear_argmax(x, w)
         torch.testing.assert_close(s.gather(1, best[:, None])[:, 0], s.amax(1), rtol=1e-4, atol=1e-4)
