@@ -56,6 +56,11 @@ class Ready:
     sources: tuple[int, ...]
     outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
 
+    @property
+    def single(self) -> bool:
+        """Whether it is one pass: its sums are gradients, and nothing is made of them."""
+        return len(self.program.passes) == 1
+
     @staticmethod
     def of(
         leaves: Sequence[Expr], others: Sequence[str], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple

@@ -42,7 +42,7 @@ def gumbel(seed: Any) -> Any:
     >>> drawn(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([True, True])
     """
-    return -torch.log(-torch.log1p(-uniform(seed)))
+    return _drawn("gumbel", seed)
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Any:

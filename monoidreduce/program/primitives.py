@@ -308,15 +308,7 @@ _ROWS = [
         triton="tl.abs({0}) == float('inf')",
     ),
     # others
-    _P(
-        "cast",
-        _cast,
-        lambda g, y, x, to: (g,),
-        iv.cast,
-        "cast",
-        attributes={"to": "float"},
-        triton="{0}",
-    ),
+    _P("cast", _cast, lambda g, y, x, to: (g,), iv.cast, "cast", attributes={"to": "float"}, triton="{0}"),
     _P(
         "nan_to_num",
         torch.nan_to_num,
@@ -326,6 +318,13 @@ _ROWS = [
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     _P("coin", philox.coin, _no_gradient(4), lambda *_: (0, 2**31 - 1), "int", triton="coin({0}, {1}, {2}, {3})"),
+    _P(
+        "gumbel",
+        philox.gumbel,
+        _no_gradient(4),
+        lambda *_: (-3, 23),
+        triton="gumbel(ticket({0}, {1}, {2}, {3}).to({4}))",
+    ),
     _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
 ]
 

@@ -278,33 +278,20 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def turned(word, shift, factor):
-    return (word ^ (word >> shift)) * factor
+def quartered(x):
+    # the columns of a tile in four runs
+    first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(first, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    c, d = tl.split(tl.permute(tl.reshape(last, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    return a, b, c, d
 
 
-def mixed(word):
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return word ^ (word >> 15)
+def highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def coin(seed, batch, i, j):
-    # 31 bits for every (seed, batch, i, j): a place in a sequence for each row, columns count from there
-    wide = tl.full((), 0, tl.int64) + seed
-    key = mixed(mixed(mixed(wide.to(tl.uint32)) ^ (wide >> 32).to(tl.uint32)) ^ batch.to(tl.uint32))
-    row = mixed(key + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
-    word = row + j.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
-    word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return (word >> 1).to(tl.int32)
-
-
-def uniform(seed, batch, i, j):
-    # Philox4x32-10 with counter (j, i, batch, 0); (first word + 1/2) / 2**32, in float32 whatever the arithmetic
-    zero = i * 0 + j * 0
-    c0 = (zero + j).to(tl.uint32)
-    c1 = (zero + i).to(tl.uint32)
-    c2 = (zero + batch).to(tl.uint32)
-    word, _w1, _w2, _w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
-    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+def lowest(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 def larger(a, ia, b, ib):
