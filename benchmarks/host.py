@@ -1,23 +1,28 @@
 """What a call costs before any arithmetic: host time of tiny calls, ours against torch's own layers.
 
 ``python -m benchmarks.host`` prints a Markdown table. "Above the engine" runs the same call with an engine that hands
-back buffers made beforehand, so that only binding, checks, autograd and the torch calls around the folds are left. On a
-GPU nothing is waited for inside the loop: what is timed is the host."""
+back buffers made beforehand, so that only binding, checks, autograd and the torch calls around the folds are left. The
+floor is torch's own autograd: a function that allocates its results and computes nothing. On a GPU nothing is waited
+for inside the loop: what is timed is the host. ``--profile`` says where it goes, in the caller's thread and in the
+backward's."""
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from monoidreduce import ops
-from monoidreduce.engine import registry
+from monoidreduce.engine import frozen, registry
 from monoidreduce.engine.evaluate import form
 
 Call = Callable[..., Tensor]
@@ -49,9 +54,14 @@ def no_engine() -> Iterator[None]:
             made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
+    def launched(one: frozen.Pass, leaves: Any) -> frozen.Results:
+        found = stub(one.fold, leaves, one.sizes)
+        return [found[k] for k in one.shown], [found[k] for k in one.rest]
+
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
     try:
-        yield
+        with mock.patch.object(frozen.Pass, "__call__", launched):
+            yield
     finally:
         registry.FOLDERS.update(kept)
 
@@ -61,8 +71,22 @@ def _zeros(reduction: Any, k: int, sizes: Any) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
 
-def microseconds(call: Callable[[], object], repeats: int, rounds: int = 7) -> float:
-    """Of one call: the best of several rounds."""
+class Floor(torch.autograd.Function):
+    """What torch's autograd itself costs: results and gradients are allocated, nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, *inputs: Tensor) -> Tensor:
+        out = torch.empty_like(like)
+        ctx.save_for_backward(*inputs, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.empty_like(t) for t in ctx.saved_tensors[:-1])
+
+
+def microseconds(call: Callable[[], object], repeats: int, rounds: int = 15) -> float:
+    """Of one call: the best of several rounds, each too short to fill a GPU's queue, which would be waited for."""
     best = float("inf")
     for round_ in range(rounds):
         start = time.perf_counter()
@@ -89,27 +113,62 @@ def table(device: str, repeats: int) -> str:
     lines = [
         f"Host time in µs, forward / forward+backward, {device}, torch {torch.__version__}",
         "",
-        "| call | ours | ours, above the engine | torch | torch's |",
-        "|---|---|---|---|---|",
+        "| call | ours | ours, above the engine | floor | torch | torch's |",
+        "|---|---|---|---|---|---|",
     ]
     for name, inputs, ours, theirs in cases(device):
         whole = both(ours, inputs, repeats)
         with no_engine():
             above = both(ours, inputs, repeats)
+        like = ours(*inputs).detach()
+        floor = both(lambda *given, like=like: Floor.apply(like, *given), inputs, repeats)
         peer = both(theirs, inputs, repeats)
-        shown = [f"{f:.0f} / {b:.0f}" for f, b in (whole, above, peer)]
+        shown = [f"{f:.0f} / {b:.0f}" for f, b in (whole, above, floor, peer)]
         peer_name = "SDPA" if theirs is F.scaled_dot_product_attention else "linear + cross_entropy"
         lines.append(f"| {name} | {' | '.join(shown)} | {peer_name} |")
     return "\n".join(lines)
 
 
+def profile(call: Call, inputs: tuple[Tensor, ...], repeats: int) -> None:
+    """Print where the time of a forward goes, and that of every node of its backward, in the thread that runs them."""
+    cotangent = torch.ones_like(call(*inputs))
+    forward, backward = cProfile.Profile(), cProfile.Profile()
+    for _ in range(repeats):
+        forward.enable()
+        result = call(*inputs)
+        forward.disable()
+        for node in _nodes(result.grad_fn):
+            node.register_prehook(lambda *_: backward.enable())
+            node.register_hook(lambda *_: backward.disable())
+        torch.autograd.grad(result, inputs, cotangent)
+    for name, found in (("forward", forward), ("backward", backward)):
+        print(f"\n{name}, {repeats} calls")
+        pstats.Stats(found).sort_stats("tottime").print_stats(25)
+
+
+def _nodes(root: Any) -> list[Any]:
+    """A graph's nodes but for those that collect gradients."""
+    found, left = [], [root]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found and node.next_functions:
+            found.append(node)
+            left += [after for after, _ in node.next_functions]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--profile", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print(table(asked.device, asked.repeats))
+    if asked.profile:
+        for name, inputs, ours, _ in cases(asked.device):
+            print(f"\n{name}")
+            profile(ours, inputs, asked.repeats)
 
 
 if __name__ == "__main__":

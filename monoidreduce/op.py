@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import agree, autocast, autograd, compiled, dtensors, known, registry, sharded
+from .engine import agree, autocast, compiled, dtensors, gradients, known, registry, sharded
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
-from .engine.calls import Plan, formed, key_of
+from .engine.calls import Form, Plan, formed, key_of
 from .engine.evaluate import Sizes
 from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError
@@ -63,8 +63,7 @@ class Op(compiled.Compiled):
         self._places = {
             name: at for at, name in enumerate(self.parameters) if kinds[at] is not inspect.Parameter.POSITIONAL_ONLY
         }
-        self._defaults = tuple(p.default for p in self.parameters.values())
-        self._needed = tuple(at for at, default in enumerate(self._defaults) if default is ...)
+        self._needed = tuple(at for at, p in enumerate(self.parameters.values()) if p.default is ...)
         self._kinds = tuple(
             "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
         )
@@ -72,6 +71,7 @@ class Op(compiled.Compiled):
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
         self._plans: dict[tuple, tuple[Plan, ...]] = {}
+        self._forms: dict[tuple, Form] = {}
         self._measured: dict[tuple, Measured] = {}
         self._lock = threading.Lock()
 
@@ -81,19 +81,25 @@ class Op(compiled.Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
+        form = self._form_of(args, kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        key = None
+        if form is not None and gradients.straight() and not autocast.anywhere() and agree.current() is None:
+            key = key_of(values, form.kinds, registry.engine(), form.order)
+            for plan in () if key is None else self._plans.get(key, ()):
+                if plan.serves(values):
+                    return plan(values)
+        return self._anew(args, kwargs, key)
+
+    def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+        """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
             return self._divided(args, kwargs)
         device = autocast.region(args or kwargs.values())
         if device is not None:
             return autocast.run(self, self.parameters, device, args, kwargs)
-        engine, key = registry.engine(), None
-        values = self._lined_up(args, kwargs)
-        if values is not None and autograd.straight():
-            key = key_of(values, self._kinds, engine)
-            for plan in () if key is None else self._plans.get(key, ()):
-                if plan.serves(values):
-                    return plan(values)
-        plan, bound = self._planned(args, kwargs, engine)
+        form = None if key is None else self._form_of(args, kwargs)
+        plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
             self._keep(key, plan)
         return plan(bound)
@@ -119,7 +125,7 @@ class Op(compiled.Compiled):
         given = (*args, *kwargs.values())
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
-        if plain and autograd.straight() and engine != "reference":
+        if plain and gradients.straight() and engine != "reference":
             traced, bound, sizes, _ = self._prepare(args, kwargs)
             inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
             found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
@@ -153,8 +159,8 @@ class Op(compiled.Compiled):
 
     def _is_wide(self, args: tuple, kwargs: dict) -> bool:
         """Whether an argument may have features enough; asked first, for it costs nothing."""
-        values = self._lined_up(args, kwargs)
-        given = () if values is None else [values[at] for at in self._vectors]
+        form, values = self._form_of(args, kwargs), (*args, *kwargs.values())
+        given = () if form is None else [values[at] for at in form.vectors]
         return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -266,27 +272,28 @@ class Op(compiled.Compiled):
 
     # Plans
 
-    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Plan, Sequence[Any]]:
-        """A plan by the long way, through every check, and the arguments in its order."""
+    def _planned(
+        self, args: tuple, kwargs: dict, engine: str, order: Sequence[str] | None = None
+    ) -> tuple[Plan, Sequence[Any]]:
+        """A plan by the long way, through every check, and the values in its order."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        return Plan.of(traced, self.parameters, bound, sizes, out, engine), list(bound.values())
+        plan = Plan.of(traced, self.parameters, bound, sizes, out, engine, order)
+        return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
-    def _lined_up(self, args: tuple, kwargs: dict) -> Sequence[Any] | None:
-        """The arguments in the order of the parameters; None where they do not fit, which binding explains."""
-        if len(args) == len(self._defaults) == self._positional:
-            return None if kwargs else args
-        if len(args) > self._positional:
+    def _form_of(self, args: tuple, kwargs: dict) -> Form | None:
+        return self._forms.get((len(args), *kwargs)) or self._form(len(args), *kwargs)
+
+    def _form(self, count: int, *names: str) -> Form | None:
+        """How calls with so many values by position and these names are read; None where they do not fit, which
+        binding explains."""
+        places = [*range(count), *(self._places.get(n, -1) for n in names)]
+        fits = count <= self._positional and all(at >= count for at in places[count:])
+        if not fits or any(at not in places for at in self._needed):
             return None
-        values = [*args, *self._defaults[len(args) :]]
-        for name, value in kwargs.items():
-            at = self._places.get(name, -1)
-            if at < len(args):
-                return None
-            values[at] = value
-        for at in self._needed:
-            if values[at] is ...:
-                return None
-        return values
+        order = tuple(list(self.parameters)[at] for at in places)
+        vectors = tuple(k for k, at in enumerate(places) if at in self._vectors)
+        found = self._forms[(count, *names)] = Form(order, tuple(self._kinds[at] for at in places), vectors)
+        return found
 
     def _keep(self, key: tuple, plan: Plan) -> None:
         with self._lock:

@@ -22,6 +22,11 @@ def _available(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
+def anywhere() -> bool:
+    """Whether an autocast region of any device is open."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def region(values: Iterable[Any]) -> str | None:
     """The type of device whose autocast region this is; None outside."""
     for v in values:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,17 +20,19 @@ from torch.autograd import forward_ad
 
 from ..errors import NoGradientError
 from ..program.early import Early, gradients
-from ..program.expr import Expr
 from ..program.gradient import gradient
-from ..program.lower import Fold, lower
+from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
 from . import asked, autocast, early, library, recover
+from .arithmetic import Arithmetic
 from .evaluate import Sizes
+from .frozen import Pass, freezes
+from .gradients import Gradient, Ready, Walked, asks, plain, zero
 from .registry import FOLDERS
-from .script import Script, missing, script
+from .script import script
+from .sides import Side
 
 REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -40,45 +42,65 @@ class Context:
     fold: Fold
     sizes: Sizes
     engine: str
+    frozen: Pass | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
+    fixed: tuple[int, ...] = ()  # of the frozen pass's results, those that are constants to gradients
     gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
+
+    @property
+    def launches(self) -> Pass:
+        """The frozen pass, where there is one."""
+        assert self.frozen is not None
+        return self.frozen
 
 
 class Walk:
-    """Runs the passes of one call: a context for each fold, made once."""
+    """Runs the passes of one call: a context for each fold, made once.
 
-    def __init__(self, engine: str):
-        self.engine = engine
-        self.contexts: dict[Fold, Context] = {}
+    ``alike``: all calls are on plain tensors of one kind, nothing watches them, and folds are launches: passes are
+    frozen, and the arithmetic between them is launched too."""
 
-    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
-        context = self.contexts.get(fold)
-        if context is None:
-            context = self.contexts.setdefault(fold, Context(fold, sizes, self.engine))
-        return run(context, leaves)
+    def __init__(self, engine: str, alike: bool = False):
+        self.engine, self.alike = engine, alike
+        self.contexts: dict[int, Context] = {}  # by the folds' identities, which contexts hold
+        self.sides: dict[int, Arithmetic] = {}  # likewise
+
+    def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shown: tuple[int, ...]) -> Sequence[Tensor]:
+        """The results of a fold that are asked for."""
+        context = self.contexts.get(id(fold)) or self._context(fold, sizes, shown)
+        if context.frozen is None:
+            found = run(context, leaves)
+            return [found[k] for k in shown]
+        if torch.is_grad_enabled() and asks(leaves):
+            return _frozen(context, *leaves)
+        return recover.twice(context.frozen, (leaves,), sizes, fold)[0]
+
+    def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
+        frozen = Pass(fold, sizes, self.engine, shown) if self.alike and not early.many(sizes) else None
+        fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
+        return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
+
+    def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
+        """The arithmetic of one side, where all calls are alike."""
+        found = self.sides.get(id(side))
+        if found is None:
+            made = Arithmetic(side, leaves, sizes, functools.partial(walked, self.engine))
+            found = self.sides.setdefault(id(side), made)
+        return found(leaves)
+
+
+def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
+    """A program as a function of its sizes and inputs; ``alike``: see :class:`Walk`."""
+    walk, run = Walk(engine, alike), script(program, numbers, alike).run
+    return lambda sizes, *values: run(sizes, walk, *values)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
     if context.engine != REHEARSAL and not plain(leaves):
         return _Traced.apply(context, *leaves)
-    asks = any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
-    if asks and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and asks(leaves):
         return _Straight.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
-
-
-def straight() -> bool:
-    """Whether nothing watches torch's calls: no compiler, no fake tensors, no transform, no forward-mode level."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def plain(values: Sequence[Any]) -> bool:
-    """Whether these are tensors with numbers in them (or no tensors), and nothing watches."""
-    return straight() and all(type(v) in PLAIN for v in values if isinstance(v, Tensor))
 
 
 class _Straight(torch.autograd.Function):
@@ -99,6 +121,42 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         return _backward(ctx, cotangents)
+
+
+class _Frozen(torch.autograd.Function):
+    """The same pass, frozen: only what is asked for is a result; what else a backward needs is kept as it is.
+
+    A backward that is itself to be differentiated folds once more, for results that are."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+        shown, rest = recover.twice(context.launches, (leaves,), context.sizes, context.fold)
+        ctx.context, ctx.form, ctx.asked = context, None, asked.now()
+        ctx.set_materialize_grads(False)
+        if context.fixed:
+            ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
+        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *shown, *rest)
+        return tuple(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        context, leaves, results = _kept(ctx)
+        given: list[Tensor | None] = [None] * len(context.fold.outputs)
+        launches = context.launches
+        for k, g in zip(launches.shown, cotangents, strict=True):
+            given[k] = g
+        if torch.is_grad_enabled():
+            with asked.again(ctx.asked):
+                results = list(run(context, leaves))
+        else:
+            count = len(launches.shown)
+            results = launches.whole(results[:count], results[count:])
+        return _pulled(ctx, leaves, results, given)
+
+
+# ``apply`` without its look at transforms, for what is known to have none
+_frozen: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Frozen).apply
 
 
 class _Traced(torch.autograd.Function):
@@ -178,13 +236,18 @@ def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents):
+    _, leaves, results = _kept(ctx)
+    return _pulled(ctx, leaves, results, cotangents)
+
+
+def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
+    """The gradients of a pass, as it was asked for."""
+    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents]):
         raise NoGradientError(
             detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
             fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
         )
-    context, leaves, results = _kept(ctx)
-    wanted = ctx.needs_input_grad[1:]
+    context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
@@ -205,17 +268,6 @@ def _fixed(fold: Fold) -> tuple[bool, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient program made ready: where its inputs come from (leaves, results, cotangents, what was kept), and its
-    outputs."""
-
-    script: Script
-    sources: tuple[int, ...]
-    outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
-    walk: Walk
-
-
 def _gradients(
     context: Context,
     leaves: list[Any],
@@ -226,50 +278,23 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
-    count, numbers = len(cotangents), tuple(not isinstance(v, Tensor) for v in leaves)
-    key = (form, wanted, tuple(g is not None for g in cotangents), numbers)
+    count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
+    key = (form, wanted, tuple([g is not None for g in cotangents]), numbers)
     made = context.gradients.get(key)
     if made is None:
-        made = context.gradients[key] = Gradient(*_gradient_program(context.fold, *key), Walk(context.engine))
-    pool = [*leaves, *results[:count], *cotangents, *results[count:]]
-    values = iter(made.script.run(context.sizes, made.walk, *(pool[k] for k in made.sources)))
-    grads: list[Tensor | None] = [None] * len(leaves)
-    for place, e in made.outputs:
-        leaf = leaves[place]
-        grads[place] = zero(leaf) if e is None else as_gradient(next(values), e, leaf, context.fold.leaves[place])
-    return grads
+        ready, frozen = _gradient_program(context.fold, *key), freezes(context.engine, context.sizes)
+        made = Gradient(ready, context.fold.leaves, functools.partial(walked, context.engine), frozen)
+        context.gradients[key] = made
+    return made(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
 
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
     fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
-) -> tuple[Script, tuple[int, ...], tuple[tuple[int, Expr | None], ...]]:
+) -> Ready:
     kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
     rest = tuple(want and k not in kept for k, want in enumerate(wanted))
     results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
     outputs = [kept.get(k, e) for k, e in enumerate(others)]
-    program = lower(tuple(e for e in outputs if e is not None))
-    names = [*(e.attrs[0] for e in (*fold.leaves, *results, *cotangents)), *(() if form is None else form.names)]
-    made = script(program, frozenset(e.attrs[0] for e, n in zip(fold.leaves, numbers, strict=True) if n))
-    lowered = iter(program.outputs)
-    found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-    return made, tuple(names.index(n) for n in made.inputs), tuple(found)
-
-
-def zero(leaf: Tensor) -> Tensor:
-    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
-    if not torch.is_grad_enabled():
-        return torch.zeros_like(leaf)
-    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
-
-
-def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
-    """A gradient in the shape and type of its leaf (or another): summed over batch dimensions that were broadcast."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(leaf, value)
-    for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
-        value = value.unsqueeze(at)
-    if value.shape != leaf.shape:
-        value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    dtype = dtype or leaf.dtype
-    return value if value.dtype is dtype else value.to(dtype)  # even an idle .to takes a microsecond
+    names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
+    return Ready.of(fold.leaves, names, outputs, wanted, numbers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +19,47 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import recover, reference, registry
+from . import recover, reference, registry, triton
 from .arguments import padded
-from .autograd import Walk
+from .autograd import walked
 from .evaluate import Sizes, from_layout
+from .frozen import freezes
 from .roads import Roads
-from .script import inputs, script
+from .script import inputs
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
 
 
-def key_of(values: Sequence[Any], kinds: Sequence[str], engine: str) -> tuple | None:
+class Form(NamedTuple):
+    """How calls with so many values by position and the same names for the others are read."""
+
+    order: tuple[str, ...]  # the names of all values
+    kinds: tuple[str, ...]  # of their parameters: ``static``, a whole number (``int``), or neither
+    vectors: tuple[int, ...]  # which of them may have features
+
+
+def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple | None:
     """What a call's checks depend on; None where this cannot be said cheaply.
 
-    ``kinds`` says of each parameter whether it is ``static``, a whole number (``int``), or neither.
+    ``kinds`` says of each value's parameter whether it is ``static``, a whole number (``int``), or neither.
     """
-    key: list[Any] = [engine]
+    key: list[Any] = [*before]
+    kernels: bool | None = None  # whether they run where the tensors are
     for value, declared in zip(values, kinds, strict=True):
         kind = type(value)
         if declared == "static":
             key += (kind, value)
         elif kind in _TENSORS:
-            key += (value.dtype, value.shape, value.device, value.layout)
+            device = value.device
+            key += (value.dtype, value.shape, device, value.layout)
+            if kernels is None:
+                kernels = triton.runs_on(device)
+            if kernels:
+                try:
+                    key += (value.stride(), value.data_ptr() & 15)  # kernels look at these too
+                except RuntimeError:  # it is not dense, or has no memory of its own
+                    return None
         elif kind is bool or value is None or (kind is float and declared != "int"):
             key.append(kind)
         elif (
@@ -60,7 +78,7 @@ class Plan:
     traced: Traced
     sizes: Sizes
     run: Callable[..., list[Any]]
-    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which argument, and its view
+    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -72,15 +90,19 @@ class Plan:
         sizes: Sizes,
         out: torch.dtype | None,
         engine: str,
+        order: Sequence[str] | None = None,
     ) -> Plan:
-        places = {name: k for k, name in enumerate(parameters)}
-        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine)
+        """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
+        and nothing else is known of them."""
+        places = {name: k for k, name in enumerate(parameters if order is None else order)}
+        alike = order is not None
+        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine, alike)
         return Plan(
             traced,
             sizes,
             run,
-            tuple((places[n], _view(values[n], parameters[n], sizes)) for n in names),
-            tuple((places[n], values[n]) for n in traced.fixed),
+            tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
+            tuple((places[n], values[n]) for n in traced.fixed if n in places),
             tuple(_shape(e, sizes, out) for e in traced.outputs),
         )
 
@@ -93,18 +115,20 @@ class Plan:
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        given = tuple(values[at] if view is None else view(values[at]) for at, view in self.given)
+        given = tuple([values[at] if view is None else view(values[at]) for at, view in self.given])
         found = recover.typed(self.run, given, self.sizes)
         return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
 
 
-def _walk(traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str) -> tuple[tuple[str, ...], Callable]:
+def _walk(
+    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool
+) -> tuple[tuple[str, ...], Callable]:
     """By passes: the names of the inputs, and what runs on them."""
     program = lower(traced.outputs)
     numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
-    made = script(program, numbers)
-    passes = functools.partial(made.run, sizes, Walk(engine))
-    return made.inputs, Roads(program, made.inputs, sizes, numbers, passes) if engine == "auto" else passes
+    names, frozen = inputs(program), alike and freezes(engine, sizes)
+    passes = functools.partial(walked(engine, program, numbers, frozen), sizes)
+    return names, Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
@@ -119,8 +143,10 @@ def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
     return names, run
 
 
-def _view(value: Any, p: Parameter, sizes: Sizes) -> Callable[[Any], Any] | None:
-    """How an argument becomes an input: None where it is one already."""
+def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any], Any] | None:
+    """How an argument becomes an input: None where it is one already; a default, where it is not given."""
+    if not given:
+        return lambda _: value
     view = functools.partial(padded, p=p, rank=len(sizes.batch))
     if isinstance(value, Tensor) and value.device != sizes.device:  # a number that was given as a tensor on the host
         return lambda v: view(v).to(sizes.device, non_blocking=True)

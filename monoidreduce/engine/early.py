@@ -25,10 +25,15 @@ from .triton.spec import TINY, WIDEST
 MANY = 2**24  # pairs
 
 
+def many(sizes: Sizes) -> bool:
+    """Whether pairs are so many that what the host does for a pass does not count beside them."""
+    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= MANY
+
+
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
     """How a fold keeps what its rows' gradients need, where that pays."""
     kernels = engine == "triton" or (engine == "auto" and sizes.device.type == "cuda")
-    if not kernels or math.prod(sizes.batch) * sizes.rows * sizes.cols < MANY:
+    if not kernels or not many(sizes):
         return None
     if budget.asked() is not None or not triton.runs_on(sizes.device):
         return None

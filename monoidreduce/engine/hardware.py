@@ -91,6 +91,18 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     return (x * y).sum(-1)
 
 
+SHARE: list[Callable[[Tensor, int], Tensor | None]] = []  # the GPU engine's own, if it is there
+
+
+def share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
+    """One over the number of labels that are not ignored, a 0-dim tensor: infinite where there are none."""
+    if labels.is_cuda and type(labels) is Tensor and dtype is torch.float32 and SHARE:
+        found = SHARE[0](labels, ignored)
+        if found is not None:
+            return found
+    return (labels != ignored).sum().to(dtype).reciprocal()
+
+
 SCALE: list[Callable[[Tensor, Tensor], bool]] = []  # the GPU engine's own, if it is there
 
 

@@ -20,7 +20,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered, lower
 from ..program.total import Total, total
-from . import asked, autograd, hardware, panel, recover
+from . import asked, autograd, gradients, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -101,7 +101,7 @@ class _Sum(torch.autograd.Function):
         for e, present in zip(context.asked, context.program.present, strict=True):
             leaf = inputs[str(e.attrs[0])]
             kind = torch.float32 if leaf.dtype is torch.float16 else leaf.dtype  # unscaled, it may leave float16
-            made = autograd.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
+            made = gradients.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
         ctx.context, ctx.asked = context, asked.now()
@@ -140,7 +140,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))
     found = [next(grads) if need else None for need in needs]
-    return [autograd.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
+    return [gradients.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
 
 
 def inputs_of(outputs: tuple[Expr, ...]) -> dict[str, Expr]:

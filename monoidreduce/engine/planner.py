@@ -69,17 +69,34 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
         with contextlib.suppress(triton.Unsupported):  # told, and run by the eager engine, below
             return panel.run(fold, given, sizes, _maker(sizes.device), room)
         how = Choice("flash")
-    if not triton.runs_on(sizes.device) or sizes.device.type != "cuda":
+    if not _by_kernels(sizes.device):
         tile = how.tile("tile")
         return eager.run(fold, given, sizes, None if tile is None else tiles.Tiles(*tile))
-    if not how.tiles:
+    with _told(how):
         return triton.run(fold, given, sizes, fallback=eager.run)
-    with triton.use_plan({over: triton.KernelPlan(*t) for over, t in how.tiles}):
-        return triton.run(fold, given, sizes, fallback=eager.run)
+
+
+def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+    """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
+    how, given = _chosen(fold, leaves, sizes)[1], list(leaves)
+    if how.schedule == "panel" or not _by_kernels(sizes.device):
+        return None
+    with _told(how):
+        return triton.ready(fold, given, sizes)
+
+
+def _told(how: Choice) -> contextlib.AbstractContextManager[Any]:
+    """The tiles of a choice, where they are not those that kernels take by themselves."""
+    tiles = {over: triton.KernelPlan(*t) for over, t in how.tiles}
+    return triton.use_plan(tiles) if tiles else contextlib.nullcontext()
+
+
+def _by_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and triton.runs_on(device)
 
 
 def _maker(device: torch.device) -> panel.Maker:
-    return triton.KernelStep if device.type == "cuda" and triton.runs_on(device) else panel.TorchStep
+    return triton.KernelStep if _by_kernels(device) else panel.TorchStep
 
 
 # What a choice depends on

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .autograd import straight
+from .gradients import straight
 
 Pull = Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 

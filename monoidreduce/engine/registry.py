@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from ..errors import EngineError
 from ..plan import budget as limits
+from ..plan.environment import Variable
 from . import distributed, eager, hardware, panel, recover, triton, tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
@@ -52,9 +52,10 @@ def stepper(engine: str, device: torch.device) -> panel.Maker:
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 
 
-_ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
-FOLDERS = {name: recover.guarded(run) for name, run in _ENGINES.items()}
+ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
+FOLDERS = {name: recover.guarded(run) for name, run in ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
+_process = Variable("MONOIDREDUCE_ENGINE")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 
@@ -79,8 +80,8 @@ def engine() -> str:
     found = _settings.get()
     if found is not None and found.engine is not None:
         return found.engine
-    asked = os.environ.get("MONOIDREDUCE_ENGINE")
-    return _checked(asked, "MONOIDREDUCE_ENGINE") if asked else "auto"
+    asked = _process.said()
+    return _checked(asked, _process.name) if asked else "auto"
 
 
 def sharded_folder() -> Callable:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from ..plan import budget, choice, store
 from ..program.lower import Lowered
-from . import autograd, costs, recover, triton, tuner, whole, winners
+from . import costs, gradients, recover, triton, tuner, whole, winners
 from .evaluate import Sizes
 
 
@@ -29,10 +29,13 @@ class Roads:
     sizes: Sizes
     numbers: frozenset[str]  # the inputs that are Python numbers
     passes: Callable[..., list[Any]]  # runs by passes
+    frozen: bool  # whether passes are launches: a matrix of pairs is then built only where that is asked for
     decided: dict[tuple, bool] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> list[Any]:
-        asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in given)
+        if self.frozen and choice.followed.get() is None and not tuner.recording():
+            return self.passes(*given)
+        asks = torch.is_grad_enabled() and gradients.asks(given)
         tuner.note(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
@@ -93,4 +96,4 @@ def _untouched(given: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
         return False
-    return all(type(v) in autograd.PLAIN for v in given if isinstance(v, Tensor))
+    return all(type(v) in gradients.PLAIN for v in given if isinstance(v, Tensor))

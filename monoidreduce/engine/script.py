@@ -24,9 +24,10 @@ from ..program.primitives import PRIMITIVES
 from .dense import REDUCERS
 from .evaluate import Sizes, cast, from_layout, to_layout
 from .hardware import row_dot
+from .sides import gather
 
 Value = Any  # a Tensor as users hold it, or a Python number
-Folder = Callable[[Fold, list[Value], Sizes], Sequence[Tensor]]
+Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
 
 _KINDS = {"bool": torch.bool, "int": torch.int64}
 _ORDER = {"bool": 0, "int": 1, "float": 2}
@@ -61,11 +62,17 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def script(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
-    """Write a program down; ``numbers`` are the inputs that are Python numbers."""
-    writer = Writer(numbers, _products(program))
+def script(program: Lowered, numbers: frozenset[str] = frozenset(), gathered: bool = False) -> Script:
+    """Write a program down; ``numbers`` are the inputs that are Python numbers.
+
+    ``gathered``: the arithmetic of one side between two passes is one step (``sides.py``), run by ``folder.side``."""
+    writer = Writer(numbers, frozenset() if gathered else _products(program))
     for p in program.passes:
+        if gathered:
+            writer.gather(p.feeds)
         writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
+    if gathered:
+        writer.gather(program.outputs)
     return writer.script(inputs(program), program.outputs, "folder")
 
 
@@ -110,10 +117,19 @@ class Writer:
         return self.names[e]
 
     def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
-        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S)")
-        for k, nodes in enumerate(results):
+        shown = tuple(k for k, nodes in enumerate(results) if nodes)
+        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S, {shown})")
+        for k, nodes in enumerate(results[k] for k in shown):
             for e in nodes:
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
+
+    def gather(self, roots: Sequence[Expr]) -> None:
+        """Write what can be done together as one step each."""
+        for side, fed, outputs in gather(roots, frozenset(self.names)):
+            names = [self.of(e) for e in fed]
+            found = self._line(f"folder.side({self._keep(side)}, [{', '.join(names)}], S)")
+            for k, e in enumerate(outputs):
+                self.names[e] = self._line(f"{found}[{k}]")
 
     def _line(self, expression: str) -> str:
         self.lines.append(f"v{len(self.lines)} = {expression}")

@@ -8,7 +8,6 @@ is remembered (``winners.py``) for all lengths of its bucket, and in the next pr
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..plan import budget, candidates, cost, store
 from ..plan.choice import Choice, follow
+from ..plan.environment import Variable
 from ..plan.work import Case, directions
 from ..program.lower import Fold, Lowered
 from . import hardware, planner, recover, trial, winners
@@ -28,6 +28,7 @@ from .trial import Trial
 from .triton import source
 
 VARIABLE = "MONOIDREDUCE_TUNE"
+_process = Variable(VARIABLE)
 CLOSE = 4.0  # candidates that the model thinks so many times slower than its best are not tried
 MOST = 16  # nor more than so many at a time
 FINAL = 1.1  # those that take at most so many times the best one's time are timed again, in turns
@@ -53,10 +54,20 @@ def asked() -> bool:
     said = hardware.asked.get()[2]
     if said is not None:
         return said
-    told = os.environ.get(VARIABLE, "")
+    told = _process.said() or ""
     if told not in ("", "0", "1"):
         raise EngineError(detail=f"{VARIABLE} is {told!r}", fix="Set it to 1 or to 0, or leave it out")
     return told == "1"
+
+
+def idle() -> bool:
+    """Whether folds just run: nobody records them, and none is tuned on the way."""
+    return _recorded is None and not asked()
+
+
+def recording() -> bool:
+    """Whether somebody records what runs."""
+    return _recorded is not None
 
 
 # One fold -----------------------------------------------------------------------------------------------------

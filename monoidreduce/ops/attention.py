@@ -177,7 +177,7 @@ def attention(
     layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
-    result = _attention(q, k, v, scale, bool(return_lse), **options)
+    result = _attention(q, k, v, scale, bool(return_lse), **checks.said(options))
     return result if layout is None else layout.merged(result)
 
 

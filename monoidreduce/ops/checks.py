@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine import agree, autocast
-from ..engine.autograd import plain
+from ..engine.gradients import plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -293,6 +293,11 @@ def floating(**tensors: Any) -> None:
     for name, t in tensors.items():
         if isinstance(t, Tensor) and not t.is_floating_point():
             raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
+
+
+def said(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not left out: every other costs each call a little time."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def drawn_seed() -> int | Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engine import agree
+from ..engine import agree, hardware
 from ..errors import ArgumentError
 from . import checks, heads
 from . import language as mr
@@ -70,7 +70,7 @@ def _against_classes(
         rows["right"] = counting(mr.argmax(whole) == target, False)
     if class_weights is not None:
         rows["share"] = counting(share)
-    if not all_count:
+    if not all_count and share_of_row is None:
         rows["counted"] = counting(1.0)
     return rows
 
@@ -274,15 +274,16 @@ def _of_labels(
     if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
         near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
+    head = {name: options[name] for name in ("lse", "accuracy")}
+    options = checks.said({**options, "near": near, "lse": None, "accuracy": None})
     if reduction == "none":
-        return _against_classes(rows, weight, index, ignore_index, all_count, near=near, **options), kept
+        return _against_classes(rows, weight, index, ignore_index, all_count, **head, **options), kept
     share: Any = None
-    if reduction == "mean" and options["class_weights"] is None and len(rows):
+    if reduction == "mean" and "class_weights" not in options and len(rows):
         wide = torch.promote_types(rows.dtype, torch.float32)
-        share = 1 / len(rows) if all_count else (index != ignore_index).sum().to(wide).reciprocal()
-    sums = _against_classes.total(
-        rows, weight, index, ignore_index, all_count, near=near, share_of_row=share, **options
-    )
+        share = 1 / len(rows) if all_count else hardware.share(index, ignore_index, wide)
+        options["share_of_row"] = share
+    sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **head, **options)
     if share is not None:
         return {"mean": sums["loss"]}, kept
     if all_count and "share" not in sums:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from ..errors import ArgumentError
+from .environment import Variable
 
 LEAST = 8 * 2**20  # what is taken without a budget even where memory is short
 _SHARE = 64  # of the free memory, one part in so many
@@ -24,6 +25,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 _asked: contextvars.ContextVar[int | None] = contextvars.ContextVar("budget", default=None)
 _parts: contextvars.ContextVar[int] = contextvars.ContextVar("parts", default=1)
 VARIABLE = "MONOIDREDUCE_BUDGET"
+_process = Variable(VARIABLE)
 LESS = 8  # of the room, a fold that ran out of memory is tried again with one part in so many
 
 
@@ -86,7 +88,7 @@ def asked() -> int | None:
     found = _asked.get()
     if found is not None:
         return found
-    said = os.environ.get(VARIABLE)
+    said = _process.said()
     return _of_process(said) if said else None
 
 

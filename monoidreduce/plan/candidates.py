@@ -92,13 +92,13 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
 def _varied(case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Other tiles than a kernel's own, in the engine's number of parts or in one; its own in other numbers of parts
     where it leaves processors idle, and with the other way to copy."""
-    copied = own[5:]
+    copied = tuple(min(1, boxes) for boxes in own[5:])  # copies by turns are for one tile alone
     for t in sizes:
         cut = cost.parts_of(case, way, (*t, own[4])) > 1
         yield from ((*t, parts, *copied) for parts in ((own[4], 1) if cut else (1,)))
     if cost.instances(case, way, own) < 2 * case.ceilings.processors:
         yield from ((*own[:4], parts, *copied) for parts in PARTS)
-    yield from ((*own[:5], int(not boxes)) for boxes in copied)
+    yield from ((*own[:5], int(not boxes)) for boxes in own[5:])
 
 
 def _torch(case: Case) -> list[Choice]:

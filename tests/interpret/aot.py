@@ -167,6 +167,7 @@ CASES = [
         lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    Case("attention 128, float16", attention, _qkv(128), torch.float16, lean=False),
     # tile functions of a user's own
     Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),

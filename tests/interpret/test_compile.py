@@ -17,7 +17,7 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 # Bytes that may spill. Two accumulators of 128 x 128, or one of 128 x 256, and the tiles in flight: smaller tiles would
 # not spill, and are 4 to 30 % slower (benchmarks/tiles.py on an H200).
 SPILLS = {"attention 128": 256, "causal attention 128": 256, "cross-entropy 256": 128}
-STAGED = ["causal attention 128", "attention 128"]
+STAGED = {True: ["causal attention 128", "attention 128"], False: ["attention 128, float16"]}
 
 
 def chosen(capability, ready):
@@ -47,12 +47,13 @@ def test_kernels_compile(capability, ready, tmp_path):
         for kernel in mine:
             assert kernel["shared"] <= FAMILIES[capability].shared, kernel
             if ready:
-                assert kernel["tensor_cores"] > 0 or case.name.startswith(("gaussian", "wide")), kernel
+                plain = kernel["kernel"] == "side" or case.name.startswith(("gaussian", "wide"))
+                assert kernel["tensor_cores"] > 0 or plain, kernel
                 most = SPILLS.get(case.name, 0) if capability == 90 else max(SPILLS.values())
                 assert kernel["spills"] <= most, kernel
             assert not (kernel["staged"] and kernel["crumbs"]), kernel
     forward = {k["case"]: k["staged"] for k in found[::-1]}
-    assert [c for c, staged in forward.items() if staged] == STAGED * (capability == 90 and ready)
+    assert [c for c, staged in forward.items() if staged] == (STAGED[ready] if capability == 90 else [])
 
 
 @pytest.mark.parametrize("capability", sorted(FAMILIES))
@@ -60,7 +61,7 @@ def test_the_tiles_that_ship_fit_as_they_are_counted(capability):
     """Before anything is compiled: 16-bit kernels of the ready-made layers keep a pipeline, and tiles of some size."""
     family = FAMILIES[capability]
     for case in (c for c in CASES if c.lean and c.dtype.itemsize == 2 and not c.name.startswith(("wide", "handmade"))):
-        for call in calls(case, capability):
+        for call in (c for c in calls(case, capability) if c.kernel.name != "side"):
             assert plan.shared(call.plan, call.kernel, 2, family) <= family.shared * family.spare, (
                 case.name,
                 call.plan,

@@ -235,7 +235,7 @@ def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
         pass
 
     def once(call):
-        if call.kernel.text not in failed:
+        if call.kernel.name != "side" and call.kernel.text not in failed:
             failed.append(call.kernel.text)
             raise OutOfResources
         return real(call)

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
 from ...plan import tiles
+from ...plan.environment import Variable
 from ...program.build import ONE
 from ...program.contract import in_tiles
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import batching, hardware
-from ..evaluate import Sizes
+from ..evaluate import Room, Sizes
 from ..pick import run_pick
-from . import deep, launch, rows, source
+from ..sides import Side
+from . import deep, launch, rows, sides, source
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -36,24 +38,34 @@ from .spec import TINY, WIDEST, Unsupported, padded
 __all__ = [
     "KernelPlan",
     "KernelStep",
+    "Parted",
+    "Ready",
     "Unsupported",
     "available",
     "is_deep",
+    "kind",
+    "overrides",
+    "ready",
     "run",
     "run_deep",
     "runs_on",
+    "side",
+    "signs",
     "sources",
+    "store",
     "tell",
     "tiles_of",
     "use_plan",
 ]
 
+_interpreted = Variable("TRITON_INTERPRET")
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
 
 
 hardware.ROW_DOT[:] = [rows.dot]
 hardware.SCALE[:] = [rows.scale]
+hardware.SHARE[:] = [rows.share]
 
 
 @functools.cache
@@ -64,7 +76,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return available() and (device.type == "cuda" or _interpreted.said() == "1")
 
 
 def run(
@@ -124,20 +136,59 @@ def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    found: list[Any] = [id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device]
-    found += (hardware.float32_precision(), overrides())
+    return _ready(fold, leaves, sizes)(leaves)
+
+
+def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
+    """The launches of a fold on leaves like these; None where it has no kernel."""
+    try:
+        return _ready(fold, leaves, sizes)
+    except Unsupported:
+        return None
+
+
+def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
+    key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
+    key += (hardware.float32_precision(), overrides(), kind(leaves))
+    key += signs([v for v in leaves if not isinstance(v, Tensor)])
+    found = _READY.get(key)
+    if found is None:
+        found = _READY[key] = Ready(fold, leaves, sizes)
+        while len(_READY) > 4096:
+            del _READY[next(iter(_READY))]
+    return found
+
+
+def side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+    """The arithmetic of one side as one launch, for leaves like these; None where it has no kernel."""
+    try:
+        return sides.Launch(side, leaves, sizes)
+    except Unsupported:
+        return None
+
+
+def store() -> Any:
+    """Where launches are kept."""
+    return _READY
+
+
+def kind(leaves: Sequence[Any]) -> tuple:
+    """All that kernels look at in leaves besides their numbers."""
+    found: list[Any] = []
     for v in leaves:
         if isinstance(v, Tensor):
             found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
         else:
-            found += (type(v), v > 0, abs(v) >= launch.SMALL)
-    key = tuple(found)
-    ready = _READY.get(key)
-    if ready is None:
-        ready = _READY[key] = Ready(fold, leaves, sizes)
-        while len(_READY) > 4096:
-            del _READY[next(iter(_READY))]
-    return ready(leaves)
+            found.append(type(v))
+    return tuple(found)
+
+
+def signs(numbers: Sequence[Any]) -> tuple:
+    """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
+    found: list[bool] = []
+    for v in numbers:
+        found += (v > 0, abs(v) >= launch.SMALL)
+    return tuple(found)
 
 
 class Ready:
@@ -151,7 +202,7 @@ class Ready:
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
-        values, self.batch = self._merged(leaves)
+        values, self.batch = self.merged(leaves)
         self.picks = [r for _, _, picks in _directions(fold) for r in picks]
         self.launches = [
             launch.Launch(part, over, values, self.batch, sizes)
@@ -161,14 +212,14 @@ class Ready:
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
-    def _merged(self, leaves: list[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
+    def merged(self, leaves: Sequence[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
         """The leaves, tensors with as few batch dimensions as they allow."""
         given = [e for e, v in zip(self.fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
         batch, views = batching.merge(self.sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
         return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
-    def __call__(self, leaves: list[Any]) -> list[Tensor]:
-        merged = _Once(lambda: self._merged(leaves)[0])
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        merged = _Once(lambda: self.merged(leaves)[0])
         found: list[Tensor] = []
         for r in self.picks:
             picked = _pick(r, merged(), self.batch, self.sizes)
@@ -176,6 +227,44 @@ class Ready:
         for one in self.launches:
             found += one(leaves, merged)
         return [found[k] for k in self.order]
+
+
+class Parted:
+    """The launches of a fold whose results are not all shown: those kept for a backward alone share one allocation."""
+
+    def __init__(self, ready: Ready, shown: tuple[int, ...]):
+        self.ready, self.shown = ready, shown
+        self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
+        self.one = self._alone()
+
+    def _alone(self) -> launch.Launch | None:
+        """The one launch, if its results are its outputs as they are, and those not shown can share an allocation."""
+        if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
+            return None
+        one = self.ready.launches[0]
+        forms = {one.outputs[k] for k in self.rest}
+        if len(forms) > 1 or one.spec.split or one.lists or not one.grid:
+            return None
+        ((shape, dtype),) = forms
+        self.step = torch.Size(shape).numel() * dtype.itemsize
+        self.room = Room(((len(self.rest), *shape), dtype), self.ready.sizes.device)
+        return None if self.step % 16 else one
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that are shown, and the others: as they are, or one behind the other in one tensor."""
+        one = self.one
+        if one is None or one.again is None:
+            found = self.ready(leaves)
+            return [found[k] for k in self.shown], [found[k] for k in self.rest]
+        shown, rest = [one.rooms[k]() for k in self.shown], self.room()
+        places: list[Any] = [None] * len(one.outputs)
+        for k, t in zip(self.shown, shown, strict=True):
+            places[k] = t.data_ptr()
+        start = rest.data_ptr()
+        for n, k in enumerate(self.rest):
+            places[k] = start + n * self.step
+        one.launched(places, leaves, _Once(lambda: self.ready.merged(leaves)[0]))
+        return shown, [rest]
 
 
 class _Once:

@@ -39,7 +39,7 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-SHALLOW = {name: KernelPlan(128, 128, 4, 3) for name in ("write_known", "write_guessed")}
+SHALLOW = {"write_known": KernelPlan(128, 128, 8, 3), "write_guessed": KernelPlan(128, 128, 4, 3)}
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken

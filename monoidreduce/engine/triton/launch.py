@@ -20,7 +20,7 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
-from ..evaluate import Form, Sizes, form
+from ..evaluate import Form, Room, Sizes, form
 from . import boxes, deep, describe, emit, recent, skip, source, staged, topk
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
@@ -51,7 +51,7 @@ class Call:
         return dict(zip(emit.CONSTANTS, given, strict=True))
 
 
-def execute(call: Call) -> Callable[..., Any] | None:
+def execute(call: Call) -> Callable[..., None] | None:
     """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
     module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
@@ -98,7 +98,8 @@ class Launch:
         # whether calls need leaves with merged batch
         self.merged = bool(self.casts or self.data)
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.again: Callable[..., Any] | None = None
+        self.rooms = [Room(f, sizes.device) for f in self.outputs]
+        self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
 
@@ -109,11 +110,11 @@ class Launch:
     def _arguments(self, values: Values, count: int) -> None:
         """The arguments of every call after the outputs, with room for leaves; ``fill``: which of them goes where."""
         self.template: list[Any] = []
-        self.fill: list[tuple[int, int]] = []
+        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
         wide, most = False, max(*self.blocks, WIDEST)
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.outputs) + len(self.template), self.fold.leaves.index(e)))
+            self.fill.append((len(self.template), self.fold.leaves.index(e), isinstance(v, Tensor)))
             self.template.append(None)
             if isinstance(v, Tensor):
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
@@ -143,22 +144,25 @@ class Launch:
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
-        device = self.sizes.device
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
-        if self.grid:
-            given = self._converted(merged()) if self.merged else leaves
-            arguments = [*outputs, *self.template]
-            for at, leaf in self.fill:
-                arguments[at] = given[leaf]
-            if self.spec.bounds:
-                arguments += self.edges or self._bounds(given)
-            arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-            arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
-            if self.again is not None:
-                self.again(*arguments)
-            elif not self._first(arguments, merged):
-                return self(leaves, merged)
+        outputs = [room() for room in self.rooms]
+        if self.grid and not self.launched(outputs, leaves, merged):
+            return self(leaves, merged)
         return self._whole(outputs) if self.spec.split or self.lists else outputs
+
+    def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Values]) -> bool:
+        """Launch into these outputs (tensors or, once compiled, their addresses); False: it was planned anew."""
+        given = self._converted(merged()) if self.merged else leaves
+        arguments, again = self.template.copy(), self.again
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = given[leaf].data_ptr() if is_tensor and again is not None else given[leaf]
+        if self.spec.bounds:
+            arguments += self.edges or self._bounds(given)
+        arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
+        arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
+        if again is None:
+            return self._first([*outputs, *arguments], merged)
+        again(*outputs, *arguments)
+        return True
 
     def _converted(self, values: Values) -> list[Any]:
         found = describe.converted(values, self.casts, self.batch, self.sizes)

@@ -34,8 +34,9 @@ def complete_rows(
         value = tl.load(out + row * WIDTH + lane, mask=lane < WIDTH, other=0).to(tl.float32) * factor
         if HITS:
             hit = tl.load(hits + row)
-            place = tl.load(targets + row) * vectors_s + lane * vectors_f
-            value += hit * tl.load(vectors + place, mask=(lane < WIDTH) & (hit != 0.0), other=0).to(tl.float32)
+            if hit != 0.0:
+                place = tl.load(targets + row) * vectors_s + lane * vectors_f
+                value += hit * tl.load(vectors + place, mask=lane < WIDTH, other=0).to(tl.float32)
         tl.store(out + row * WIDTH + lane, value, mask=lane < WIDTH)
 
 

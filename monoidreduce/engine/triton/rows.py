@@ -5,12 +5,13 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..evaluate import Room
 from . import source
 
 _TEXT = '''"""Sums over the features of each row."""
@@ -38,10 +39,21 @@ def scale(x, factor, size, LANES: tl.constexpr):
             at = start + tl.arange(0, LANES)
             old = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
             tl.store(x + at, old * by, mask=at < size)
+
+
+@triton.jit(do_not_specialize=["ignored", "size"])
+def share(out, labels, ignored, size, LANES: tl.constexpr):
+    count = tl.zeros([LANES], tl.int32)
+    for start in range(0, size, LANES):
+        at = start + tl.arange(0, LANES)
+        label = tl.load(labels + at, mask=at < size, other=0)
+        count += ((label != ignored) & (at < size)).to(tl.int32)
+    tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
 '''
 _WIDEST = 1024
+_LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
 _MOST = 256
-_again: dict[tuple, Callable[..., Any]] = {}  # launchers by all that they depend on
+_again: dict[tuple, Callable[..., None]] = {}  # launchers by all that they depend on
 
 
 def _lanes(width: int) -> dict[str, int]:
@@ -78,6 +90,30 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     with source.on(x.device):
         source.load(_TEXT).scale[(min(-(-x.numel() // 4096), 2048),)](x, factor, x.numel(), LANES=4096, num_warps=8)
     return True
+
+
+def share(labels: Tensor, ignored: int) -> Tensor | None:
+    """One over the number of labels that are not ignored, in float32; None where there is no kernel for them."""
+    size = labels.numel()
+    if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
+        return None
+    out = _one(labels.device)()
+    key = (labels.dtype, labels.device, labels.data_ptr() % 16)
+    launch = _again.get(key)
+    if launch is not None:
+        launch(out, labels, ignored, size)
+        return out
+    with source.on(labels.device):
+        compiled = source.load(_TEXT).share[(1,)](out, labels, ignored, size, 1024)
+        launch = source.again(compiled, 1, (1024,), labels.device)
+    if launch is not None:
+        _again[key] = launch
+    return out
+
+
+@functools.cache
+def _one(device: torch.device) -> Room:
+    return Room(((), torch.float32), device)
 
 
 _SCALED = (torch.bfloat16, torch.float16, torch.float32)

@@ -84,23 +84,33 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., Any] | None:
+def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., None] | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
 
     It is right only for arguments of the same types, the same integers and pointers of the same alignment.
     """
     if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
         return None
-    launch = compiled[(grid, 1, 1)]
+    triton = importlib.import_module("triton")
+    runtime, stream = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
+    start, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    watched, here = compiled[(grid, 1, 1)], device.index
 
     def run(*arguments: Any) -> None:
-        if torch.cuda.current_device() == device.index:
-            launch(*arguments, *constants)
-        else:  # the launcher asks for the current device's stream
+        if torch.cuda.current_device() != here:  # kernels are launched where the current device is
             with on(device):
-                launch(*arguments, *constants)
+                run(*arguments)
+        elif _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
+            watched(*arguments, *constants)
+        else:
+            start(grid, 1, 1, stream(here), function, packed, None, None, None, *arguments, *constants)
 
     return run
+
+
+def _is_hooked(hook: Any) -> bool:
+    """Whether somebody (a profiler) is to be told of launches: Triton has a chain of listeners, or one, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache

@@ -84,8 +84,10 @@ def leaves(spec: Spec) -> Leaves | None:
 def kernel(spec: Spec) -> emit.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none."""
     found = leaves(spec)
+    if found is None:
+        return None
     plain = emit.kernel(spec)
-    if found is None or plain.shifts:
+    if plain.shifts:
         return None
     v = _Values(spec)
     soft = make(0, *spec.fold.scaled[0], v)

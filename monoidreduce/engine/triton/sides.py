@@ -1,0 +1,161 @@
+"""One kernel for all arithmetic on one side between passes: a program instance takes some rows, and every feature.
+
+The text is made of the same lines as a fold's (``values.py``): a number is a block ``[KEPT, 1]``, a vector
+``[KEPT, features]``, and there is no folded axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expr import Expr
+from ...program.lower import Fold
+from .. import batching
+from ..evaluate import Form, Room, Sizes
+from ..sides import Side
+from . import emit, launch
+from .plan import KernelPlan
+from .spec import Spec, Unsupported, padded
+from .values import Values
+
+_WIDEST = 1024
+_BLOCK = 4096  # elements of the widest vector's block
+_SMALL = 2**31  # integers are passed in 32 bits below this
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+_TEXT = '''"""Arithmetic on one side."""
+
+import triton
+import triton.language as tl
+
+{helpers}
+@triton.jit(do_not_specialize={unspecialized!r})
+def side({signature}):
+{body}
+'''
+
+
+class _Lines(Values):
+    """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
+
+    def number(self, e: Expr) -> str:
+        if e.op == "spread":
+            return self.number(e.args[0])
+        return super().number(e)
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "leaf" and e.feature is not None:
+            return self._vector(e)
+        if e.op == "fsum":
+            return f"tl.sum({self._whole(e.args[0], e.dtype)}, 1)[:, None]"
+        return super()._text(e)
+
+    def _whole(self, e: Expr, kind: str) -> str:
+        """A vector as a block with all features, though they may be one number, and none beyond them."""
+        _, exists = self.lanes(e)
+        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {padded(self.spec.width(e.feature))}])"
+        return f"tl.where({exists}[None, :], {text}, 0)" if exists else text
+
+    def _vector(self, e: Expr) -> str:
+        name = str(e.attrs[0])
+        lane, exists = self.lanes(e)
+        masks = [*(["kept_in[:, None]"] if self.spec.keeps(e) else []), *([f"{exists}[None, :]"] if exists else [])]
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
+        text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
+        return self._loaded(text, e, self.spec.type_of[e])
+
+    def lanes(self, e: Expr) -> tuple[str, str | None]:
+        width = self.spec.width(e.feature)
+        size = padded(width)
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
+
+    def stored(self, k: int, e: Expr) -> str:
+        text = self.number(e)
+        place = "(out_at + kept_lane)[:, None]"
+        if e.feature is None:
+            return f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None])"
+        lane, exists = self.lanes(e)
+        mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+        return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(spec: Spec, outputs: tuple[Expr, ...]) -> emit.Kernel:
+    lines = _Lines(spec)
+    stores = [lines.stored(k, e) for k, e in enumerate(outputs)]
+    names, unspecialized = emit._arguments(spec, list(spec.fold.leaves), 0)
+    names = [*(f"out{k}" for k in range(len(outputs))), *names]
+    opening = [line for line in emit._opening(spec) if not line.startswith("folded_lane")]
+    body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
+    text = "\n".join(f"    {line}" for line in body)
+    helpers, constants = "\n".join(emit._copied(text)), [f"{c}: tl.constexpr" for c in emit.CONSTANTS]
+    signature = ", ".join([*names, *constants])
+    whole = _TEXT.format(helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
+    return emit.Kernel("side", whole, spec.fold.leaves)
+
+
+class Launch:
+    """A side on leaves of given types, shapes, strides and alignment: its kernel, made once."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes):
+        over = "cols" if side.axis == "rows" else "rows"
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
+            raise Unsupported("a kernel's own numbers are float32")
+        rank = len(sizes.batch)
+        shape = torch.broadcast_shapes((1,) * rank, *(v.shape[:rank] for v in tensors))
+        batch, views = batching.merge(tuple(shape), tensors)
+        letters = tuple(sorted(sizes.letters.items()))
+        types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
+        rooms = (0,) * len(leaves)
+        spec = Spec(
+            Fold(side.leaves, ()), over, types, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
+        )
+        widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
+        if max(widths, default=1) > _WIDEST:
+            raise Unsupported("more features than a block holds")
+        kept = max(1, _BLOCK // max([16, *widths]))
+        self.kernel, self.plan = _kernel(spec, side.outputs), KernelPlan(kept, 1, 4, 1)
+        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
+        length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
+        tiles = -(-length // kept)
+        self.grid = tiles * torch.Size(batch).numel()
+        self.rooms = [Room(self._form(e, tuple(shape), length, sizes), sizes.device) for e in side.outputs]
+        self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
+        self.template: list[Any] = []
+        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+        given = iter(views)
+        for k, v in enumerate(leaves):
+            self.fill.append((len(self.template), k, isinstance(v, Tensor)))
+            self.template.append(None)
+            if isinstance(v, Tensor):
+                view = next(given)
+                self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
+        self.template += [length, other, tiles, *batch[1:]]
+        self.again: Callable[..., None] | None = None
+
+    @staticmethod
+    def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
+        tail = () if e.feature is None else (sizes.of(str(e.feature)),)
+        return (*batch, length, *tail), _KINDS.get(e.dtype, sizes.compute)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        outputs = [room() for room in self.rooms]
+        arguments = self.template.copy()
+        small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
+        again = self.again if small else None
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = leaves[leaf].data_ptr() if is_tensor and again is not None else leaves[leaf]
+        if again is not None:
+            again(*[t.data_ptr() for t in outputs], *arguments)
+        elif self.grid:
+            call = launch.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), *self.how)
+            again = launch.execute(call)
+            self.again = again if small else None
+        return outputs

@@ -1,0 +1,398 @@
+"""Frozen passes: the same results as by the engine's own road, found again only for calls of the same kind."""
+
+import ctypes
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import monoidreduce as mr
+from monoidreduce import Batch, Col, Row, ops
+from monoidreduce.engine import frozen, gradients, hardware, triton
+from monoidreduce.engine.triton import launch, rows
+from monoidreduce.plan import budget
+from monoidreduce.plan.choice import follow
+from monoidreduce.plan.environment import Variable
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"], scale: float):
+    return mr.softmax_mean(q @ k * scale, v)
+
+
+@mr.op
+def cosine(x: Row["d"], w: Col["d"], b: Batch, tail: Row, t: float, most: int):
+    """Arithmetic on both sides, before and after the pass, with every kind of leaf."""
+    s = F.normalize(x) @ F.normalize(w) / t
+    z = mr.logsumexp(s)
+    late = torch.where((mr.row_index < most) & (tail > 0), torch.tanh(z) * b, z + tail)
+    return late, mr.sum(torch.relu(s) * w) * b, (tail * 2 + mr.row_index).clamp(max=3.0)
+
+
+def drawn(*shapes, dtype=torch.float32, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=gen, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def heads(seed=0, dtype=torch.float32):
+    return drawn((2, 7, 16), (2, 9, 16), (2, 9, 5), dtype=dtype, seed=seed)
+
+
+def both(op, args, *rest):
+    """Results and gradients."""
+    found = op(*args, *rest)
+    found = [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+    return [*found, *torch.autograd.grad(found, args, [torch.cos(y.detach()) for y in found])]
+
+
+def assert_same(op, args, *rest, times=3, rtol=2e-5):
+    """By the kernels, the first time and frozen, as by torch in float64."""
+    wide = [a.detach().double().requires_grad_() for a in args]
+    with mr.use(engine="eager"):
+        wanted = both(op, wide, *rest)
+    with mr.use(engine="triton"):
+        for _ in range(times):
+            for got, want in zip(both(op, args, *rest), wanted, strict=True):
+                assert got.shape == want.shape
+                assert (got - want).abs().max() <= rtol * want.abs().max().clamp(min=1)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Kernels run nowhere, and are counted: what is left is the host's work, as on a GPU."""
+    made: list[str] = []
+
+    def again(name):
+        return lambda *arguments: made.append(name)
+
+    monkeypatch.setattr(launch, "execute", lambda call: again(call.kernel.name))
+    monkeypatch.setattr(triton, "_READY", {})
+    with mr.use(engine="triton"):
+        yield made
+
+
+@pytest.fixture
+def by_address(monkeypatch):
+    """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
+    real, made = launch.execute, []
+
+    def execute(call):
+        real(call)
+
+        def again(*arguments):
+            made.append(call.kernel.name)
+            given = (_at(a, like) for a, like in zip(arguments, call.arguments, strict=True))
+            real(replace(call, arguments=tuple(given)))
+
+        return again
+
+    monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(triton, "_READY", {})
+    return made
+
+
+def _at(address, like):
+    """The tensor at an address, of a form."""
+    if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return address
+    extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * (extent * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_launches_by_address(by_address, length):
+    """8 numbers a row end on 16 bytes, so that what a backward needs shares an allocation; 7 do not."""
+    args = drawn((2, length, 16), (2, 9, 16), (2, 9, 5))
+    assert_same(attention, args, 0.3, times=2)
+    assert by_address == ["fold_over_cols", "side", "fold_over_cols", "fold_over_rows"]
+    by_address.clear()
+    assert_same(cosine, drawn((2, length, 12), (9, 12), (2,), (2, length)), 0.4, 5, times=2)
+    assert by_address.count("side") >= 4
+
+
+def calls(run):
+    """How often each of torch's operators is called."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        result = run()
+    return result, {e.key: e.count for e in seen.key_averages() if e.key.startswith("aten::")}
+
+
+ALLOCATES = {"aten::empty_like", "aten::empty_strided"}
+
+
+def test_a_frozen_forward_only_allocates_and_launches(pretended):
+    args = drawn((2, 8, 16), (2, 9, 16), (2, 9, 16))
+    for _ in range(2):
+        attention(*args, 0.3)
+    pretended.clear()
+    _, seen = calls(lambda: attention(*args, 0.3))
+    assert set(seen) == ALLOCATES and seen["aten::empty_like"] == 2, seen  # the values, and what a backward needs
+    assert pretended == ["fold_over_cols"]
+
+
+def test_a_frozen_backward_only_allocates_and_launches(pretended):
+    args = drawn((2, 8, 16), (2, 9, 16), (2, 9, 16))
+    ones = torch.ones(2, 8, 16)
+    for _ in range(2):
+        torch.autograd.grad(attention(*args, 0.3), args, ones)
+    y = attention(*args, 0.3)
+    pretended.clear()
+    _, seen = calls(lambda: torch.autograd.grad(y, args, ones))
+    views = {"aten::unbind", "aten::select", "aten::as_strided"}
+    assert set(seen) <= ALLOCATES | views and seen["aten::empty_like"] == 5, seen  # three gradients, two row factors
+    assert pretended == ["side", "fold_over_cols", "fold_over_rows"]
+
+
+def test_a_loss_takes_few_launches(pretended):
+    x, weight = drawn((8, 16), (12, 16))
+    loss = lambda: ops.cross_entropy(x, weight, torch.arange(8), reduction="sum")
+    for _ in range(2):
+        torch.autograd.grad(loss(), (x, weight))
+    pretended.clear()
+    y = loss()
+    assert pretended == ["fold_over_cols", "side"]
+    pretended.clear()
+    torch.autograd.grad(y, (x, weight))
+    assert pretended == ["fold_over_cols", "fold_over_rows"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_results_again(dtype):
+    assert_same(attention, heads(dtype=dtype), 0.3)
+    assert_same(attention, heads(seed=1, dtype=dtype), -0.7)  # other numbers, of another sign
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_arithmetic_on_sides(batch, dtype):
+    args = drawn((*batch, 7, 12), (9, 12), batch, (*batch, 7), dtype=dtype)
+    assert_same(cosine, args, 0.4, 5)
+    assert_same(cosine, [args[0], args[1], args[2], args[3][..., :1].expand_as(args[3])], 0.4, 2**40)
+
+
+def test_strides_and_alignment_are_other_kinds():
+    q, k, v = heads()
+    flat = torch.zeros(q.numel() + 1)
+    flat[1:] = q.detach().flatten()
+    odd = flat[1:].view(q.shape).requires_grad_()
+    turned = q.detach().mT.contiguous().mT.requires_grad_()
+    for x in (q, turned, odd, q):
+        assert_same(attention, [x, k, v], 0.3, times=2)
+
+
+def test_cotangents_of_every_form():
+    args = heads()
+    with mr.use(engine="triton"):
+        expected = torch.autograd.grad(attention(*args, 0.3), args, torch.ones(2, 7, 5))
+        for _ in range(2):
+            for one in (torch.ones(()).expand(2, 7, 5), torch.ones(2, 5, 7).mT, torch.ones(2, 7, 10)[..., ::2]):
+                for got, want in zip(torch.autograd.grad(attention(*args, 0.3), args, one), expected, strict=True):
+                    assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_a_wrong_call_is_refused_after_right_ones():
+    q, k, v = heads()
+    with mr.use(engine="triton"):
+        for _ in range(3):
+            attention(q, k, v, 0.3)
+        with pytest.raises(mr.ShapeError):
+            attention(q, k[..., :-1], v, 0.3)
+        with pytest.raises(mr.DTypeError):
+            attention(q, k.double(), v, 0.3)
+        with pytest.raises(mr.ArgumentError):
+            attention(q, k, v, "0.3")
+        with pytest.raises(mr.ArgumentError):
+            attention(q, k, v)
+        with pytest.raises(mr.ArgumentError):
+            attention(q, k, v, 0.3, 0.3)
+        with pytest.raises(mr.ArgumentError):
+            attention(q, k, v, scales=0.3)
+
+
+def test_grad_mode_and_who_asks():
+    q, k, v = heads()
+    with mr.use(engine="triton"):
+        asked = attention(q, k, v, 0.3)
+        with torch.no_grad():
+            assert not attention(q, k, v, 0.3).requires_grad
+        plain = [t.detach() for t in (q, k, v)]
+        assert not attention(*plain, 0.3).requires_grad
+        y = attention(plain[0], k, plain[2], 0.3)
+        assert torch.equal(y, asked)
+        (one,) = torch.autograd.grad(y.sum(), [k])
+        assert torch.equal(one, torch.autograd.grad(asked.sum(), [k])[0])
+
+
+def test_what_is_asked_decides_again(monkeypatch):
+    """Budgets, precision, plans and engines are other situations; one that is out of the ordinary is none."""
+    seen = {frozen.situation()}
+    with mr.budget("64MB"):
+        seen.add(frozen.situation())
+    with mr.use(precision="tf32"):
+        seen.add(frozen.situation())
+    with mr.use(strict=True):
+        seen.add(frozen.situation())
+    with triton.use_plan({"cols": triton.KernelPlan(16, 32)}):
+        seen.add(frozen.situation())
+    monkeypatch.setenv("MONOIDREDUCE_BUDGET", "32MB")
+    seen.add(frozen.situation())
+    assert len(seen) == 6 and None not in seen
+    with mr.use(tune=True):
+        assert frozen.situation() is None
+    with follow({}), budget.less():
+        assert frozen.situation() is None
+
+
+def test_another_engine_is_another_plan():
+    args = heads()
+    for engine in ("triton", "eager", "triton", "reference", "triton"):
+        with mr.use(engine=engine):
+            assert torch.allclose(attention(*args, 0.3), attention(*args, 0.3))
+    with mr.use(engine="triton"), mr.use(engine="triton", precision="tf32"):
+        attention(*args, 0.3)
+
+
+def test_second_derivatives():
+    args = [a[:1, :3, :4].detach().clone().requires_grad_() for a in heads(dtype=torch.float64)]
+    with mr.use(engine="triton"):
+        attention(*args, 0.3)
+        assert torch.autograd.gradcheck(lambda *a: attention(*a, 0.3), args, fast_mode=True)
+        assert torch.autograd.gradgradcheck(lambda *a: attention(*a, 0.3), args, fast_mode=True)
+
+
+def test_second_derivatives_of_arithmetic():
+    args = drawn((3, 4), (2, 4), (), (3,), dtype=torch.float64)
+    run = lambda *a: cosine(*a, 0.4, 2)[:2]
+    with mr.use(engine="triton"):
+        assert torch.autograd.gradcheck(run, args, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, args, fast_mode=True)
+
+
+def test_a_graph_is_used_twice():
+    args = heads()
+    with mr.use(engine="triton"):
+        y = attention(*args, 0.3)
+        first = torch.autograd.grad(y.sum(), args, retain_graph=True)
+        for a, b in zip(first, torch.autograd.grad(y.sum(), args), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_saved_tensors_may_come_back_otherwise():
+    """Hooks on what is kept for a backward may give tensors of other strides and alignment."""
+    args = heads()
+    turned = lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) if t.is_floating_point() else t
+    with mr.use(engine="triton"):
+        wanted = torch.autograd.grad(attention(*args, 0.3).sum(), args)
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(turned, lambda t: t):
+                y = attention(*args, 0.3)
+            for got, want in zip(torch.autograd.grad(y.sum(), args), wanted, strict=True):
+                assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_an_argument_that_was_changed_in_place_is_noticed():
+    q, k, v = (t.detach() for t in heads())
+    q.requires_grad_()
+    with mr.use(engine="triton"):
+        for _ in range(2):
+            y = attention(q, k, v, 0.3)
+        k.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        assert not torch.equal(y, attention(q, k, v, 0.3))
+
+
+def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
+    """It is tried once more, by the engine's own road."""
+    args = heads()
+    with mr.use(engine="triton"):
+        wanted = attention(*args, 0.3)
+        attention(*args, 0.3)
+        real, tried = triton.Parted.__call__, []
+
+        def once(self, leaves):
+            tried.append(self)
+            if len(tried) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return real(self, leaves)
+
+        monkeypatch.setattr(triton.Parted, "__call__", once)
+        assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 1
+        assert torch.equal(attention(*args, 0.3), wanted) and len(tried) == 2
+
+
+def test_many_threads(monkeypatch):
+    """Kernels one at a time, since the interpreter knows no threads; everything around them at once."""
+    real, lock = launch.execute, threading.Lock()
+
+    def execute(call):
+        with lock:
+            return real(call)
+
+    monkeypatch.setattr(launch, "execute", execute)
+    args = [heads(seed=s) for s in range(4)]
+    with mr.use(engine="triton"):
+        wanted = [both(attention, a, 0.3) for a in args]
+    failures: list = []
+
+    def work(k):
+        try:
+            with mr.use(engine="triton"):
+                for _ in range(4):
+                    assert all(torch.equal(g, w) for g, w in zip(both(attention, args[k], 0.3), wanted[k], strict=True))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures[0]
+
+
+def test_results_that_share_an_allocation():
+    """What is kept for a backward alone may lie in one tensor."""
+    with mr.use(engine="triton"):
+        attention(*heads(), 0.3)
+    program = attention.program(*heads(), 0.3)
+    one = frozen.Pass(program.passes[0].fold, None, "triton", (1,))
+    values, rest = torch.ones(2, 7, 5), torch.arange(42.0).view(3, 2, 7)
+    found = one.whole([values], [rest])
+    assert found[1] is values and [int(t[0, 0]) for t in (found[0], *found[2:])] == [0, 14, 28]
+    assert all(a is b for a, b in zip(one.whole([values], list(rest)), found, strict=True) if b is values)
+
+
+@pytest.mark.parametrize("count", [1, 59, 1024, 1025])
+def test_the_share_of_a_row(count):
+    labels = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
+    labels[1::3] = -100
+    assert torch.equal(rows.share(labels, -100), hardware.share(labels, -100, torch.float32))
+    assert rows.share(torch.full((3,), -100), -100) == torch.inf
+    assert rows.share(labels[:0], -100) is None and rows.share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+
+
+def test_variables_are_read_as_they_are_now(monkeypatch):
+    one = Variable("MONOIDREDUCE_TRIED_HERE")
+    assert one.said() is None
+    monkeypatch.setenv(one.name, "yes")
+    assert one.said() == "yes"
+    monkeypatch.delenv(one.name)
+    assert one.said() is None
+
+
+def test_a_program_keeps_so_many_kinds(monkeypatch):
+    monkeypatch.setattr(gradients, "_MOST", 2)
+    args = heads()
+    with mr.use(engine="triton"):
+        wanted = torch.autograd.grad(attention(*args, 0.3), args, torch.ones(2, 7, 5))
+        for step in (1, 2, 3, 4):
+            one = torch.ones(2, 7, 5 * step)[..., ::step]
+            for got, want in zip(torch.autograd.grad(attention(*args, 0.3), args, one), wanted, strict=True):
+                assert torch.allclose(got, want, atol=1e-6)
