@@ -52,6 +52,7 @@ def test_one_walk_in_the_forward_and_one_in_the_backward(monkeypatch):
     out = cases.contrastive(x, y)
     (forward,) = walks()
     assert forward.kernel.name == "fold_over_cols"
-    assert {a.dtype for a in forward.arguments[:6]} == {torch.float32}
+    vectors = [a.dtype for a in forward.arguments if isinstance(a, torch.Tensor) and a.shape[-1] == 16]
+    assert sorted(map(str, vectors)) == ["torch.float16", "torch.float16", "torch.float32"]
     gx, _ = torch.autograd.grad(out.sum(), (x, y))
     assert [c.kernel.name for c in walks()] == ["fold_over_cols", "fold_over_rows"] and gx.dtype is torch.float16
