@@ -23,7 +23,7 @@ from ..program.early import Early, gradients
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
-from . import asked, autocast, early, filtering, library, recover
+from . import asked, autocast, early, library, recover
 from .arithmetic import Arithmetic
 from .evaluate import Sizes
 from .frozen import Pass, freezes
@@ -285,10 +285,7 @@ def _gradients(
         ready, frozen = _gradient_program(context.fold, *key), freezes(context.engine, context.sizes)
         made = Gradient(ready, context.fold.leaves, functools.partial(walked, context.engine), frozen)
         context.gradients[key] = made
-    others = [*results[:count], *cotangents, *results[count:]]
-    skips = filtering.asked() is not None and made.ready.single and plain([*leaves, *others])
-    with filtering.gradient() if skips and not torch.is_grad_enabled() else contextlib.nullcontext():
-        return made(context.sizes, leaves, others)
+    return made(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
 
 
 @functools.lru_cache(maxsize=4096)
