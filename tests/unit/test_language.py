@@ -114,9 +114,8 @@ VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize"
 def test_every_function_has_a_row():
     known = {*TABLE, *LOGICAL, *CHOICES, *CASTS, *VECTORS}
     assert known == set(mr.functions())
-    assert {*PRIMITIVES, *COMPOSITES} - {"cast", "coin", "decay", "gate", "gumbel", "normal_gate", "uniform"} <= set(
-        mr.functions()
-    )
+    hidden = {"cast", "coin", "gumbel", "uniform", "decay", "gate", "normal_gate"}
+    assert {*PRIMITIVES, *COMPOSITES} - hidden <= set(mr.functions())
 
 
 def spellings(name: str) -> dict[str, Callable]:

@@ -353,7 +353,7 @@ def _stores(reductions: list[Kind], v: Values) -> list[str]:
 @functools.cache
 def _library() -> dict[str, str]:
     """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
-    found = {}
+    found: dict[str, str] = {}
     for source in map(inspect.getsource, (device, chance)):
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
         found |= {f.name: ast.get_source_segment(source, f) or "" for f in functions}
