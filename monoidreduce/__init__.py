@@ -12,6 +12,7 @@ from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
 from .engine.agree import shard
+from .engine.filtering import skip_below
 from .engine.registry import use
 from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
@@ -100,6 +101,7 @@ __all__ = [
     "row_index",
     "sample",
     "shard",
+    "skip_below",
     "softmax_mean",
     "sqdist",
     "tally",

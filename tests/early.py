@@ -101,5 +101,6 @@ def keep_always(patch: pytest.MonkeyPatch) -> list:
         met.append(found)
         return found
 
+    patch.setattr(road, "many", lambda sizes: True)
     patch.setattr(road, "form", form)
     return met

@@ -186,7 +186,7 @@ class PlainReductions:
         return self._drawn(uniform, seed)
 
     def gumbel(self, seed: Any) -> Plain:
-        return -torch.log(-torch.log1p(-self.uniform(seed)))
+        return -torch.log(-torch.log1p(-self._drawn(ticket, seed)))
 
     def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
         value = p.t.flatten()[0].item() if isinstance(p, Plain) else float(p)
@@ -232,7 +232,10 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=2**14)
 def uniform(seed: int, batch: int, row: int, col: int) -> float:
     """The uniform number of a pair: the first word, made a number in (0, 1) in float32."""
-    word = philox((col, row, batch, 0), (seed % 2**32, (seed >> 32) % 2**32))[0]
+    return _number(philox((col, row, batch, 0), (seed % 2**32, (seed >> 32) % 2**32))[0])
+
+
+def _number(word: int) -> float:
     number = (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
     return float(min(number, np.float32(1 - 2.0**-24)))
 
@@ -250,6 +253,29 @@ def word(seed: int, batch: int, place: int) -> int:
 def coin(seed: int, batch: int, row: int, col: int) -> int:
     """The 31 bits that decide whether a pair is dropped, in Python integers."""
     return word(seed, batch, row) * word(seed, 0, -1 - col) % 2**32 >> 1
+
+
+@functools.lru_cache(maxsize=2**14)
+def ticket(seed: int, batch: int, row: int, col: int) -> float:
+    """The uniform number from which a pair's Gumbel number is made, in Python integers."""
+    low, high = seed % 2**32, (seed >> 32) % 2**32
+    begin = _mixed(_hashed(low, high, batch) + row * 0x9E3779B9)
+    step = _mixed(_hashed(batch, low, high) + row * 0x85EBCA6B) | 1
+    return _number(_twice((begin + col * step) % 2**32))
+
+
+def _twice(word: int) -> int:
+    turned = lambda word, shift, factor: (word ^ (word >> shift)) * factor % 2**32
+    return turned(turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
+
+
+def _mixed(word: int) -> int:
+    word = _twice(word % 2**32)
+    return word ^ (word >> 15)
+
+
+def _hashed(*words: int) -> int:
+    return functools.reduce(lambda found, word: _mixed(found ^ word), words, 0)
 
 
 def plain(op: mr.Op, arguments: dict[str, Any]) -> Callable:

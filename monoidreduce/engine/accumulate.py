@@ -17,7 +17,7 @@ from torch import Tensor
 from ..algebra import fold as fold_monoid
 from ..program.contract import Contraction
 from ..program.expr import Expr
-from . import hardware
+from . import filtering, hardware
 from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun
 
@@ -43,6 +43,7 @@ class Accumulator:
         self.batch, self.length, self.widths = batch, length, widths
         self.compute, self.device, self.homes = compute, device, homes
         self.dim = -1 if self.over == "cols" else -2
+        self.accumulate = filtering.Accumulate()
         self.start()
 
     def start(self) -> None:
@@ -82,7 +83,7 @@ class Accumulator:
         else:
             vector = tile.get(c.vector)
             weight = tile.multiplied(weight, vector.dtype)
-            hardware.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
+            self.accumulate(total, weight if self.over == "cols" else weight.mT, vector)
 
     def _contract_gap(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight (x - y): feature by feature where few, else by a product of vectors centred on the tile."""

@@ -1,8 +1,8 @@
 """What was asked of a forward holds in its backward.
 
-``mr.budget``, ``mr.use(precision=, strict=, tune=)`` and the plans that are followed are context variables, and torch
-runs a backward on a GPU in a thread of its own, where no block of the caller's is open. So what the forward was asked
-is kept with it.
+``mr.budget``, ``mr.skip_below``, ``mr.use(precision=, strict=, tune=)`` and the plans that are followed are context
+variables, and torch runs a backward on a GPU in a thread of its own, where no block of the caller's is open. So what
+the forward was asked is kept with it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..plan import budget, choice
-from . import hardware
+from . import filtering, hardware
 
-Asked = tuple[int | None, tuple, Any]
+Asked = tuple[int | None, tuple, Any, Any]
 
 
 def now() -> Asked:
     """What is asked here."""
-    return budget.asked(), hardware.asked.get(), choice.followed.get()
+    return budget.asked(), hardware.asked.get(), choice.followed.get(), filtering.asked()
 
 
 @contextlib.contextmanager
 def again(then: Asked) -> Iterator[None]:
     """Ask the same once more."""
-    limit, settings, followed = then
+    limit, settings, followed, skipped = then
     before, token = hardware.asked.set(settings), choice.followed.set(followed)
     try:
-        with budget.kept(limit):
+        with budget.kept(limit), filtering.again(skipped):
             yield
     finally:
         hardware.asked.reset(before)

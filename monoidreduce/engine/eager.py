@@ -21,7 +21,7 @@ from ..program.contract import conditions, in_tiles, interval, ranged
 from ..program.expr import Expr, index, size, topological
 from ..program.intervals import EITHER, NAN, known
 from ..program.lower import Fold
-from . import batching, hardware, tally
+from . import batching, filtering, hardware, tally
 from .accumulate import ACCUMULATORS, Accumulator
 from .evaluate import Sizes, as_number, form, pair_form
 from .pick import run_pick
@@ -68,6 +68,7 @@ def run(
     fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None, coder: Coder = code_of
 ) -> list[Tensor]:
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
+    fold = fold if filtering.now() is None else _unscaled(fold)
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     code = coder(fold, scalars)
     given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
@@ -95,6 +96,12 @@ def run(
     _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
+
+
+@functools.lru_cache(maxsize=1024)
+def _unscaled(fold: Fold) -> Fold:
+    """The same fold with its scales inside: what is small is decided by whole numbers of pairs."""
+    return Fold(fold.leaves, fold.pure)
 
 
 def _by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) -> dict[Expr, list[Tensor]]:

@@ -7,6 +7,7 @@ be differentiated, walks it by torch and the engine.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 
 from ..program.expr import Expr
 from ..program.lower import Lowered, lower
-from . import triton
+from . import filtering, triton
 from .evaluate import Sizes
 from .script import inputs, missing
 
@@ -94,7 +95,8 @@ class Gradient:
         alike = self.freezes and not torch.is_grad_enabled() and plain(values)
         kind = triton.kind(values) if alike else ()
         run = self.runs.get(kind) or self._run(kind)
-        found = run.walked(sizes, *values)
+        with filtering.gradient() if self._skips(values) else contextlib.nullcontext():
+            found = run.walked(sizes, *values)
         grads: list[Tensor | None] = [None] * len(leaves)
         if run.fits:
             for (place, _), value in zip(self.ready.outputs, found, strict=True):
@@ -107,6 +109,12 @@ class Gradient:
             fits = fits and grads[place] is value
         run.fits = fits
         return grads
+
+    def _skips(self, values: Sequence[Any]) -> bool:
+        """Whether small tiles may be left out: of one pass, whose sums are gradients, and nothing is made of them."""
+        if filtering.asked() is None or torch.is_grad_enabled():
+            return False
+        return len(self.ready.program.passes) == 1 and plain(values)
 
     def _run(self, kind: tuple) -> _Run:
         if kind and len(self.runs) >= _MOST:

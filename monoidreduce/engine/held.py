@@ -27,7 +27,7 @@ def per_pair(fold: Fold, code: Code, sizes: Sizes) -> int:
 
 def constant(code: Code) -> int:
     """Bytes that do not grow with the tile."""
-    return RANDOM if any(s.node is not None and s.node.op == "uniform" for s in code.steps) else 0
+    return RANDOM if any(s.node is not None and s.node.op in ("gumbel", "uniform") for s in code.steps) else 0
 
 
 def _besides(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:

@@ -20,7 +20,7 @@ from ..plan.choice import Choice
 from ..plan.work import Case, directions
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import eager, hardware, library, panel, tally
+from . import batching, eager, hardware, library, panel, tally
 from .combine import combine
 from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale, forms
@@ -39,7 +39,8 @@ def peak(noted: Noted, choice: Choice) -> int:
         one = _in_panels(_of_batch(noted, 1), choice)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # stacked in the end
     tile = tiles.Tiles(*(choice.tile("tile") or (1, tiles.ROWS, tiles.COLS)))
-    together = max(1, min(tile.batch, batch))
+    merged, _ = batching.merge(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    together = max(1, min(tile.batch, merged[-1]))  # what cannot be merged is walked
     return _in_tiles(_of_batch(noted, together), tile) + results - results * together // batch
 
 

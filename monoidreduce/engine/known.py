@@ -8,6 +8,7 @@ or one that is itself to be differentiated, takes the ordinary road.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered, lower
 from ..program.total import Total, total
-from . import asked, autograd, gradients, hardware, panel, recover
+from . import asked, autograd, filtering, gradients, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -94,7 +95,8 @@ class _Sum(torch.autograd.Function):
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
         given = (program, context.numbers | inputs, context.sizes, context.make)
-        found = recover.twice(panel.execute, given, context.sizes)
+        with filtering.gradient() if _numbers(context) else contextlib.nullcontext():
+            found = recover.twice(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
         context.waiting = {}
@@ -122,6 +124,13 @@ class _Sum(torch.autograd.Function):
             grad = waiting.get(name)
             found.append(None if grad is None else hardware.scale_(grad, g).to(t.dtype))
         return None, *found
+
+
+def _numbers(context: _Context) -> bool:
+    """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
+    if filtering.asked() is None:
+        return False
+    return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))
 
 
 def _sum(value: Any, sizes: Sizes) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from ..errors import EngineError
 from ..plan import budget as limits
 from ..plan.environment import Variable
-from . import distributed, eager, hardware, panel, recover, triton, tuner
+from . import distributed, eager, filtering, hardware, panel, recover, triton, tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 
@@ -119,6 +119,7 @@ def use(
     strict: bool = False,
     tune: bool | None = None,
     budget: int | str | None = None,
+    skip_below: float | None = None,
 ) -> Iterator[None]:
     """Choose inside the block how ops run.
 
@@ -127,7 +128,8 @@ def use(
     products of TF32, almost float32, on the matrix units); None follows torch's own switch,
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
-    :class:`mr.budget <monoidreduce.plan.budget.budget>`.
+    :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
+    :class:`mr.skip_below <monoidreduce.engine.filtering.skip_below>`.
 
     >>> import monoidreduce as mr
     >>> with mr.use(engine="eager"):
@@ -137,11 +139,12 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(hardware.PRECISIONS)}"
         )
+    skipped = filtering.asked() if skip_below is None else filtering.skip_below(skip_below)
     chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit)
     token = _settings.set(chosen)
     before = hardware.asked.set((precision, strict, tune))
     try:
-        with limits.kept(None if budget is None else limits.parse(budget)):
+        with limits.kept(None if budget is None else limits.parse(budget)), filtering.again(skipped):
             yield
     finally:
         hardware.asked.reset(before)

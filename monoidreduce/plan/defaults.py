@@ -73,9 +73,9 @@ STAGED: Tile = (128, 128, 4, 2)
 FEW_ROWS = 64
 DEEP: dict[tuple[str, bool], Tile] = {
     ("", True): (128, 256, 8, 3),
-    ("", False): (64, 128, 4, 4),
-    ("draws", True): (128, 64, 8, 4),  # not measured: the largest that do not spill
-    ("draws", False): (64, 128, 8, 4),
+    ("", False): (64, 256, 8, 4),
+    ("draws", True): (128, 256, 8, 3),
+    ("draws", False): (64, 256, 8, 4),
 }
 
 

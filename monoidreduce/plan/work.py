@@ -31,6 +31,7 @@ SPECIAL = {
     "expm1": 1.5,
     "gate": 1.0,
     "gelu": 2.0,
+    "gumbel": 6.0,  # a hash and two logarithms
     "log": 1.0,
     "log1p": 1.5,
     "log2": 1.0,

@@ -43,7 +43,7 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
         return simple
     if all(a.op == "const" for a in args) and name not in (*DRAWS, "detach"):
         return _fold_constants(name, args, attrs)
-    if primitive.result == "float" and widest(args) != "float" and name not in ("uniform", "cast"):
+    if primitive.result == "float" and widest(args) != "float" and name not in (*DRAWS, "cast"):
         args = tuple(apply("cast", a, to="float") for a in args)  # torch would take log(3) of integers in float32
     rows, cols, feature = join(args)
     if primitive.result == "same":

@@ -22,7 +22,7 @@ def uniform(seed: Any) -> Any:
     >>> fair(torch.zeros(1), torch.zeros(10_000)).round(decimals=1)
     tensor([0.5000])
     """
-    return Symbol(build.apply("uniform", _key(seed), index("batch"), index("row"), index("col")))
+    return _drawn("uniform", seed)
 
 
 def _key(seed: Any) -> Expr:
@@ -30,6 +30,10 @@ def _key(seed: Any) -> Expr:
     if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
         raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
     return key
+
+
+def _drawn(name: str, seed: Any) -> Any:
+    return Symbol(build.apply(name, _key(seed), index("batch"), index("row"), index("col")))
 
 
 def gumbel(seed: Any) -> Any:
@@ -42,7 +46,7 @@ def gumbel(seed: Any) -> Any:
     >>> drawn(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([True, True])
     """
-    return -torch.log(-torch.log1p(-uniform(seed)))
+    return _drawn("gumbel", seed)
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Any:

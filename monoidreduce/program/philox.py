@@ -3,16 +3,20 @@
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
 batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a pair one multiplication: every row and every column
 has a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place, and a pair has the
-upper bits of their product. Words are made once, outside the pairs."""
+upper bits of their product. Words are made once, outside the pairs. ``gumbel``, for drawing one of many columns, costs
+a little more: seed, batch and row are hashed to a place in a sequence of 2³² words, the column counts from there in
+steps that are the row's own, so that no row meets another's numbers, shifted, and two rounds of multiplying mix the
+word."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DRAWS = {"word": 3, "coin": 2, "uniform": 4}  # the primitives that draw, and how many arguments they take
+DRAWS = {"word": 3, "coin": 2, "gumbel": 4, "uniform": 4}  # the primitives that draw, and their arguments
 _MASK = 0xFFFFFFFF
 _STEPS = -0x61C8864680B583EB, -0x2E4AB5CD2E6D12FD  # odd: from place to place, from batch element to batch element
 _FACTORS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -20,10 +24,24 @@ _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 
 
 def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other.
+    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by Philox."""
+    return _numbers(_philox, seed, batch, i, j, out)
 
-    The number is (first word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it: never 0 or 1,
-    and fine near 0, so that the tail of an exponential or Gumbel number is there."""
+
+def ticket(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
+    """Uniform numbers in (0, 1) for every (seed, batch, i, j), broadcast against each other, by a cheaper road."""
+    return _numbers(_ticket, seed, batch, i, j, out)
+
+
+def gumbel(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
+    """Gumbel numbers for every (seed, batch, i, j), broadcast against each other, in the type of ``out``."""
+    return ticket(seed, batch, i, j, out).neg_().log1p_().neg_().log_().neg_()
+
+
+def _numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any, out: Any) -> Tensor:
+    """Words as numbers: (word + 1/2) / 2**32 in float32, whatever the type of the arithmetic around it.
+
+    Never 0 or 1, and fine near 0, so that the tail of an exponential or Gumbel number is there."""
     parts = [
         t.long() if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=j.device)
         for t in (seed, batch, i, j)
@@ -31,22 +49,41 @@ def uniform(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
     if out is None:
         out = torch.empty(torch.broadcast_shapes(*(p.shape for p in parts)), dtype=torch.float32, device=j.device)
     if out.dim() < 2 or not out.numel():
-        return _draw(*parts, out=out)
+        return _number(draw(*parts), out)
     step = max(1, _CHUNK // max(1, out.numel() // out.shape[-2]))
     for at in range(0, out.shape[-2], step):
         rows = slice(at, at + step)
-        _draw(*(p[..., rows, :] if p.dim() > 1 and p.shape[-2] > 1 else p for p in parts), out=out[..., rows, :])
+        _number(draw(*(p[..., rows, :] if p.dim() > 1 and p.shape[-2] > 1 else p for p in parts)), out[..., rows, :])
     return out
 
 
-def _draw(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor, *, out: Tensor) -> Tensor:
+def _number(word: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(word.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24))
+
+
+def _philox(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = j & _MASK, i & _MASK, batch & _MASK, torch.zeros_like(seed)
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = _high(p1) ^ c1 ^ k0, p1 & _MASK, _high(p0) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return out.copy_(c0.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24))
+    return c0
+
+
+def _ticket(seed: Tensor, batch: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    low, high, batch = seed & _MASK, (seed >> 32) & _MASK, batch & _MASK
+    begin = _mixed((_hashed(low, high, batch) + i * 0x9E3779B9) & _MASK)
+    step = _mixed((_hashed(batch, low, high) + i * 0x85EBCA6B) & _MASK) | 1
+    word = torch.mul(j, step).add_(begin).bitwise_and_(_MASK)
+    return _turned(_turned(word, 16, 0x21F0AAAD), 15, 0xD35A2D97)
+
+
+def _hashed(*words: Tensor) -> Tensor:
+    found = _mixed(words[0])
+    for word in words[1:]:
+        found = _mixed(found ^ word)
+    return found
 
 
 def _high(product: Tensor) -> Tensor:
@@ -71,3 +108,14 @@ def coin(row: Any, col: Any, out: Any = None) -> Any:
     """The upper 31 of the lower 32 bits of the product of two words."""
     found = torch.mul(row, col).long() if out is None else torch.mul(row, col, out=out)
     return found.bitwise_and_(_MASK).bitwise_right_shift_(1)
+
+
+def _turned(word: Tensor, shift: int, factor: int) -> Tensor:
+    """In place: the upper bits let fall on the lower, then all lifted by an odd number."""
+    return word.bitwise_xor_(word >> shift).mul_(factor).bitwise_and_(_MASK)
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A one-to-one map of 32 bits in which every bit depends on all."""
+    word = _turned(_turned(word.clone(), 16, 0x21F0AAAD), 15, 0xD35A2D97)
+    return word ^ (word >> 15)

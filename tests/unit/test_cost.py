@@ -120,6 +120,11 @@ def test_memory_of_a_batch_is_that_of_a_run(batch):
     assert_memory(attention, (q, k, v))
 
 
+def test_memory_of_a_batch_that_shares_is_that_of_a_run():
+    q, k, v = (torch.randn(2, heads, n, 32, requires_grad=True) for heads, n in ((6, 30), (1, 120), (1, 120)))
+    assert_memory(attention, (q, k, v))
+
+
 def test_memory_of_conditions_that_cut_tiles_is_that_of_a_run():
     """Some tiles are skipped, some have no condition left, some have it whole: each has buffers of its own."""
     assert_memory(causal, [torch.randn(1100, 8, requires_grad=True) for _ in range(3)])

@@ -64,8 +64,8 @@ def enough(sample):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_errors_stay_within_twice_plain_torch(name, sample, dtype):
-    alone = sample.get("reduction", "none") != "none"  # one number's error is luck
-    draws = range((6 if dtype == torch.float32 and "tensor" in sample.values() else 3) if alone else 2)
+    alone = sample.get("reduction", "none") != "none"  # one number's error is luck, a scalar's gradient is one
+    draws = range(6 if dtype == torch.float32 and "tensor" in sample.values() else 3 if alone else 2)
     assert_error_rule([evaluate(FUNCTIONS[name], enough(sample), dtype, seed) for seed in draws])
 
 

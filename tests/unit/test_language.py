@@ -25,9 +25,10 @@ from monoidreduce.program import build
 from monoidreduce.program import intervals as iv
 from monoidreduce.program.expr import node
 from monoidreduce.program.philox import DRAWS
+from monoidreduce.program.philox import ticket as philox_ticket
 from monoidreduce.program.primitives import COMPOSITES, PRIMITIVES
 from tests.layers_base import coins
-from tests.plain import coin, philox, uniform
+from tests.plain import coin, philox, ticket, uniform
 from tests.programs import difference, everything, tiled
 
 TILES = Tiles(1, 2, 3)
@@ -114,7 +115,8 @@ VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize"
 def test_every_function_has_a_row():
     known = {*TABLE, *LOGICAL, *CHOICES, *CASTS, *VECTORS}
     assert known == set(mr.functions())
-    assert {*PRIMITIVES, *COMPOSITES} - {"cast", *DRAWS, "decay"} <= set(mr.functions())
+    hidden = {"cast", *DRAWS, "decay", "gate", "normal_gate"}
+    assert {*PRIMITIVES, *COMPOSITES} - hidden <= set(mr.functions())
 
 
 def spellings(name: str) -> dict[str, Callable]:
@@ -1101,6 +1103,44 @@ def test_coins_are_fair_and_do_not_know_each_other(seed):
     for side in (k, k.mT):
         among = (side @ side.mT / side.shape[1] ** 0.5).fill_diagonal_(0)
         assert among.abs().max() < 6.5 and abs(float(among.var()) - 1) < 0.03
+
+
+@mr.op
+def noise(x: Row, y: Col, seed: int):
+    return mr.topk(mr.gumbel(seed) + 0 * x * y, 7)
+
+
+@pytest.mark.parametrize("engine", ["eager", "reference"])
+@pytest.mark.parametrize("seed", [0, 2**32, 2**62 + 12345, -1])
+def test_gumbel_numbers_are_those_of_their_tickets(seed, engine):
+    x, y = torch.zeros(2, 5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    drawn = [[[ticket(seed, b, i, j) for j in range(7)] for i in range(5)] for b in range(2)]
+    expected = -torch.log(-torch.log1p(-torch.tensor(drawn, dtype=torch.float64)))
+    for tiles in (Tiles(1, 1, 1), Tiles(2, 3, 2), Tiles(2, 5, 7)):
+        with tiled(tiles), mr.use(engine=engine):
+            values, places = noise(x, y, seed)
+            torch.testing.assert_close(torch.empty_like(expected).scatter_(2, places, values), expected)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
+def test_tickets_are_uniform_and_do_not_know_each_other(seed):
+    """Signs as with coins; the histogram, also of the finest eighth, which decides draws of many; rows shifted."""
+    u = philox_ticket(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :]).double()
+    assert 0 < u.min() < 2.0**-17 and u.max() < 1
+    for edge in (1.0, 2.0**-3, 2.0**-8):
+        cells = torch.histc(u[u < edge] / edge, 64, 0, 1)
+        expected = u.numel() * edge / 64
+        assert ((cells - expected).square() / expected).sum() < 63 + 5 * (2 * 63) ** 0.5
+    k = (u < 0.5).double() * 2 - 1
+    sums = [k, k[1:] * k[:-1], k[:, 1:] * k[:, :-1], k[64:] * k[:-64], k[:, 64:] * k[:, :-64]]
+    sums += [k[d:, e:] * k[:-d, e:] * k[d:, :-e] * k[:-d, :-e] for d, e in ((1, 1), (2, 3), (64, 64))]
+    assert max(float(s.mean().abs()) * s.numel() ** 0.5 for s in sums) < 5
+    for side in (k, k.mT):
+        among = (side @ side.mT / side.shape[1] ** 0.5).fill_diagonal_(0)
+        assert among.abs().max() < 6.5 and abs(float(among.var()) - 1) < 0.03
+    best = u.argmin(1)
+    shifts = (best[1:] - best[:-1]) % 900
+    assert torch.bincount(shifts, minlength=900).max() < 10  # no row is another, shifted
 
 
 def test_the_first_known_answer_is_the_first_number():

@@ -153,9 +153,10 @@ def test_precision(dtype, peaked):
 # Budgets -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("limit", ["300kB", "1MB", "3MB"])
-def test_memory_stays_within_the_budget(limit, seed):
-    x, w, target = head(400, 64, 3000, False, torch.float32)
+def test_memory_stays_within_the_budget(limit, dtype, seed):
+    x, w, target = head(400, 64, 3000, False, dtype)
     loss = lambda x, w: mr.ops.cross_entropy(x, w, target)
     with mr.budget(limit):
         used = usage(loss, (x, w))

@@ -30,7 +30,7 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import deep, launch, rows, sides, source
+from . import deep, launch, rows, sides, source, topk
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -92,7 +92,9 @@ def run(
 
 
 def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    """Whether a fold is one to numbers of wide 16-bit vectors, which has a kernel of its own."""
+    """Whether a fold is one to numbers of wide 16-bit vectors, or the k best of wide products: not for panels."""
+    if topk.factors(fold, leaves, sizes) is not None:
+        return True
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
     return deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
@@ -102,7 +104,8 @@ def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     """Run such a fold; raises Unsupported for all others."""
     if not is_deep(fold, leaves, sizes):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
-    return _run(fold, leaves, sizes)
+    factors = topk.factors(fold, leaves, sizes)
+    return topk.of_product(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
 
 
 def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:

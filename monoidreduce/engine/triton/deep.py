@@ -8,6 +8,8 @@ panels instead (``panel.py``).
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...program.expr import Expr, topological
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .values import Values
 
 DEPTH = 64  # features at a time
+STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
+FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
@@ -26,7 +30,8 @@ def fits(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
-    return narrow and width > WIDEST and plain and bool(products)
+    short = all(r.attrs[2][0] <= FEW for r in fold.reductions if r.attrs[0] == "topk")
+    return narrow and width > WIDEST and plain and short and bool(products)
 
 
 def rounds(spec: Spec) -> bool:
@@ -44,6 +49,32 @@ def vectors(spec: Spec) -> list[Expr]:
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]
     return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
+
+
+def draws(spec: Spec) -> bool:
+    """Whether pairs draw numbers that take registers of their own."""
+    return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
+
+
+def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
+    """The lines of one tile: its products whole, then a step for each strip of its columns."""
+    found = {}
+    for e in topological(v.spec.fold.reductions):
+        if e.op == "dot" and v.spec.width(e.args[0].feature) > WIDEST:
+            kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
+            found[(kept, folded, "deep")] = product(v, kept, folded)
+    lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
+    cuts = {key: [f"{name}_{k}" for k in range(STRIPS)] for key, name in found.items()}
+    lines += [f"{', '.join(cuts[key])} = quartered({name})" for key, name in found.items()]
+    for k in range(STRIPS):
+        v.loop(v.masked)
+        v.inner |= {key: names[k] for key, names in cuts.items()}
+        step()
+        lines += [f"start = tile_start + {k} * (FOLDED // {STRIPS})", "folded_at = start + strip_lane"]
+        lines += ["folded_in = folded_at < folded_size"] if v.masked else []
+        own = (re.sub(r"\bFOLDED\b", f"FOLDED // {STRIPS}", line) for line in v.inside)
+        lines += [re.sub(r"\bfolded_lane\b", "strip_lane", line) for line in own]
+    return lines
 
 
 def product(v: Values, kept: Expr, folded: Expr) -> str:

@@ -293,27 +293,20 @@ def paired_tanh(x):
     )
 
 
-def word(seed, batch, place):
-    # an odd number of 32 bits: two rounds of 64 bits from seed, batch and place; shifts keep the sign
-    found = (place.to(tl.int64) * -0x61C8864680B583EB + batch * -0x2E4AB5CD2E6D12FD) ^ seed
-    found = (found ^ (found >> 32)) * -0x40A7B892E31B1A47
-    found = (found ^ (found >> 32)) * -0x6B2FB644ECCEEE15
-    return ((found >> 32) | 1).to(tl.int32)
+def quartered(x):
+    # the columns of a tile in four runs
+    first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(first, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    c, d = tl.split(tl.permute(tl.reshape(last, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
+    return a, b, c, d
 
 
-def coin(row, col):
-    # the upper 31 bits of the product of a row's word and a column's
-    return ((row.to(tl.uint32) * col.to(tl.uint32)) >> 1).to(tl.int32)
+def highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def uniform(seed, batch, i, j):
-    # Philox4x32-10 with counter (j, i, batch, 0); (first word + 1/2) / 2**32, in float32 whatever the arithmetic
-    zero = i * 0 + j * 0
-    c0 = (zero + j).to(tl.uint32)
-    c1 = (zero + i).to(tl.uint32)
-    c2 = (zero + batch).to(tl.uint32)
-    word, _w1, _w2, _w3 = tl.philox(seed, c0, c1, c2, zero.to(tl.uint32))
-    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+def lowest(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 def larger(a, ia, b, ib):

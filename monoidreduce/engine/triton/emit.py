@@ -18,7 +18,7 @@ from typing import Any
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS as OUTPUTS
-from . import device, kinds, skip
+from . import chance, deep, device, kinds, skip
 from .kind import Kind
 from .kinds import known
 from .spec import TINY, Spec, padded
@@ -125,7 +125,7 @@ def kernel(spec: Spec) -> Kernel:
         any(e.op == "logical_and" or (e.op == "leaf" and spec.folds(e)) for e in topological(truths)),
         any(e.op == "leaf" and spec.folds(e) for e in topological(truths)),
         spec.deep,
-        any(e.op == "uniform" for e in under),
+        deep.draws(spec),
     )
 
 
@@ -197,11 +197,17 @@ _FAR = {  # no tile was for the first loop
 
 def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
+
+    def step() -> None:
+        for r in reductions:
+            fields = tuple(known(f, truths) for f in r.reduction.args)
+            v.inside.append(f"# {_described(r.reduction)}")
+            r.step(fields)
+
     v.loop(masked)
-    for r in reductions:
-        fields = tuple(known(f, truths) for f in r.reduction.args)
-        v.inside.append(f"# {_described(r.reduction)}")
-        r.step(fields)
+    if v.spec.deep and deep.draws(v.spec):
+        return deep.in_strips(v, step)
+    step()
     return v.inside
 
 
@@ -359,10 +365,12 @@ def _stores(reductions: list[Kind], v: Values) -> list[str]:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The helper functions of ``device.py``, by name, in their order."""
-    source = inspect.getsource(device)
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    return {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+    """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
+    found: dict[str, str] = {}
+    for source in map(inspect.getsource, (device, chance)):
+        functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        found |= {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+    return found
 
 
 def _copied(text: str) -> list[str]:

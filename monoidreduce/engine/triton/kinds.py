@@ -241,7 +241,7 @@ class Best(Kind):
         self.worst = literal(-math.inf if self.params[0] else math.inf)
         if x.dtype != "float":
             self.worst = repr(-(2**63) if self.params[0] else 2**63 - 1)
-        self.better = "larger" if self.params[0] else "smaller"
+        self.better, self.extreme = ("larger", "highest") if self.params[0] else ("smaller", "lowest")
 
     def start(self) -> list[str]:
         n = self.name
@@ -253,8 +253,10 @@ class Best(Kind):
         x = v.full(fields[0])
         x = x if fields[0].dtype == "float" else f"{x}.to(tl.int64)"
         v.inside += [
-            f"{n}_tile, {n}_place = tl.reduce(({v.seen(x, worst)}, tl.zeros([KEPT, FOLDED], tl.int32) "
-            f"+ folded_at[None, :]), 1, {self.better})",
+            f"{n}_new = {v.seen(x, worst)}",
+            f"{n}_tile = tl.reduce({n}_new, 1, {self.extreme})",
+            f"{n}_here = ({n}_new == {n}_tile[:, None]) | ({n}_new != {n}_new)",
+            f"{n}_place = tl.min(tl.where({n}_here, folded_at[None, :], 2147483647), 1)",
             f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_tile, {n}_place)",
         ]
 

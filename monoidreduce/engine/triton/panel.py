@@ -25,7 +25,7 @@ from .. import combine, hardware
 from ..evaluate import Sizes
 from ..panel import ALIGN, Part, cut_evenly
 from ..walks import Walk, fed
-from . import epilogue, sweep
+from . import epilogue, filtered, sweep, topk
 from .joint import PLACES, joint, placed
 from .rest import Rest
 from .room import Room
@@ -98,12 +98,13 @@ class KernelStep(Room):
         here = self._here(part)
         self._fold_rows(at, part, here)
         weights = self._sweep(group, part, here)
+        self.contract = filtered.Contract()
         for place, over, products in cut.sums:
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
         for place, e in cut.tops:
-            part.keep(at, place, _top(weights[e], self.walk.stages[at].fold.reductions[place], here))
+            part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
     def _here(self, part: Part) -> Sizes:
         return replace(self.sizes, rows=part.rows.stop - part.rows.start, cols=part.cols.stop - part.cols.start)
@@ -238,12 +239,11 @@ class KernelStep(Room):
         else:
             out = self._total(key, over, kept, width)
         for k, c in enumerate(products):
-            weight = weights[c.weight] if over == "cols" else weights[c.weight].mT
+            weight, vector = weights[c.weight], vectors[c.vector]
             rest = self.rest if over == "rows" else None
-            vector = vectors[c.vector]
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
-            hardware.contract_into(out, weight, vector, add=k > 0 or begun)
+            self.contract(out, weight, vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
             self.rest.add(out, vectors[products[0].vector])
         if alone:
@@ -316,11 +316,3 @@ def _written(walk: Walk) -> dict[tuple, sweep.Prepared]:
 
 def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
     return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)
-
-
-def _top(panel: Tensor, r: Expr, sizes: Sizes) -> list[Tensor]:
-    """The best of each row, as the eager engine keeps them."""
-    k, largest = r.attrs[2]
-    values, places = panel.topk(min(k, panel.shape[1]), dim=1, largest=largest)
-    worst = -torch.inf if largest else torch.inf
-    return [values.to(sizes.compute), torch.where(values == worst, -1, places)]

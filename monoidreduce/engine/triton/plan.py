@@ -61,9 +61,9 @@ def choose(
 
 
 def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
-    """The tiles of a matrix product with a fold as its epilogue; random numbers need registers of their own."""
+    """The tiles of a matrix product with a fold as its epilogue."""
     kind = "draws" if kernel.draws else "", length > FEW_ROWS
-    own = family.own.get("product") if kind == ("", True) else None
+    own = family.own.get("product") if length > FEW_ROWS else None
     plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
         family.shared * family.spare

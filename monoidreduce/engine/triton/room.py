@@ -9,7 +9,7 @@ import torch
 
 from ...plan import panels, tail
 from ...program.expr import Expr
-from .. import hardware
+from .. import filtering, hardware
 from ..evaluate import Sizes
 from ..walks import Walk
 from . import epilogue
@@ -63,9 +63,13 @@ class Room:
         return self.stored if multiplied and self.stored else self.sizes.compute
 
     def _fused(self, moved: bool) -> epilogue.Epilogue | None:
-        """The whole walk as one product that writes weights over what would be its own place."""
+        """The whole walk as one product that writes weights over what would be its own place.
+
+        Not where small tiles are left out: its weights lack a factor of their row.
+        """
         if moved not in self.fused:
             alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
+            alone = alone and filtering.now() is None
             found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
             self.fused[moved] = found if found and self._serves(found) else None
         return self.fused[moved]

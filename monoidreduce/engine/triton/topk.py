@@ -7,17 +7,29 @@ row's N ever enter its list. The list is sorted at the end, by torch: it is smal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...errors import BudgetError
+from ...plan import budget
+from ...program.build import ONE
 from ...program.expr import Expr
+from ...program.lower import Fold
+from .. import hardware
 from ..combine import COMBINERS
+from ..evaluate import Sizes
+from . import source
 from .kind import Kind
 from .spec import TINY, Unsupported, padded
 
 _MOST = 64  # beyond, the list takes too many registers
+_STRIP = 64  # columns of a row whose maximum stands for them
+_MANY = 32  # strips at a time
+_LONG = 4  # rows of fewer strips than so many times k are sorted whole
 
 
 class TopK(Kind):
@@ -79,3 +91,92 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     values, places = (t.squeeze(0) for t in merge([values.unsqueeze(0), places.unsqueeze(0)], r.attrs[2]))
     worst = float("-inf") if r.attrs[2][1] else float("inf")
     return [values, places.masked_fill(values == worst, -1)]
+
+
+# Of a panel -----------------------------------------------------------------------------------------------------
+
+_TEXT = '''"""The maximum of every strip of a matrix's rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    place = row * stride + at[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    v = tl.load(x + place, mask=(at < strips)[:, None], other=0)
+    if v.dtype != tl.float64:
+        v = v.to(tl.float32)
+    tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
+'''
+
+
+def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
+    """The best of each row of a panel, as the eager engine keeps them."""
+    k, largest = r.attrs[2]
+    values, places = best(panel, min(k, panel.shape[1]), largest)
+    worst = -math.inf if largest else math.inf
+    return [values.to(compute), torch.where(values == worst, -1, places)]
+
+
+def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The k best of each row of a matrix, and their places.
+
+    Of long rows in two levels: the k largest of a row lie in the k of its strips that have the largest maxima, so that
+    it is read once, and sorted are its maxima and those strips. (The smallest are found by torch alone: a strip's
+    minimum would be NaN where anything in it is.)
+    """
+    rows, strips = panel.shape[0], panel.shape[1] // _STRIP
+    if not largest or not rows or strips < _LONG * k:
+        return panel.topk(k, dim=1, largest=largest)
+    whole = strips * _STRIP
+    maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
+    with source.on(panel.device):
+        maximum = source.load(_TEXT).strip_maxima[(rows, -(-strips // _MANY))]
+        maximum(maxima, panel, panel.stride(0), strips, STRIP=_STRIP, MANY=_MANY)
+    chosen = maxima.topk(k, dim=1, sorted=False).indices
+    held = panel[:, :whole].unflatten(1, (strips, _STRIP)).gather(1, chosen.unsqueeze(2).expand(-1, -1, _STRIP))
+    held = held.flatten(1) if whole == panel.shape[1] else torch.cat([held.flatten(1), panel[:, whole:]], 1)
+    values, at = held.topk(k, dim=1)
+    places = chosen.gather(1, (at // _STRIP).clamp(max=k - 1)) * _STRIP + at % _STRIP
+    return values, torch.where(at < k * _STRIP, places, at + (whole - k * _STRIP))
+
+
+def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    """Rows and columns, where a fold is the k best products of each row with all columns and nothing else."""
+    (r, *others), product = fold.reductions, fold.reductions[0].args[0]
+    if others or r.attrs[:2] != ("topk", "cols") or product.op != "dot" or sizes.batch or not sizes.rows:
+        return None
+    if any(e.op != "leaf" or e.is_pair for e in product.args) or fold.scaled[0][1] is not ONE:
+        return None
+    given = dict(zip(fold.leaves, leaves, strict=True))
+    x, y = (given[e] for e in (product.args if product.args[0].rows else product.args[::-1]))
+    return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
+
+
+def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
+    """The k best products of each row with all columns, some rows at a time.
+
+    What a panel does, without its book-keeping, which takes longer than the work where rows are few.
+    """
+    r = fold.reductions[0]
+    kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
+    row = sizes.cols * kind.itemsize
+    room = budget.limit(lambda: hardware.free_memory(sizes.device), row)
+    if room < row:
+        raise BudgetError(given=budget.shown(room), least=budget.shown(row))
+    step = min(sizes.rows, room // row)
+    panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
+    parts = []
+    for at in range(0, sizes.rows, step):
+        some = x[at : at + step]
+        hardware.panel_into(panel[: len(some)], some, y)
+        parts.append(of_panel(panel[: len(some)], r, sizes.compute))
+    return parts[0] if len(parts) == 1 else [torch.cat(t) for t in zip(*parts, strict=True)]

@@ -24,7 +24,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|(?:normal_)?gate|gelu_\w+)\(")  # with quick forms, for 16 bits
+_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -221,6 +221,8 @@ class Values(Exponents):
             return f"{args[0]} & {args[1]}"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
+        if e.op == "gumbel":
+            args.append(self.float)
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text

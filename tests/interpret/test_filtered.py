@@ -1,0 +1,128 @@
+"""Contractions without the tiles that are small, and the k best of a panel: written by hand, run in the interpreter."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce.engine import filtering
+from monoidreduce.engine.triton import filtered, topk
+from monoidreduce.plan import panels
+
+# the interpreter computes both sides of a where, and NumPy tells of each infinity met there
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+BOUND = 2.0**-12
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path_factory):
+    for module in (filtering, filtered):
+        monkeypatch.setattr(module, "TILE", 16)
+    monkeypatch.setattr(filtered, "_PLANS", {2: (32, 16, 4, 1), 4: (32, 16, 4, 1), 8: (32, 16, 4, 1)})
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+
+def weights(rows, cols, dtype, stride=0):
+    """Small numbers, and one large in some tiles; a wider matrix is cut where rows lie further apart."""
+    torch.manual_seed(0)
+    w = torch.rand(rows, cols + stride, dtype=torch.float64)[:, :cols] * 2.0**-14
+    for i, j in ((0, 0), (rows - 1, cols - 1), (rows // 2, cols // 3), (rows - 1, 0)):
+        w[i, j] = -1.0
+    whole = torch.empty(rows, cols + stride, dtype=dtype)[:, :cols]
+    return whole.copy_(w)
+
+
+def kept_of(w):
+    """The same with zeros in the tiles that are left out, and how many are not."""
+    found, count = torch.zeros_like(w), 0
+    for i in range(0, w.shape[0], 16):
+        for j in range(0, w.shape[1], 16):
+            tile = (slice(i, i + 16), slice(j, j + 16))
+            if w[tile].abs().amax() >= BOUND:
+                found[tile], count = w[tile], count + 1
+    return found, count
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("size", [(32, 48, 32), (37, 59, 33), (1, 111, 5), (64, 17, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+def test_contractions_skip_what_is_small(dtype, size, add):
+    rows, cols, width = size
+    w, exact = weights(rows, cols, dtype, 5), None
+    exact, count = kept_of(w.double())
+    contract = filtered.Contract()
+    with mr.skip_below(BOUND) as skipped, filtering.gradient():
+        for over, folded, kept in (("cols", cols, rows), ("rows", rows, cols)):
+            vectors = torch.randn(folded, width).to(dtype)
+            out = torch.ones(kept, width, dtype=torch.promote_types(dtype, torch.float32))
+            contract(out, w, vectors, over, add)
+            wanted = (exact if over == "cols" else exact.mT) @ vectors.double() + (1.0 if add else 0.0)
+            torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert skipped.tiles == 2 * -(-rows // 16) * -(-cols // 16)
+    assert skipped.kept == pytest.approx(2 * count / skipped.tiles) and (count < skipped.tiles / 2)
+
+
+def test_without_asking_the_vendor_multiplies(monkeypatch):
+    monkeypatch.setattr(filtered, "_contract", None)
+    w, vectors, out = weights(20, 30, torch.float32), torch.randn(30, 4), torch.empty(20, 4)
+    filtered.Contract()(out, w, vectors, "cols", False)
+    torch.testing.assert_close(out, w @ vectors)
+
+
+def test_nan_and_infinity_are_kept():
+    for value, everything in ((float("nan"), True), (float("inf"), True)):
+        w = weights(32, 48, torch.float32)
+        w[3, 20] = value
+        with mr.skip_below(BOUND) as skipped, filtering.gradient():
+            out = torch.empty(32, 4)
+            filtered.Contract()(out, w, torch.ones(48, 4), "cols", False)
+        assert (skipped.kept == 1.0) == everything and not out[3].isfinite().any() and out[16:].isfinite().all()
+
+
+@pytest.mark.parametrize("limit", ["60kB", "2MB"])
+def test_a_loss_in_panels(limit, monkeypatch):
+    """The same tiles, and so the same gradients, as the tiles of torch on one panel; in many, within the bound."""
+    for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
+        monkeypatch.setattr(panels, name, value)
+    torch.manual_seed(0)
+    w, target = torch.randn(70, 12), torch.randint(70, (40,))
+    x = (w[target] * 1.5 + 0.2 * torch.randn(40, 12)).requires_grad_()
+    with mr.use(engine="panel"), mr.budget(limit):
+        mr.ops.cross_entropy(x, w, target, reduction="sum").backward()
+        exact, x.grad = x.grad, None
+        with mr.skip_below(2.0**-6) as skipped:
+            mr.ops.cross_entropy(x, w, target, reduction="sum").backward()
+    assert 0 < skipped.kept < 1 and not torch.equal(x.grad, exact)
+    assert ((x.grad - exact).abs() < 2.0**-6 * w.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("length", [300, 515])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
+    monkeypatch.setattr(topk, "_STRIP", 16)
+    torch.manual_seed(0)
+    x = torch.randn(4, length + 8)[:, :length].to(dtype)
+    x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
+    for k in (1, 3):
+        values, places = topk.best(x, k, True)
+        torch.testing.assert_close(values, x.topk(k).values, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(x.gather(1, places), values, rtol=0, atol=0, equal_nan=True)
+        assert all(len(set(row)) == k for row in places.tolist())
+        torch.testing.assert_close(topk.best(x, k, False)[0], x.topk(k, largest=False).values, equal_nan=True)
+
+
+@pytest.mark.parametrize("limit", [None, 4000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
+    monkeypatch.setattr(panels, "NARROW", 0)
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 300).to(dtype), torch.randn(411, 300).to(dtype)
+    calls = []
+    original = topk.of_panel
+    monkeypatch.setattr(topk, "of_panel", lambda *a: calls.append(a) or original(*a))
+    with mr.use(engine="triton", budget=limit):
+        found = mr.ops.linear_topk(x, w, 9)
+    exact = (x.double() @ w.double().mT).topk(9)
+    assert torch.equal(found.indices, exact.indices) and len(calls) == (1 if limit is None else 4)
+    torch.testing.assert_close(found.values.double(), exact.values, rtol=1e-3, atol=1e-3)
+    with mr.use(engine="triton", budget=1000), pytest.raises(mr.BudgetError, match="at least"):
+        mr.ops.linear_topk(x, w, 9)
