@@ -34,8 +34,9 @@ def ticket(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
 
 
 def gumbel(seed: Any, batch: Any, i: Any, j: Any, out: Any = None) -> Any:
-    """Gumbel numbers for every (seed, batch, i, j), broadcast against each other, in the type of ``out``."""
-    return ticket(seed, batch, i, j, out).neg_().log1p_().neg_().log_().neg_()
+    """Gumbel numbers for every (seed, batch, i, j), broadcast: in the type of ``out``, or float64."""
+    u = ticket(seed, batch, i, j, out)
+    return (u.double() if out is None else u).neg_().log1p_().neg_().log_().neg_()
 
 
 def _numbers(draw: Callable[..., Tensor], seed: Any, batch: Any, i: Any, j: Any, out: Any) -> Tensor:
