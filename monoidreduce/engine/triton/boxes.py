@@ -53,6 +53,8 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., boo
     if not isinstance(v, Tensor) or not v.numel():
         return None
     found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
+    if e.feature is None and not found:
+        return None  # descriptors of one dimension have not been seen to work on a device
     kept = (*found, *((batch,) if e.feature is not None else ()))  # those with a stride of their own
     aligned = all(v.stride(k) > 0 and v.stride(k) * v.element_size() % 16 == 0 for k in kept)
     aligned &= v.data_ptr() % 16 == 0
