@@ -73,8 +73,12 @@ def _gpu(results: dict[str, Any]) -> Iterator[Entry]:
 
 def _wide(results: dict[str, Any]) -> Iterator[Entry]:
     for row in results["rows"]:
-        if isinstance(row.get("ms"), int | float) and not row["who"].startswith(f"{OURS} "):  # no other budgets here
-            yield Entry(row["work"], row["who"], (row["ms"],), row.get("MB"))
+        who = OURS if row["who"].startswith(f"{OURS} ") else row["who"]  # of every budget
+        if isinstance(row.get("ms"), int | float) and who not in (
+            "the products alone, again",
+            "the forward's product alone",
+        ):
+            yield Entry(row["work"], who, (row["ms"],), row.get("MB"))
 
 
 SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
@@ -104,7 +108,7 @@ def shortened(kind: str, path: Path) -> str:
         "|---|---|---|",
     ]
     for work, found in works.items():
-        ours = next((_shown(e) for e in found if e.who == OURS), "–")
+        ours = "; ".join(_shown(e) for e in found if e.who == OURS) or "–"
         others = "; ".join(f"{e.who} {_shown(e)}" for e in found if e.who != OURS)
         lines.append(f"| {work} | {ours} | {others} |")
     return "\n".join(lines) + "\n"
