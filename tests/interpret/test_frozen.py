@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
+from triton.runtime import interpreter
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
@@ -329,13 +330,13 @@ def test_memory_that_runs_out_in_a_frozen_pass(monkeypatch):
 
 def test_many_threads(monkeypatch):
     """Kernels one at a time, since the interpreter knows no threads; everything around them at once."""
-    real, lock = launch.execute, threading.Lock()
+    real, lock = interpreter.GridExecutor.__call__, threading.RLock()
 
-    def execute(call):
+    def alone(*args, **kwargs):
         with lock:
-            return real(call)
+            return real(*args, **kwargs)
 
-    monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", alone)
     args = [heads(seed=s) for s in range(4)]
     with mr.use(engine="triton"):
         wanted = [both(attention, a, 0.3) for a in args]
