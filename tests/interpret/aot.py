@@ -4,6 +4,8 @@ Run as ``python -m tests.interpret.aot cuda:90`` it compiles the kernels of the 
 prints one JSON line each. It needs a process of its own: Triton decides when imported whether it interprets.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -265,15 +267,17 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
     options |= staged.OPTIONS if call.kernel.staged else {}
     ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
-    result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills = _assembled(result.asm["ptx"], capability)
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):
+        result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spills = _counted(said.getvalue()) or _counted(_assembled(result.asm["ptx"], capability))
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
     shared = result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
-    said = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
-    return Compiled(case.name, call.kernel.name, tiles, *said)
+    found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    return Compiled(case.name, call.kernel.name, tiles, *found)
 
 
 _TYPES = {
@@ -287,8 +291,8 @@ _TYPES = {
 }
 
 
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers and bytes spilled, from the wheel's own assembler."""
+def _assembled(ptx: str, capability: int) -> str:
+    """What the wheel's own assembler says of a kernel that Triton had in its cache."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
@@ -296,9 +300,14 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
         file.write(ptx)
         file.flush()
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _counted(said: str) -> tuple[int, int] | None:
+    """Registers and bytes spilled, in the assembler's words."""
+    registers = re.search(r"Used (\d+) registers", said)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    return int(re.search(r"Used (\d+) registers", said)[1]), spills
+    return (int(registers[1]), spills) if registers else None
 
 
 if __name__ == "__main__":
