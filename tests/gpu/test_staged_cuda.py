@@ -34,13 +34,13 @@ def kernels(monkeypatch):
 def test_against_float64(case, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check(case, "cuda")
-    assert [k.staged for k in kernels] == [True]
+    assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 
 def test_nan_and_infinity_stay_in_their_rows(kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check_nan("cuda")
-    assert [k.staged for k in kernels] == [True]
+    assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 
 def test_repeats_bit_for_bit():
@@ -69,5 +69,5 @@ def test_chosen_where_pairs_are_many_and_nothing_of_their_size_is_kept(kernels):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ops.attention(q, k, v)
-    assert [k.staged for k in kernels] == [True]
+    assert [k.staged for k in kernels if k.name != "side"] == [True]
     assert torch.cuda.max_memory_allocated() - before <= 2 * q.nbytes
