@@ -41,6 +41,7 @@ from monoidreduce.plan.work import Case, directions
 
 from .cpu import RESULTS, environment
 from .host import both
+from .measure import captured
 from .planner_works import WORKS, Size, Work, cases
 
 Book = Mapping[str, Choice]  # what folds follow, by name; "call": the call as a whole
@@ -200,16 +201,7 @@ def step_of(op: Any, args: list[Tensor]) -> Step:
 
 def graphed(step: Step) -> Step:
     """A step as a captured graph: its kernels alone, without the host."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return captured(step)[0].replay
 
 
 def _captured(step: Step) -> Step:

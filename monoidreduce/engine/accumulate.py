@@ -213,13 +213,13 @@ class TopK(Accumulator):
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
         x = tile.full(reducer.roots[0])
         x = x if self.over == "cols" else x.mT
-        old, old_place = self.best.get((at.start, at.stop), (None, None))
-        value, place = self._candidates(x, old)
+        best = self.best.get((at.start, at.stop))
+        value, place = self._candidates(x, None if best is None else best[0])
         value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
         value, place = value.to(self.compute), (order if place is None else place.gather(-1, order)) + offset
-        if old is not None and old_place is not None:
-            value, order = torch.cat([old, value], -1).sort(dim=-1, descending=self.largest, stable=True)
-            place = torch.cat([old_place, place], -1).gather(-1, order)
+        if best is not None:
+            value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
+            place = torch.cat([best[1], place], -1).gather(-1, order)
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
 
     def _candidates(self, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -220,7 +220,7 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    gaps = lambda f, out=None: torch.sub(x[..., f].unsqueeze(-1), y[..., f].unsqueeze(-2), out=out)
+    gaps = lambda f, out: torch.sub(x[..., f].unsqueeze(-1), y[..., f].unsqueeze(-2), out=out)
     if not x.shape[-1]:
         return out.zero_()
     gaps(0, out).square_()

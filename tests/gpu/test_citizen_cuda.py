@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from benchmarks.measure import captured
 from monoidreduce import ops
 from tests.citizen_ops import attention, dense_attention, make
 
@@ -50,16 +51,12 @@ def test_cuda_graphs(name, dtype):
     """Captured once, replayed on new numbers: the same as running anew."""
     given, target = tensors(dtype), labels()
     step = lambda q, k, v: STEPS[name](q, k, v, target)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            torch.autograd.grad(step(*given), given[:2])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def both():
         loss = step(*given)
-        grads = torch.autograd.grad(loss, given[:2])
+        return loss, torch.autograd.grad(loss, given[:2])
+
+    graph, (loss, grads) = captured(both)
     for seed in (1, 2):
         fresh = tuple(t.cuda() for t in make(*(t.shape for t in given), dtype=dtype, grad=False, seed=seed))
         with torch.no_grad():

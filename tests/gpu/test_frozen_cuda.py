@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from benchmarks.measure import captured
 from monoidreduce import ops
 from monoidreduce.engine import hardware
 
@@ -66,15 +67,7 @@ def test_a_captured_graph_is_played_with_other_numbers():
     args = drawn((2, 96, 64), (2, 96, 64), (2, 96, 64), dtype=torch.bfloat16)
     ones = torch.ones(2, 96, 64, device="cuda", dtype=torch.bfloat16)
     step = lambda: torch.autograd.grad(ops.attention(*args), args, ones)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     with torch.no_grad():
         for a in args:
             a.copy_(torch.randn_like(a))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from benchmarks.measure import captured
 from monoidreduce import Col, Row, explain, tuning
 from monoidreduce.engine import planner, triton, winners
 from monoidreduce.engine.triton import KernelPlan, source
@@ -61,15 +62,7 @@ def test_a_graph_is_captured_with_what_won(when):
         with mr.use(tune=when == "tuned on the way"):
             return torch.autograd.grad(attention(*args).sum(), args)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     with torch.no_grad():
         for a in args:
             a.copy_(torch.randn_like(a))

@@ -93,8 +93,10 @@ def run(
 
 def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     """Whether a fold is one to numbers of wide 16-bit vectors, or the k best of wide products: not for panels."""
-    if topk.factors(fold, leaves, sizes) is not None:
-        return True
+    return topk.factors(fold, leaves, sizes) is not None or _to_numbers(fold, leaves, sizes)
+
+
+def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in hardware.SIXTEEN for _, v in vectors)
     return deep.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
@@ -102,9 +104,9 @@ def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
 
 def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     """Run such a fold; raises Unsupported for all others."""
-    if not is_deep(fold, leaves, sizes):
-        raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
     factors = topk.factors(fold, leaves, sizes)
+    if factors is None and not _to_numbers(fold, leaves, sizes):
+        raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
     return topk.of_product(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
 
 

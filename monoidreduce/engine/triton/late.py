@@ -114,4 +114,4 @@ def _target(hit: Expr) -> Expr:
 
 
 def _product(factors: Sequence[Expr]) -> Expr:
-    return functools.reduce(lambda a, b: apply("mul", a, b), factors, ONE) if factors else const(1.0)
+    return functools.reduce(lambda a, b: apply("mul", a, b), factors, ONE)
