@@ -1,9 +1,9 @@
 """One way to run a fold on trial: is its result right, and how long does it take?
 
-A result is right that equals a safe plan's to rounding: on the call itself, and on a cut of it so short that every tile
-weighs (in a long sum a forgotten tile would hide in the rounding). Before that, all memory that the candidate allocates
-is filled with NaN, or with absurd whole numbers: what it forgets to write, or reads before it writes, is then seen, and
-not the right numbers that an earlier run left there.
+A result is right that equals a safe plan's to rounding: on the call itself and, by the same kernels, on a cut of it so
+short that every tile weighs (in a long sum a forgotten tile would hide in the rounding). Before that, all memory that
+the candidate allocates is filled with NaN, or with absurd whole numbers: what it forgets to write, or reads before it
+writes, is then seen, and not the right numbers that an earlier run left there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..plan.choice import Choice
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import hardware
+from . import hardware, triton
 from .evaluate import Sizes
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
@@ -76,9 +76,10 @@ def wrong(
     short = shortened(fold, leaves, sizes, choice)
     if short is None:
         return ""
-    expected = perform(safe, fold, *short)
-    with Poison():
-        found = perform(choice, fold, *short)
+    with triton.as_for(sizes):
+        expected = perform(safe, fold, *short)
+        with Poison():
+            found = perform(choice, fold, *short)
     problem = differs(found, expected, limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
 
