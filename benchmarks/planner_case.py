@@ -33,6 +33,7 @@ Followed = Book | None  # None: what the planner chooses
 Step = Callable[[], None]
 DENSE: Book = {"call": Choice("dense")}
 PASSES: Book = {"call": Choice("flash")}
+SLOW = 0.05  # seconds from which on one run says enough
 
 
 class DeviceLost(RuntimeError):
@@ -81,7 +82,7 @@ def search(session: tuner.Session, call: tuner.Call, row: dict[str, Any]) -> Cho
                 if case.kernels and way is None and seconds is not None and seconds > 2 * least:
                     break  # panels that are far behind are so in any room
             close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
-            run = lambda c: trial.seconds(lambda: planner.perform(c, *call), device)
+            run = lambda c: _again(lambda: planner.perform(c, *call), own, device)
             turns = [[run(c) for c in close] for _ in range(3)]
             again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
             won = min(again, key=again.__getitem__)
@@ -101,13 +102,17 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
         problem = trial.differs(run(), truth, trial.apart(call[1]))
         if not problem:
             quick = trial.seconds(run, device, 0.0)
-            return quick if quick > 2 * enough else trial.seconds(run, device)
+            return quick if quick > min(2 * enough, SLOW) else trial.seconds(run, device)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
         if not is_alive(call[2].device.type):
             raise DeviceLost(f"{choice}: {problem}") from None
     row.setdefault("refused", {})[str(choice)] = problem
     return None
+
+
+def _again(run: Callable[[], Any], about: float, device: torch.device) -> float:
+    return _once(run, device.type) if about > SLOW else trial.seconds(run, device)
 
 
 def is_alive(device: str) -> bool:
@@ -155,7 +160,7 @@ def clock() -> Callable[[], float]:
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _once(step: Step, device: str) -> float:
+def _once(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
         return trial.seconds(step, torch.device(device), 0.0)
     start = clock()()
