@@ -70,7 +70,7 @@ def search(session: tuner.Session, call: tuner.Call, row: dict[str, Any]) -> Cho
     """The best of all ways to run a fold, each kernel's tile by itself; those that come close are timed again."""
     case, device = session.case, call[2].device
     with torch.no_grad():
-        truth = planner.perform(session.safe, *call)
+        truth = trial.settled(call[0], planner.perform(session.safe, *call))
         own = trial.seconds(lambda: planner.perform(session.safe, *call), device)
         best, least = session.safe, own
         for way in ways(case):
@@ -99,7 +99,7 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
     """Seconds of a candidate, None where it is refused; ``enough``: what takes twice as long need not be known well."""
     try:
         run, device = lambda: planner.perform(choice, *call), call[2].device
-        problem = trial.differs(run(), truth, trial.apart(call[1]))
+        problem = trial.differs(trial.settled(call[0], run()), truth, trial.apart(call[1]))
         if not problem:
             quick = trial.seconds(run, device, 0.0)
             return quick if quick > min(2 * enough, SLOW) else trial.seconds(run, device)

@@ -71,7 +71,7 @@ def wrong(
     limit = apart(leaves)
     with Poison():
         found = perform(choice, fold, leaves, sizes)
-    if problem := differs(found, truth, limit):
+    if problem := differs(settled(fold, found), settled(fold, truth), limit):
         return problem
     short = shortened(fold, leaves, sizes, choice)
     if short is None:
@@ -80,8 +80,22 @@ def wrong(
         expected = perform(safe, fold, *short)
         with Poison():
             found = perform(choice, fold, *short)
-    problem = differs(found, expected, limit)
+    problem = differs(settled(fold, found), settled(fold, expected), limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
+
+
+def settled(fold: Fold, results: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a fold that are the same by every plan.
+
+    A softmax's peak is each plan's own, a maximum or a guess of one by its first tile: what is the same is its sum with
+    the logarithm that was taken beside it.
+    """
+    found, place = list(results), {output: at for at, output in enumerate(fold.outputs)}
+    for (r, k), at in place.items():
+        if r.attrs[0] == "soft" and k == len(r.args) + 1:
+            logarithm = place[r, k - 1]
+            found[logarithm] = found[at] = results[logarithm] + results[at]
+    return found
 
 
 def differs(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:

@@ -334,6 +334,21 @@ def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
 # The checks themselves
 
 
+def test_a_guess_of_the_maximum_is_each_plans_own():
+    """A kernel guesses it by its first tile, so that another tile has another, and another logarithm beside it."""
+
+    def perform(how, *call):
+        *others, logarithm, peak = right(how, *call)
+        return [*others, logarithm - 40, peak + 40] if how == FAST else [*others, logarithm, peak]
+
+    safe, call = Choice("flash"), fold_of(attention, *drawn())
+    truth = perform(safe, *call)
+    assert trial.differs(perform(FAST, *call), truth, 2.0**-12) != ""
+    assert trial.wrong(perform, FAST, safe, *call, truth) == ""
+    of_another = trial.settled(call[0], [*truth[:-1], truth[-1] + 40])
+    assert trial.differs(of_another, trial.settled(call[0], truth), 2.0**-5) != ""
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool])
 def test_poison_is_what_nobody_computes(dtype):
     with trial.Poison():
