@@ -30,10 +30,11 @@ import torch
 import torch.nn.functional as F
 
 from monoidreduce import ops
+from monoidreduce.engine.recover import is_lost
 
 from .cpu import RESULTS, environment
 from .host import both
-from .planner_case import clock, following, is_alive, run
+from .planner_case import clock, following, run
 from .planner_compile import compile_all
 from .planner_works import WORKS, Size, Work, cases
 
@@ -49,7 +50,7 @@ class Cases:
 
     def _start(self) -> None:
         self.pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.pool.submit(is_alive, self.device)  # what takes seconds to start does so while kernels are compiled
+        self.pool.submit(is_lost, torch.device(self.device))  # it starts while kernels are compiled
 
     def __call__(self, work: Work, size: Size) -> dict[str, Any] | str:
         """A case's row, or why there is none."""
@@ -73,7 +74,7 @@ def _one(work: int, size: Size, device: str, least: float) -> tuple[dict[str, An
     try:
         return run(WORKS[work], size, device, least), True
     except Exception as error:  # the other cases still count; a case that fails is shown
-        return f"{type(error).__name__}: {error}"[:500], is_alive(device)
+        return f"{type(error).__name__}: {error}"[:500], not is_lost(torch.device(device))
     finally:
         signal.alarm(0)
 

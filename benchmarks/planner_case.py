@@ -19,7 +19,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import tuning
-from monoidreduce.engine import planner, roads, trial, tuner
+from monoidreduce.engine import planner, recover, roads, trial, tuner
 from monoidreduce.explain import measure
 from monoidreduce.plan import candidates
 from monoidreduce.plan.choice import Choice, follow
@@ -105,7 +105,7 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
             return quick if quick > min(2 * enough, SLOW) else trial.seconds(run, device)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
-        if not is_alive(call[2].device.type):
+        if recover.is_lost(call[2].device):
             raise DeviceLost(f"{choice}: {problem}") from None
     row.setdefault("refused", {})[str(choice)] = problem
     return None
@@ -113,16 +113,6 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
 
 def _again(run: Callable[[], Any], about: float, device: torch.device) -> float:
     return _once(run, device.type) if about > SLOW else trial.seconds(run, device)
-
-
-def is_alive(device: str) -> bool:
-    """Whether the device still answers: after an illegal access it does not, in this process."""
-    try:
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
 
 
 # Whole calls -----------------------------------------------------------------------------------------------------

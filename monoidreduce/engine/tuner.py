@@ -168,6 +168,11 @@ class Session:
             return Trial(choice, None, problem) if problem else self._timed(choice, fold, leaves, sizes)
         except Exception as error:  # a candidate that cannot run here loses, whatever the reason
             refused = f"{type(error).__name__}: {error}"
+        if recover.is_lost(self.device):
+            raise EngineError(
+                detail=f"{self.device} answers no more since {choice} was tried: {refused[:200]}",
+                fix="Start the process anew; it runs by the usual plan unless it tunes. Please report the plan",
+            )
         recover.release(self.device)
         return Trial(choice, None, refused)
 

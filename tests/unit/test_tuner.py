@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import costs, planner, registry, roads, trial, tuner, winners
+from monoidreduce.engine import costs, planner, recover, registry, roads, trial, tuner, winners
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.triton import source
 from monoidreduce.plan import candidates, disk, store
@@ -329,6 +329,16 @@ def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
     for fold in found.folds:
         plain = [t for t in fold.trials if t.choice.tiles]
         assert plain and all("illegal memory" in t.refused for t in plain) and not fold.winner.tiles
+
+
+def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
+    """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
+    few(monkeypatch, FAST)
+    monkeypatch.setattr(planner, "perform", lambda how, *call: (fails if how == FAST else right)(how, *call))
+    monkeypatch.setattr(recover, "is_lost", lambda device: True)
+    with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
+        attention.tune(*drawn(), quiet=True)
+    assert store.records() == []
 
 
 # The checks themselves
