@@ -55,8 +55,9 @@ def _kernel(case: Case, way: str | None, choice: Choice) -> tuple:
 def compiled(device: str, work: int, wanted: Wanted) -> None:
     """Run some candidates of a program once."""
     for size, name, choice in wanted:
+        _, call = _recorded(work, size, device)[name]  # with gradients
         with contextlib.suppress(Exception), torch.no_grad():
-            planner.perform(choice, *_recorded(work, size, device)[name][1])
+            planner.perform(choice, *call)
     if device == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize()
