@@ -138,7 +138,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"{row['work']:18} {row['size']!s:22} {row['runs']:6} untuned {row['untuned_ms'] / row['best_ms']:.2f}, tuned "
         f"{row['tuned_ms'] / row['tuned_best_ms']:.2f} of {row['best_ms']:.3f} ms ({row['best']}, {row['tried']} "
         f"tried); memory {row['predicted_peak'] / max(1, row['peak']):.2f}; planning {row['first_ms']:.1f} ms, "
-        f"{row['cached_us']:.0f} µs; {row['searched_s']:.1f} + {row['tuned_s']:.1f} s"
+        f"{row['cached_us']:.0f} µs; {row['tuned_s']:.1f} + {row['searched_s']:.1f} of {row['seconds']:.1f} s"
     )
 
 

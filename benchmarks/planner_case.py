@@ -21,7 +21,7 @@ import monoidreduce as mr
 from monoidreduce import tuning
 from monoidreduce.engine import planner, recover, roads, trial, tuner
 from monoidreduce.explain import measure
-from monoidreduce.plan import candidates
+from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import Case, directions
 
@@ -31,6 +31,8 @@ from .planner_works import Size, Work
 Book = Mapping[str, Choice]  # what folds follow, by name; "call": the call as a whole
 Followed = Book | None  # None: what the planner chooses
 Step = Callable[[], None]
+Plan = tuple[bool, frozenset]  # what a choice runs by
+Times = dict[Plan, float | None]  # seconds, None where it was refused
 DENSE: Book = {"call": Choice("dense")}
 PASSES: Book = {"call": Choice("flash")}
 SLOW = 0.05  # seconds from which on one run says enough
@@ -66,43 +68,77 @@ def varied(case: Case, way: str | None) -> list[Choice]:
     return [c for c in found if not (kernels and c.schedule in ("flash", "split"))]
 
 
-def search(session: tuner.Session, call: tuner.Call, row: dict[str, Any]) -> Choice:
-    """The best of all ways to run a fold, each kernel's tile by itself; those that come close are timed again."""
+def search(session: tuner.Session, call: tuner.Call, known: Times, row: dict[str, Any]) -> Choice:
+    """The best of all ways to run a fold, one kernel's tile after the other; those that come close are timed again.
+
+    ``known``: what the tuner tried; all others are tried here."""
     case, device = session.case, call[2].device
+    best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.settled(call[0], planner.perform(session.safe, *call))
-        own = trial.seconds(lambda: planner.perform(session.safe, *call), device)
-        best, least = session.safe, own
+        truth = trial.settled(call[0], planner.perform(best, *call))
+        if _same(best) not in found:
+            found[_same(best)] = trial.seconds(lambda: planner.perform(best, *call), device)
+        own = found[_same(best)]
         for way in ways(case):
-            times = {session.safe: own}
+            times = {best: found[_same(best)]}
             for choice in varied(case, way):
-                seconds = _tried(choice, call, truth, row, min(times.values())) if choice not in times else None
+                tile = choice.tile(way) if way is not None else None
+                choice = choice if tile is None or way is None else best.having(way, tile)
+                if _same(choice) not in found:
+                    found[_same(choice)] = _tried(choice, call, truth, row, min(times.values()))
+                seconds = found[_same(choice)]
                 if seconds is not None:
                     times[choice] = seconds
-                if case.kernels and way is None and seconds is not None and seconds > 2 * least:
+                if case.kernels and way is None and seconds is not None and seconds > 2 * times[best]:
                     break  # panels that are far behind are so in any room
             close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
             run = lambda c: _again(lambda: planner.perform(c, *call), own, device)
             turns = [[run(c) for c in close] for _ in range(3)]
             again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
-            won = min(again, key=again.__getitem__)
+            best = min(again, key=again.__getitem__)
+            found[_same(best)] = again[best]
             row["tried"] = row.get("tried", 0) + len(times)
-            if way is not None:
-                best = best.having(way, won.tile(way) or session.safe.tile(way) or ())
-                least = min(least, again[won])
-            elif again[won] < least:
-                best = won
+            shown = {str(c): round(t * 1e3, 4) for c, t in times.items()}
+            row.setdefault("times_ms", []).append({"fold": case.name, "way": way, "times": shown})
     return best
 
 
-def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str, Any], enough: float) -> float | None:
-    """Seconds of a candidate, None where it is refused; ``enough``: what takes twice as long need not be known well."""
+def _same(choice: Choice) -> Plan:
+    """What a choice runs by: not in which order its tiles are named, nor whether their number of parts has a name."""
+    return choice.schedule == "panel", frozenset(choice.tiles)
+
+
+def tuned(op: Any, args: list[Tensor]) -> tuple[dict[str, Choice], dict[str, Times]]:
+    """The tuner's winners, and the times of all that it tried (None: refused), by fold."""
+    with following(None):
+        folds = op.tune(*args, quiet=True).folds
+    times: dict[str, Times] = {}
+    for t in folds:
+        tried = {_same(c.choice): c.seconds for c in t.trials}
+        times[t.key.program] = {**tried, _same(t.safe): t.safe_seconds}
+    return {t.key.program: t.winner for t in folds}, times
+
+
+@contextlib.contextmanager
+def tuned_plans() -> Iterator[None]:
+    """What is tuned inside the block is known inside such blocks alone."""
+    kept = store.FOLDER
+    store.FOLDER = f"{kept}-tuned"
+    store.forget()
+    try:
+        yield
+    finally:
+        store.FOLDER = kept
+        store.forget()
+
+
+def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
+    """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
         run, device = lambda: planner.perform(choice, *call), call[2].device
         problem = trial.differs(trial.settled(call[0], run()), truth, trial.apart(call[1]))
         if not problem:
-            quick = trial.seconds(run, device, 0.0)
-            return quick if quick > min(2 * enough, SLOW) else trial.seconds(run, device)
+            return trial.seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
         if recover.is_lost(call[2].device):
@@ -238,24 +274,26 @@ def run(work: Work, size: Size, device: str, least: float) -> dict[str, Any]:
         row["peak"] = measure(work.op, args, {}, True).peak
         found = work.op.cost(*args)
     own: Book = DENSE if told["runs"] == "dense" else {p.case.name: p.choice for p in found.chosen.parts}
-    best = {s.case.name: search(s, call, row) for s, call in folds(work, args)}
+    row["told_s"] = time.perf_counter() - began
+    with tuned_plans():
+        won, known = tuned(work.op, args)
+    row["tuned_s"] = time.perf_counter() - began - row["told_s"]
+    best = {s.case.name: search(s, call, known.get(s.case.name, {}), row) for s, call in folds(work, args)}
     others: dict[str, Book] = {"best of all": best}
     if device == "cpu" and "dense" in found and found.allows(found["dense"]):
         others["dense"] = DENSE
-    row["searched_s"] = time.perf_counter() - began
+    row["searched_s"] = time.perf_counter() - began - row["told_s"] - row["tuned_s"]
     untuned = race(work.op, args, {"chosen": None, **_without(others, own)}, device, least)
-    began = time.perf_counter()
-    with following(None):
-        won = {t.key.program: t.winner for t in work.op.tune(*args, quiet=True).folds}
-    row["tuned_s"] = time.perf_counter() - began
     dense = any(c.schedule == "dense" for c in won.values())
     after: Book = DENSE if dense else {n: won[n] for n in best if n in won}
-    tuned = race(work.op, args, {"tuned": None, **_without(others, after)}, device, least)
+    with tuned_plans():
+        again = race(work.op, args, {"tuned": None, **_without(others, after)}, device, least)
     row["plans"] = {n: {k: str(c) for k, c in p.items()} for n, p in (("own", own), ("tuned", after), ("best", best))}
-    row |= {"untuned_ms": untuned["chosen"] * 1e3, "tuned_ms": tuned["tuned"] * 1e3}
-    row |= {"best_ms": min(untuned.values()) * 1e3, "tuned_best_ms": min(tuned.values()) * 1e3}
+    row |= {"untuned_ms": untuned["chosen"] * 1e3, "tuned_ms": again["tuned"] * 1e3}
+    row |= {"best_ms": min(untuned.values()) * 1e3, "tuned_best_ms": min(again.values()) * 1e3}
     row["best"] = min(untuned, key=untuned.__getitem__)
-    row["calls_ms"] = {n: round(t * 1e3, 4) for n, t in (untuned | tuned).items()}
+    row["seconds"] = time.perf_counter() - began
+    row["calls_ms"] = {n: round(t * 1e3, 4) for n, t in (untuned | again).items()}
     return row
 
 

@@ -8,6 +8,7 @@ writes, is then seen, and not the right numbers that an earlier run left there.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from . import hardware, triton
 from .evaluate import Sizes
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
+FAR = 1.5  # what at first takes so many times as long as the best so far is not run often
 SPILLS = 1024  # bytes a thread may keep out of its registers: winners on an H200 had up to 256
 # Of a result's own size, how far two plans may differ: a few roundings of the coarsest type that products are made in.
 _APART = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-12, torch.float64: 2.0**-30}
@@ -158,11 +160,13 @@ def _cut(v: Tensor, e: Expr, rows: int, cols: int) -> Tensor:
 # How long? ----------------------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = None) -> float:
-    """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold."""
+def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = None, best: float = math.inf) -> float:
+    """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold.
+
+    ``best``: of what it is compared with."""
     clock, usual = (_gpu_clock, 0.005) if device.type == "cuda" else (_cpu_clock, 0.03)
     first = clock(run)
-    spend = usual if spend is None else spend
+    spend = 0.0 if first > FAR * best else usual if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
     return statistics.median([first, *(clock(run) for _ in range(count))])
 

@@ -398,6 +398,13 @@ def test_the_clock_is_a_median():
     assert trial.seconds(lambda: time.sleep(next(times)), torch.device("cpu"), 0.0) < 0.25
 
 
+@pytest.mark.parametrize(("best", "runs"), [(1e9, 26), (1e-9, 3)])
+def test_what_is_far_behind_is_not_run_often(best, runs):
+    calls = []
+    trial.seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
+    assert len(calls) == runs
+
+
 # In the background
 
 
