@@ -70,7 +70,7 @@ def atanh_twice(f):
 
 
 def log(x):
-    # a GPU's own float32 form is off by several units of the last place, all to one side: sums over pairs show it
+    # a GPU's own float32 form may be off by four units of the last place, torch's by one
     if x.dtype == tl.float32:
         small = x < 1.1754943508222875e-38
         bits = tl.where(small, x * 8388608.0, x).to(tl.int32, bitcast=True) - 1060439283  # of sqrt(1/2)
