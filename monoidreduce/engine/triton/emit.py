@@ -368,7 +368,7 @@ def _library() -> dict[str, str]:
     """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
     found: dict[str, str] = {}
     for source in map(inspect.getsource, (device, chance)):
-        lines = source.splitlines()
+        lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
         found |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
     return found
@@ -381,10 +381,10 @@ def _copied(text: str) -> list[str]:
     stack = [text]
     while stack:
         here = re.sub("#.*", "", stack.pop())
-        for name, source in library.items():
-            if name not in wanted and re.search(rf"(?<![\w.]){name}[()]", here):  # called, or given to a reduction
-                wanted.add(name)
-                stack.append(source)
+        named = set(re.findall(r"(?<![\w.])(\w+)[()]", here))  # called, or given to a reduction
+        new = library.keys() & named - wanted
+        wanted |= new
+        stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
 
 
