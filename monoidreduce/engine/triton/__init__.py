@@ -30,7 +30,7 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import deep, describe, launch, rows, sides, source, together, topk
+from . import deep, describe, launch, rows, sides, source, topk
 from .describe import as_for
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
@@ -218,7 +218,6 @@ class Ready:
         ]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
-        self.fresh = True
 
     def merged(self, leaves: Sequence[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
         """The leaves, tensors with as few batch dimensions as they allow."""
@@ -232,11 +231,8 @@ class Ready:
         for r in self.picks:
             picked = _pick(r, merged(), self.batch, self.sizes)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
-        calls = [functools.partial(one, leaves, merged) for one in self.launches]
-        fresh, self.fresh = self.fresh, False
-        made = together.run(calls, self.sizes.device) if fresh else [call() for call in calls]
-        for results in made:
-            found += results
+        for one in self.launches:
+            found += one(leaves, merged)
         return [found[k] for k in self.order]
 
 

@@ -55,7 +55,6 @@ class Kernel:
     state_width: int = 0  # features of the running sums
     kept_blocks: int = 0
     exact: bool = True  # whether its float32 products are
-    few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
     short: bool = False  # whether walks are: several conditions, or data, say what is seen
@@ -119,7 +118,6 @@ def kernel(spec: Spec) -> Kernel:
         v.state_width,
         len(kept),
         spec.exact,
-        v.few_width,
         "tl.exp2(" in text,
         spec.bounds,
         any(e.op == "logical_and" or (e.op == "leaf" and spec.folds(e)) for e in topological(truths)),

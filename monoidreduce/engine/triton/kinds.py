@@ -48,11 +48,8 @@ class Sum(Kind):
             self.v.inside.append(self.total.catch_up())
             self.v.inside.append(self.total.wait(self.weight(parts[0].weight)))
             return
-        if len(parts) > 1:  # a product is waited for: what was added to the sum before it would be, too
-            self.v.products(*(c.weight for c in parts))
-        weights = [None if c.walk else self.weight(c.weight) for c in parts]
-        for c, weight in zip(parts, weights, strict=True):
-            self.total.add(c, weight)
+        for c in parts:
+            self.total.add(c, None if c.walk else self.weight(c.weight))
 
     def weight(self, w: Expr) -> str:
         """The name of a whole block of weights, 0 beyond the folded axis."""

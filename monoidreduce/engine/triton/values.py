@@ -42,7 +42,6 @@ class Values(Exponents):
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
         self.state_width = 0  # features of all running sums that are blocks
-        self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
@@ -373,9 +372,9 @@ class Values(Exponents):
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
         return f"tl.reshape({text}, {shape})" if dims else text
 
-    def products(self, *roots: Expr) -> None:
-        """Bind the matrix products of expressions, before what is made of them."""
-        for n in topological(roots):
+    def products(self, e: Expr) -> None:
+        """Bind the matrix products of an expression, before what is made of them."""
+        for n in topological([e]):
             if n.op == "dot":
                 self.number(n)
 
