@@ -19,7 +19,7 @@ from ..program.contract import Contraction
 from ..program.expr import Expr
 from . import filtering, hardware
 from .tilecode import Reducer
-from .tilerun import FEW_FEATURES, TileRun
+from .tilerun import FEW_FEATURES, TileRun, differences
 
 
 class Accumulator:
@@ -90,9 +90,9 @@ class Accumulator:
         assert c.vector is not None and c.minus is not None
         x, y = (tile.get(v).to(total.dtype) for v in (c.vector, c.minus))
         if x.shape[-1] <= FEW_FEATURES:
+            gaps, gap = differences(x, y), torch.empty(tile.tile, dtype=total.dtype, device=self.device)
             for f in range(x.shape[-1]):
-                gap = x[..., f].unsqueeze(-1) - y[..., f].unsqueeze(-2)
-                total[..., f] += gap.mul_(weight).sum(self.dim)
+                total[..., f] += gaps(f, gap).mul_(weight).sum(self.dim)
             return
         centre = y.mean(1, keepdim=True)
         kept, folded = (x - centre, centre - y) if self.over == "cols" else (centre - y, x - centre)
@@ -184,7 +184,7 @@ class Best(Accumulator):
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
         x = tile.full(reducer.roots[0])
-        place = (x.argmax if self.largest else x.argmin)(self.dim, keepdim=True)
+        place = _first(x, self.dim, self.largest)
         value = x.gather(self.dim, place).squeeze(self.dim).to(self.value.dtype)
         old = self.value[:, at]
         better = (value > old) if self.largest else (value < old)
@@ -195,6 +195,28 @@ class Best(Accumulator):
 
     def finish(self) -> list[Tensor]:
         return [self.value, self.place]
+
+
+def _first(x: Tensor, dim: int, largest: bool) -> Tensor:
+    """Where the best is, the first of equals: of runs of numbers, then in the run that has it.
+
+    torch finds a best number without its place in a tenth of the time that it takes with it."""
+    where = lambda t: (t.argmax if largest else t.argmin)(dim, keepdim=True)
+    size = x.shape[dim]
+    whole = size - size % _RUN
+    if whole <= _RUN or x.device.type != "cpu":
+        return where(x)
+    parts = x.narrow(dim, 0, whole).unflatten(dim, (whole // _RUN, _RUN))
+    best = (torch.amax if largest else torch.amin)(parts, dim)
+    if whole < size:
+        rest = x.narrow(dim, whole, size - whole)
+        best = torch.cat([best, (torch.amax if largest else torch.amin)(rest, dim, keepdim=True)], dim)
+    lanes = torch.arange(_RUN, device=x.device).view((-1,) if dim == -1 else (-1, 1))
+    run = (where(best) * _RUN + lanes).clamp_(max=size - 1)  # a short last run ends with its last number, again
+    return run.gather(dim, where(x.gather(dim, run)))
+
+
+_RUN = 64
 
 
 class TopK(Accumulator):
