@@ -21,6 +21,8 @@ from . import filtering, hardware
 from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun, differences
 
+Offset = int | Tensor
+
 
 class Accumulator:
     """State for ``length`` rows (``over="cols"``) or columns (``over="rows"``) of ``batch`` problems."""
@@ -49,8 +51,13 @@ class Accumulator:
     def start(self) -> None:
         raise NotImplementedError
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
-        """Fold one tile into the slice ``at``; ``offset`` is the tile's place on the folded axis."""
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
+        """Fold one tile into the slice ``at``; ``offset`` is the tile's place on the folded axis, or that of each of
+        its indices, ascending."""
+        raise NotImplementedError
+
+    def edge(self, at: slice) -> Tensor:
+        """The number [b, l] that one more pair must reach to make a difference to the kept."""
         raise NotImplementedError
 
     def finish(self) -> list[Tensor]:
@@ -105,7 +112,7 @@ class Sum(Accumulator):
         whole = self.fields[0].dtype != "float"
         self.total = self.numbers(0, torch.int64) if whole else self.totals(self.widths[0], result=0)
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         for c in reducer.values[0]:
             weight = None if c.walk else tile.full(c.weight)
             self.contract(self.total[:, at], weight, c, tile)  # type: ignore[arg-type]
@@ -122,7 +129,7 @@ class Soft(Accumulator):
         self.total = self.totals(-1)
         self.values = [self.totals(w, result=k) for k, w in enumerate(self.widths[1:], 1)]
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         root = reducer.roots[0]
         logit = tile.narrow[root] if root in tile.narrow else tile.full(root)
         old = self.peak[:, at]
@@ -158,7 +165,7 @@ class Pick(Accumulator):
     def start(self) -> None:
         self.total = self.totals(-1)
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         size = x.shape[self.dim]
         place = tile.get(self.fields[0]).expand(*self.across(self.total[:, at]).shape) - offset
@@ -182,19 +189,31 @@ class Best(Accumulator):
             self.value = self.numbers(info.min if self.largest else info.max, torch.int64)
         self.place = self.numbers(-1, torch.int64)
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         place = _first(x, self.dim, self.largest)
         value = x.gather(self.dim, place).squeeze(self.dim).to(self.value.dtype)
         old = self.value[:, at]
+        place, kept = _placed(place.squeeze(self.dim), offset), self.place[:, at]
         better = (value > old) if self.largest else (value < old)
+        equal = value == old
         if value.dtype.is_floating_point:
             better = better | (value.isnan() & ~old.isnan())
-        self.place[:, at] = torch.where(better, place.squeeze(self.dim) + offset, self.place[:, at])
+            equal = equal | (value.isnan() & old.isnan())
+        better = better | (equal & (place < kept))
+        self.place[:, at] = torch.where(better, place, kept)
         self.value[:, at] = torch.where(better, value, old)
+
+    def edge(self, at: slice) -> Tensor:
+        return self.value[:, at]
 
     def finish(self) -> list[Tensor]:
         return [self.value, self.place]
+
+
+def _placed(place: Tensor, offset: Offset) -> Tensor:
+    """Where on the folded axis the places of a tile are."""
+    return offset[place] if isinstance(offset, Tensor) else place + offset
 
 
 def _first(x: Tensor, dim: int, largest: bool) -> Tensor:
@@ -232,17 +251,25 @@ class TopK(Accumulator):
         self.k, self.largest = self.params
         self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         x = x if self.over == "cols" else x.mT
         best = self.best.get((at.start, at.stop))
         value, place = self._candidates(x, None if best is None else best[0])
         value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
-        value, place = value.to(self.compute), (order if place is None else place.gather(-1, order)) + offset
+        value, place = value.to(self.compute), order if place is None else place.gather(-1, order)
+        place = _placed(place, offset)
         if best is not None:
             value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
             place = torch.cat([best[1], place], -1).gather(-1, order)
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
+
+    def edge(self, at: slice) -> Tensor:
+        worst = -math.inf if self.largest else math.inf
+        found = self.best.get((at.start, at.stop))
+        if found is None or found[0].shape[-1] < self.k:
+            return torch.full((self.batch, at.stop - at.start), worst, dtype=self.compute, device=self.device)
+        return found[0][..., -1]
 
     def _candidates(self, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What of a tile may be among the k best, and its columns there (None: all of it)."""
@@ -281,7 +308,7 @@ class Moments(Accumulator):
         self.mean, self.spread = self.totals(-1), self.totals(-1)
         self.count = self.numbers(0)
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
         n = x.shape[self.dim]
         mean = x.mean(self.dim)
@@ -311,7 +338,7 @@ class User(Accumulator):
             shape = (self.batch, self.length, max(width, 1))
             self.state.append(torch.full(shape, float(field.identity), dtype=self.compute, device=self.device))
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         elements = {}
         for name, root, width in zip(self.names, reducer.roots, self.widths, strict=True):
             elements[name] = tile.full(root) if width < 0 else self._vector(root, tile)
@@ -339,7 +366,7 @@ class Pair(Accumulator):
     def start(self) -> None:
         pass
 
-    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: int) -> None:
+    def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         assert self.into is not None
         row, col = tile.offset
         value = tile.full(reducer.roots[0])

@@ -22,7 +22,7 @@ from ..program.expr import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from . import hardware
 from .accumulate import ACCUMULATORS, Accumulator
-from .eager import Chunk, FoldCode, code_of, slices
+from .chunk import Chunk, FoldCode, code_of, slices
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
 from .tilerun import Buffers

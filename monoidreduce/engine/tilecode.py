@@ -158,12 +158,12 @@ def hot_sum(e: Expr) -> HotSum | None:
 def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Riding]:
     """A product times a number, and the exponential of one: the number rides in what is computed anyway.
 
-    Only where nothing else reads what lies between. The exponent of a plain sign stays: it had no rounding of its own."""
+    Only where nothing else reads what lies between, and, in an exponent, where a factor was rounded anyway."""
     roots = [n for r in reducers for n in _read_by(r)]
     order = topological(roots)
     uses: dict[Expr, int] = {}
-    for e in (*roots, *(a for e in order for a in e.args)):
-        uses[e] = uses.get(e, 0) + 1
+    for used in (*roots, *(a for e in order for a in e.args)):
+        uses[used] = uses.get(used, 0) + 1
     found: dict[Expr, Riding] = {}
     for e in order:
         if e.op == "exp" and e.is_pair:
