@@ -11,6 +11,7 @@ equally far from each other, and no box leaves anything out.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -47,23 +48,20 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -
     if not _pays(fold, sizes):
         return None
     numbers |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
-    ladders = [_ladder(r, tuple(numbers.items())) for r in fold.reductions]
+    ladders = [_ladder(r, tuple((e, v) for e, v in numbers.items() if e in _under(r))) for r in fold.reductions]
     bounds = [ladder for ladder in ladders if ladder is not None]
     if len(bounds) < len(ladders):
         return None
-    shape = torch.Size(sizes.batch)
-    views = {
-        e: v.expand(*shape, *v.shape[len(shape) :]).flatten(0, len(shape) - 1) if shape else v.unsqueeze(0)
-        for e, v in zip(fold.leaves, leaves, strict=True)
-        if isinstance(v, Tensor)
-    }
+    batch = torch.Size(sizes.batch)
+    tensors = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    views = {e: v.expand(*batch, *v.shape[len(batch) :]) for e, v in tensors.items()}
     found: list[Tensor] = []
     for r, ladder in zip(fold.reductions, bounds, strict=True):
         parts = []
-        for b in range(shape.numel()):
-            given = {**{e: v[b : b + 1] for e, v in views.items()}, **numbers}
+        for at in itertools.product(*map(range, batch)):
+            given = {**{e: v[at].unsqueeze(0) for e, v in views.items()}, **numbers}
             parts.append(Near(r, fold, given, sizes, tiles, ladder).run())
-        found += [torch.cat(part).view(*shape, *part[0].shape[1:]) for part in zip(*parts, strict=True)]
+        found += [torch.cat(part).view(*batch, *part[0].shape[1:]) for part in zip(*parts, strict=True)]
     return found
 
 
@@ -99,6 +97,11 @@ def _distance(r: Expr) -> Expr | None:
             if e.op not in RELATIVE:
                 return None
     return found[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _under(r: Expr) -> frozenset[Expr]:
+    return frozenset(topological(r.args))
 
 
 @functools.lru_cache(maxsize=256)
