@@ -245,7 +245,7 @@ class TopK(Accumulator):
     k log(N / k) of a row ever enter its list, and sorting what cannot would take most of the time.
     """
 
-    group = 32
+    group = 16
 
     def start(self) -> None:
         self.k, self.largest = self.params

@@ -32,9 +32,10 @@ from .evaluate import Sizes
 from .tilecode import hot_sum
 from .tilerun import FEW_FEATURES, Buffers, TileRun
 
-# measured with 10 neighbours of 10,000 and 100,000 points in 3 dimensions (benchmarks/cpu.py); twice or half is alike
+# measured with 10 neighbours of 10,000 to 100,000 points in 3 dimensions (benchmarks/cpu.py): half or twice is alike
 KEPT, FOLDED = 256, 32  # points of a block
-FIRST, MORE = 512, 4  # points met at first, at least, and how many times more the next time
+FIRST, MORE = 512, 8  # points met at first, at least, and how many times more the next time
+SORTED = 64  # numbers per one that is sought, from which torch finds the best of them by a heap, in half the time
 LEAST = 2048  # points of either side from which sorting them pays
 
 ROUNDING = 1e-5  # relative: more than the arithmetic of a pair loses
@@ -168,7 +169,7 @@ class Near(Chunk):
             low, high = points.amin(1), points.amax(1)
             gaps = _gaps(low, high, self.low, self.high)
             left = torch.ones_like(gaps, dtype=torch.bool)
-            room = min(self.most, len(gaps), -(-max(FIRST, 2 * wanted) // FOLDED))
+            room = min(self.most, len(gaps), -(-max(FIRST, SORTED * wanted) // FOLDED))
             centres = (self.low + self.high - low - high).square_().sum(0).nan_to_num_(nan=0.0)
             chosen, met = centres.topk(room, largest=False).indices, 0
             while len(chosen):
