@@ -36,7 +36,7 @@ from .tilerun import FEW_FEATURES, Buffers, TileRun
 KEPT, FOLDED = 256, 32  # points of a block
 FIRST, MORE = 512, 8  # points met at first, at least, and how many times more the next time
 SORTED = 64  # numbers per one that is sought, from which torch finds the best of them by a heap, in half the time
-LEAST = 2048  # points of either side from which sorting them pays
+LEAST = 8192  # points of either side from which this pays; at half, all pairs take as long or less
 
 ROUNDING = 1e-5  # relative: more than the arithmetic of a pair loses
 RELATIVE = ("sqdist", "neg", "mul", "div", "sqrt", "where")  # what leaves a relative error relative
