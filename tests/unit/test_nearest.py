@@ -16,7 +16,7 @@ from monoidreduce.engine import nearest
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"KEPT": 8, "FOLDED": 4, "FIRST": 8, "MORE": 2}.items():
+    for name, value in {"KEPT": 8, "FOLDED": 4, "FIRST": 8, "MORE": 2, "SORTED": 2}.items():
         monkeypatch.setattr(nearest, name, value)
 
 
@@ -79,7 +79,7 @@ def test_every_type(dtype: torch.dtype) -> None:
 
 
 def test_far_pairs_are_not_computed() -> None:
-    x, y = torch.rand(700, 2), torch.rand(900, 2)
+    x, y = points(700, 2), points(900, 2)
     _, _, seen = both(lambda: ops.knn(x, y, 4))
     assert seen.pairs_computed < 0.2 * 700 * 900
     _, _, seen = both(lambda: ops.chamfer(x, y))
