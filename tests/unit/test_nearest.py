@@ -1,5 +1,6 @@
 """Branch and bound finds what all pairs give, bit for bit: ties, infinities, NaN, batches and both directions."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import nearest
+from monoidreduce.engine import accumulate, nearest
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +171,20 @@ def test_a_budget_is_kept() -> None:
     with from_points(1), mr.budget("1MB"), mr.tally() as seen:
         ops.knn(x, y, 3)
     assert seen.pairs_computed == 300 * 300
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "nan", "worst", "whole", "alike"])
+@pytest.mark.parametrize("size", [1023, 1024, 1055, 2047])
+def test_a_place_found_by_runs_is_the_first(size: int, kind: str) -> None:
+    for dim, largest in itertools.product((-1, -2), (True, False)):
+        x = points(2, 5, size) if dim == -1 else points(2, size, 5)
+        made = {
+            "random": x,
+            "ties": (2 * x).round(),
+            "nan": torch.where(x > 2.9, math.nan, x),
+            "worst": torch.full_like(x, -math.inf if largest else math.inf),
+            "whole": (3 * x).long(),
+            "alike": x[:1, :1, :1].expand(x.shape),
+        }[kind]
+        expected = (made.argmax if largest else made.argmin)(dim, keepdim=True)
+        assert torch.equal(accumulate._first(made, dim, largest), expected)
