@@ -126,7 +126,7 @@ def _widest(kernel: Kernel) -> int:
 def _kind(kernel: Kernel, item: int) -> str:
     """What a kernel holds, in the words of the table."""
     if not kernel.folded_width and not kernel.state_width:
-        return "numbers" if kernel.few_width <= 1 else "few features"
+        return "few features"
     widest = _widest(kernel)
     if item == 8:
         return "float64" if widest <= 128 else "float64, wide"

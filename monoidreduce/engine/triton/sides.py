@@ -109,8 +109,8 @@ class Launch:
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
             raise Unsupported("a kernel's own numbers are float32")
         rank = len(sizes.batch)
-        shape = torch.broadcast_shapes((1,) * rank, *(v.shape[:rank] for v in tensors))
-        batch, views = batching.merge(tuple(shape), tensors)
+        shape = functools.reduce(batching.broadcast, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
+        batch, views = batching.merge(shape, tensors)
         letters = tuple(sorted(sizes.letters.items()))
         types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
         rooms = (0,) * len(leaves)
