@@ -140,6 +140,7 @@ class _Run:
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
+        self.numbers = {f: whole(f) for f in dict.fromkeys(feeds) if f.rows and not f.cols and self._is_known(f)}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
         self.panel: panels.Panels | None = panels.Panels(1, 1)
@@ -149,7 +150,13 @@ class _Run:
             self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
-        self.last: tuple[slice, Evaluator] | None = None
+        self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
+
+    def _is_known(self, f: Expr) -> bool:
+        """Whether a row's number waits for nothing that panels bring, nor for vectors: all rows' are computed at once."""
+        there = self.whole.memo
+        under = [e for e in topological([f], stop=there.__contains__) if e not in there]
+        return not any(e.feature is not None or e.op in ("reduce", "result") for e in under)
 
     def run(self) -> None:
         if self.panel is None:
@@ -168,18 +175,22 @@ class _Run:
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
-    def local(self, rows: slice) -> Evaluator:
-        """An evaluator of these rows alone; what does not depend on rows was computed once.
+    def local(self, rows: slice) -> tuple[Evaluator, dict[Expr, Any]]:
+        """An evaluator of these rows alone, and what was fed of them; what does not depend on rows was computed once.
 
-        Panels of the same rows share it: they are parts of sums, which nothing on these panels reads."""
+        Panels of the same rows share both: they are parts of sums, which nothing on these panels reads."""
         if self.last is None or self.last[0] != rows:
-            self.last = rows, self._of_rows(rows)
-        return self.last[1]
+            self.last = rows, self._of_rows(rows), {}
+        return self.last[1:]
 
     def _of_rows(self, rows: slice) -> Evaluator:
         inputs = self.whole.inputs
         memo = dict(self.fixed)
-        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):
+        for f, value in self.numbers.items():
+            memo[f] = value[rows] if isinstance(value, Tensor) and value.shape[0] > 1 else value
+        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=memo.__contains__):
+            if e in memo:
+                continue
             if e.op in ("input", "leaf") and e.rows:
                 value = inputs[e.attrs[0]]
                 if e.is_pair:  # given per pair, perhaps broadcast
@@ -232,10 +243,12 @@ class _Part:
 
     def __init__(self, run: _Run, rows: slice, cols: slice):
         self.run, self.rows, self.cols = run, rows, cols
-        self.local = run.local(rows)
+        self.local, self.fed = run.local(rows)
 
     def feed(self, f: Expr) -> Any:
-        value = from_layout(self.local(f), f)
+        if f not in self.fed:
+            self.fed[f] = from_layout(self.local(f), f)
+        value = self.fed[f]
         if not f.cols or not isinstance(value, Tensor):
             return value
         return value[:, self.cols] if f.rows else value[self.cols]
