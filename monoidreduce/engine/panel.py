@@ -153,7 +153,7 @@ class _Run:
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
 
     def _is_known(self, f: Expr) -> bool:
-        """Whether a row's number waits for nothing that panels bring, nor for vectors: all rows' are computed at once."""
+        """Whether a row's number waits for nothing that panels bring, nor for vectors: it is computed for all rows."""
         there = self.whole.memo
         under = [e for e in topological([f], stop=there.__contains__) if e not in there]
         return not any(e.feature is not None or e.op in ("reduce", "result") for e in under)
