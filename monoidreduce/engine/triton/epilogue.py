@@ -22,13 +22,13 @@ from ...program.lower import Fold
 from ...program.philox import DRAWS
 from ..evaluate import Sizes
 from ..walks import Walk
-from . import boxes, describe, sweep
+from . import boxes, describe, emit, staged, staged_write, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
 from .plan import KernelPlan
 from .rest import Rest
 from .spec import WIDEST, Spec
-from .write import PIECES, Task, kernel, reads
+from .write import BY_ROWS, PIECES, Task, kernel, reads
 
 # A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
 # while the other writes. (Of 768 features these took 2 to 5 % less of all, of 2304 and 4096 no less.)
@@ -36,11 +36,14 @@ PLANS = {
     "write_known": KernelPlan(128, 256, 8, 4),
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
+    "pick_own": KernelPlan(1, 1024, 4, 1),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
+STAGED = KernelPlan(128, 256, 4, staged_write.STAGES, boxes=2)  # by turns, where a device has them
 SHALLOW = {"write_known": KernelPlan(128, 128, 8, 3), "write_guessed": KernelPlan(128, 128, 4, 3)}
 _FEW = 1024  # features
+_LEAST_PART = 128  # columns whose sum is kept
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
@@ -71,9 +74,8 @@ class Epilogue:
         return self.task.late is not None
 
     def each(self, sizes: Sizes) -> int:
-        """Bytes besides the panel that are held of one row: what its tiles sum to."""
-        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)))
-        return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
+        """Bytes besides the panel that are held of one row: what parts of it sum to."""
+        return 6 * -(-sizes.cols // _LEAST_PART) if self.guesses else 0
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
@@ -96,12 +98,26 @@ class _Ready:
         self.prepared: dict[str, sweep.Prepared] = {}
         wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
-        plan = self.plans["write_guessed" if whole.guesses else "write_known"]
-        self.turns = -(-here.cols // plan.block_folded)
-        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // PIECES))
+        self.writer = "write_guessed" if whole.guesses else "write_known"
+        self.written = self._by_turns(values) if self.copied else None
+        plan = self.plans[self.writer] = STAGED if self.written else self.plans[self.writer]
+        kept, folded = plan.block_kept, plan.block_folded
+        form = (kept // 2, folded // staged_write.PARTS) if self.written else (kept, folded // PIECES)
+        self.turns = -(-here.cols // folded) * (staged_write.PARTS if self.written else 1)
+        self.box = boxes.template(out, (), form, staged=bool(self.written))
+
+    def _by_turns(self, values: Mapping[Expr, Any]) -> emit.Kernel | None:
+        """The writing kernel whose copies and products take turns, where the device and the panel are for it."""
+        device, tile = self.here.device, (STAGED.block_kept, STAGED.block_folded)
+        if not staged.on(device) or any(n < b for n, b in zip(self.lengths, tile, strict=True)):
+            return None
+        masked = self.here.cols % STAGED.block_folded != 0
+        return staged_write.kernel(self.writer, self.whole.task, self._spec(self.writer, values), masked)
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width)
+        if name == "pick_own":
+            return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
         return replace(found, block_kept=kept, block_folded=folded)
@@ -115,13 +131,15 @@ class _Ready:
         guesses, picked, factors, hits = empty(4, padded, dtype=torch.float32)[:, :rows]
         marks, targets = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
         tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
+        late = self.whole.task.late
         self._launch("guess_peaks", [guesses], values)
-        self._launch("write_guessed", [box, guesses, tops, sums, padded, picked], values)
+        if late is not None and late.target is not None:
+            self._launch("pick_own", [picked], values)
+        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
         close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
         self._launch("close_rows", close, values, self.turns)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
         self._launch("write_spare", [out, out.stride(0), marks], values)
-        late = self.whole.task.late
         if late is None or late.hit is None:
             return Rest(factors)
         return Rest(factors, hits, targets, late.distinct)
@@ -136,17 +154,30 @@ class _Ready:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
         plan = self.plans[name]
         rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
-        at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
+        at_once = describe.processors(self.here.device) * (1 if plan.boxes == 2 else max(1, 8 // plan.num_warps))
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
-        task, here, plan = self.whole.task, self.here, self.plans[name]
-        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in reads(name, task))
-        under = set(topological(numbers))
-        fold = Fold(tuple(e for e in values if e in under), numbers)
+        plan = self.plans[name]
+        written = self.written if name == self.writer else None
+        if written is None:
+            masked = self.here.cols % plan.block_folded != 0
+            written = kernel(name, self.whole.task, self._spec(name, values), masked)
+        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
+        order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
+        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
+
+    def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
+        here = self.here
+        numbers = (
+            r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in reads(name, self.whole.task)
+        )
+        reductions = tuple(numbers)
+        under = set(topological(reductions))
+        fold = Fold(tuple(e for e in values if e in under), reductions)
         types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
-        copied = () if name == "close_rows" else self.copied
-        spec = Spec(
+        copied = () if name in BY_ROWS else self.copied
+        return Spec(
             fold,
             "cols",
             types,
@@ -162,10 +193,6 @@ class _Ready:
             raw=self.whole.guesses,
             boxes=tuple(() if e in copied else None for e in fold.leaves),
         )
-        written = kernel(name, task, spec, masked=here.cols % plan.block_folded != 0)
-        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
-        order = tuple(e for e in written.leaves if e in copied)
-        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
 
 
 @functools.lru_cache(maxsize=1024)

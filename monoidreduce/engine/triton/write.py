@@ -2,9 +2,9 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials, and the
-product at each row's own column. A tile whose greatest lies far from the guess is summed from its own, so that totals
-are exact whatever was guessed.
+``pick_own``: the product at each row's own column.
+``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
+greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
@@ -28,6 +28,7 @@ from .values import Values
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
 PIECES = 4  # in which a tile is stored
+BY_ROWS = ("pick_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -54,7 +55,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
     """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
     v = RowValues(spec)
     v.loop(masked)
-    if name != "close_rows":  # first of all: what else is read waits until it is there
+    if name not in BY_ROWS:  # first of all: what else is read waits until it is there
         v.number(_product(task))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
     outs, lines = _WRITERS[name](v, task, first)
@@ -82,8 +83,9 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
         return (task.weight,)
     if name == "close_rows":
         return (*task.folds[1:], task.weight, late.late)
-    target = () if late.target is None else (late.target,)
-    return (task.folds[0].args[0], late.early, *target) if name == "write_guessed" else (task.folds[0].args[0],)
+    if name == "pick_own":
+        return (_product(task), *(() if late.target is None else (late.target,)))
+    return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
 
 
 # The lines of each
@@ -159,41 +161,54 @@ def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 
 def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    weight = guessed(v, task)
+    lines = [*first, "part = turn", *v.before, *v.inside, *_stored(weight)]
+    return GUESSED, _every_tile(lines, True)
+
+
+GUESSED = ["out_box", "guesses", "tops", "sums", "tops_r"]
+
+
+def guessed(v: Values, task: Task) -> str:
+    """A part of a row's weights, measured from the guess of its peak; its greatest logit and its sum are stored."""
     assert task.late is not None
     n, s, factor = _soft(v, task)
+    guess = "tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
+    guess = v.bind(f"{n} guess", guess, False, f"{n}_guess")
     v.inside += [
         f"{n}_most = (tl.max({s}, 1){factor}).to(tl.bfloat16)",
-        "place = turn.to(tl.int64) * tops_r + kept_at",
+        "place = part.to(tl.int64) * tops_r + kept_at",
         f"tl.store(tops + place, {n}_most, mask=kept_in)",
         f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
-        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
+        f"{n}_ref = measured({n}_most, {guess}, {FAR})",
         f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
         f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
-        f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+        f"{n}_near = tl.where({n}_most < {guess} - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
     ]
     v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
-    stored = _stored(v.full(task.late.early))
-    guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
-    lines = [*first, guess, *_picked(v, task), *v.before, *v.inside, *stored]
-    return ["out_box", "guesses", "tops", "sums", "tops_r", "picked"], _every_tile(lines, True)
+    return v.full(task.late.early)
 
 
-def _picked(v: Values, task: Task) -> list[str]:
-    """The product at each row's own column, where it is in this tile."""
-    if task.late is None or task.late.target is None:
-        return []
-    before, v.before = v.before, []
+def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    """The product at each row's own column, by itself: among the others it would take registers that they need."""
+    assert task.late is not None and task.late.target is not None
     target = v.number(task.late.target)
-    bound, v.before = v.before, before
-    return [
-        *bound,
-        f"target = tl.where(({target} >= start) & ({target} < folded_size), {target} - start, -1).to(tl.int32)",
-        "own = folded_lane[None, :] == target",
-        "here = (target >= 0) & (target < FOLDED)",
-        "if tl.max(here.to(tl.int32)) > 0:",
-        f"    taken = tl.sum(tl.where(own, {v.number(_product(task))}, 0.0), 1)",
-        "    tl.store(picked + kept_at, taken, mask=kept_in & tl.reshape(here, [KEPT]))",
+    args = _product(task).args
+    x, y = (str(e.attrs[0]) for e in (args if args[0].rows else args[::-1]))
+    width = v.spec.width(args[0].feature)
+    lines = [
+        *v.before,
+        f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)",
+        "taken = tl.zeros([KEPT, FOLDED], tl.float32)",
+        f"for d in range(0, {width}, FOLDED):",
+        "    lane = d + tl.arange(0, FOLDED)[None, :]",
+        f"    inside = kept_in[:, None] & (lane < {width})",
+        f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
+        f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
+        "    taken += x.to(tl.float32) * y.to(tl.float32)",
+        "tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)",
     ]
+    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
 
 
 def _product(task: Task) -> Expr:
@@ -282,6 +297,7 @@ _WRITERS = {
     "write_known": _write_known,
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
+    "pick_own": _pick_own,
     "write_guessed": _write_guessed,
     "close_rows": _close_rows,
 }
