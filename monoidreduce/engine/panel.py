@@ -8,6 +8,7 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -84,12 +85,23 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
     """
     program = split_means(program) if maker.splits else program
     whole = Evaluator(sizes, inputs)
-    needed = set(topological(program.outputs))
+    needed = _under(program.outputs)
     for walk in walks(program):
         first = _Run(walk, whole, needed, maker, room)
         for each in [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]:
             each.run()
     return [whole(e) for e in program.outputs]
+
+
+@functools.lru_cache(maxsize=1024)
+def _under(outputs: tuple[Expr, ...]) -> frozenset[Expr]:
+    return frozenset(topological(outputs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_known(f: Expr) -> bool:
+    """Whether a row's number waits for nothing that panels bring, nor for vectors: it is computed for all rows."""
+    return not any(e.feature is not None or e.op in ("reduce", "result") for e in topological([f]))
 
 
 def is_wide(fold: Fold, sizes: Sizes) -> bool:
@@ -133,14 +145,14 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
 class _Run:
     """One walk over panels: what it is fed, what it holds, what it found."""
 
-    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
+    def __init__(self, walk: Walk, whole: Evaluator, needed: frozenset[Expr], maker: Maker, room: int):
         self.walk, self.whole, self.needed = walk, whole, needed
         self.nodes = [list(by_reduction(s.fold.reductions, s.results).values()) for s in walk.stages]
         self.sizes = whole.sizes
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
-        self.numbers = {f: whole(f) for f in dict.fromkeys(feeds) if f.rows and not f.cols and self._is_known(f)}
+        self.numbers = {f: whole(f) for f in dict.fromkeys(feeds) if f.rows and not f.cols and _is_known(f)}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
         self.panel: panels.Panels | None = panels.Panels(1, 1)
@@ -151,12 +163,6 @@ class _Run:
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
-
-    def _is_known(self, f: Expr) -> bool:
-        """Whether a row's number waits for nothing that panels bring, nor for vectors: it is computed for all rows."""
-        there = self.whole.memo
-        under = [e for e in topological([f], stop=there.__contains__) if e not in there]
-        return not any(e.feature is not None or e.op in ("reduce", "result") for e in under)
 
     def run(self) -> None:
         if self.panel is None:

@@ -89,8 +89,12 @@ def product(v: Values, kept: Expr, folded: Expr) -> str:
     else:
         _by_pointers(v, kept, folded, total)
     if rounds(v.spec):
-        v.inside.append(f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it")
+        v.inside.append(rounded(total))
     return total
+
+
+def rounded(total: str) -> str:
+    return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 
 def _loop(total: str, width: int, blocks: list[str]) -> list[str]:

@@ -22,13 +22,13 @@ from ...program.lower import Fold
 from ...program.philox import DRAWS
 from ..evaluate import Sizes
 from ..walks import Walk
-from . import boxes, describe, emit, staged, staged_write, sweep
+from . import boxes, describe, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
 from .plan import KernelPlan
 from .rest import Rest
 from .spec import WIDEST, Spec
-from .write import BY_ROWS, PIECES, Task, kernel, reads
+from .write import BY_ROWS, HALVES, Task, kernel, reads
 
 # A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
 # while the other writes. (Of 768 features these took 2 to 5 % less of all, of 2304 and 4096 no less.)
@@ -40,10 +40,8 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-STAGED = KernelPlan(128, 256, 4, staged_write.STAGES, boxes=2)  # by turns, where a device has them
 SHALLOW = {"write_known": KernelPlan(128, 128, 8, 3), "write_guessed": KernelPlan(128, 128, 4, 3)}
 _FEW = 1024  # features
-_LEAST_PART = 128  # columns whose sum is kept
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
@@ -74,8 +72,9 @@ class Epilogue:
         return self.task.late is not None
 
     def each(self, sizes: Sizes) -> int:
-        """Bytes besides the panel that are held of one row: what parts of it sum to."""
-        return 6 * -(-sizes.cols // _LEAST_PART) if self.guesses else 0
+        """Bytes besides the panel that are held of one row: what its tiles sum to."""
+        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)))
+        return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
@@ -98,21 +97,9 @@ class _Ready:
         self.prepared: dict[str, sweep.Prepared] = {}
         wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
-        self.writer = "write_guessed" if whole.guesses else "write_known"
-        self.written = self._by_turns(values) if self.copied else None
-        plan = self.plans[self.writer] = STAGED if self.written else self.plans[self.writer]
-        kept, folded = plan.block_kept, plan.block_folded
-        form = (kept // 2, folded // staged_write.PARTS) if self.written else (kept, folded // PIECES)
-        self.turns = -(-here.cols // folded) * (staged_write.PARTS if self.written else 1)
-        self.box = boxes.template(out, (), form, staged=bool(self.written))
-
-    def _by_turns(self, values: Mapping[Expr, Any]) -> emit.Kernel | None:
-        """The writing kernel whose copies and products take turns, where the device and the panel are for it."""
-        device, tile = self.here.device, (STAGED.block_kept, STAGED.block_folded)
-        if not staged.on(device) or any(n < b for n, b in zip(self.lengths, tile, strict=True)):
-            return None
-        masked = self.here.cols % STAGED.block_folded != 0
-        return staged_write.kernel(self.writer, self.whole.task, self._spec(self.writer, values), masked)
+        plan = self.plans["write_guessed" if whole.guesses else "write_known"]
+        self.turns = -(-here.cols // plan.block_folded)
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES))
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width)
@@ -154,27 +141,22 @@ class _Ready:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
         plan = self.plans[name]
         rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
-        at_once = describe.processors(self.here.device) * (1 if plan.boxes == 2 else max(1, 8 // plan.num_warps))
+        at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
         plan = self.plans[name]
-        written = self.written if name == self.writer else None
-        if written is None:
-            masked = self.here.cols % plan.block_folded != 0
-            written = kernel(name, self.whole.task, self._spec(name, values), masked)
+        written = kernel(name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
         wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
         order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
         return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
 
     def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here = self.here
-        numbers = (
-            r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in reads(name, self.whole.task)
-        )
-        reductions = tuple(numbers)
-        under = set(topological(reductions))
-        fold = Fold(tuple(e for e in values if e in under), reductions)
+        wanted = reads(name, self.whole.task)
+        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
+        under = set(topological(numbers))
+        fold = Fold(tuple(e for e in values if e in under), numbers)
         types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
         copied = () if name in BY_ROWS else self.copied
         return Spec(

@@ -235,9 +235,8 @@ class Prepared:
         self.again[key] = launch.execute(call)
 
     def _box(self, e: Expr, v: Tensor) -> Any:
-        staged = self.kernel.staged  # each half of a kept tile has a box of its own
-        block = self.plan.block_folded if e.cols else self.plan.block_kept // (2 if staged else 1)
-        return boxes.template(v, (), (block, deep.DEPTH), staged)
+        block = self.plan.block_folded if e.cols else self.plan.block_kept
+        return boxes.template(v, (), (block, deep.DEPTH))
 
 
 def specialized(v: Any) -> Any:
