@@ -41,6 +41,9 @@ class Step(Protocol):
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
         """``kinds``: the types of the vectors."""
 
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        """Compute numbers of all rows, if there is a faster way than the evaluator's own."""
+
     def choose(self, room: int) -> panels.Panels | None:
         """What fits in ``room`` bytes, None where nothing does."""
 
@@ -99,9 +102,17 @@ def _under(outputs: tuple[Expr, ...]) -> frozenset[Expr]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_known(f: Expr) -> bool:
-    """Whether a row's number waits for nothing that panels bring, nor for vectors: it is computed for all rows."""
-    return not any(e.feature is not None or e.op in ("reduce", "result") for e in topological([f]))
+def _known(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The rows' numbers under what is fed that wait for nothing which panels bring, nor for vectors: they are computed
+    once for all rows."""
+    order = topological(feeds)
+    late = {e for e in order if e.op in ("reduce", "result") or e.feature is not None}
+    for e in order:  # arguments first
+        if not late.isdisjoint(e.args):
+            late.add(e)
+    known = [e for e in order if e.rows and not e.cols and e not in late]
+    used = {a for e in order if e not in known for a in e.args} | set(feeds)
+    return tuple(e for e in known if e in used)
 
 
 def is_wide(fold: Fold, sizes: Sizes) -> bool:
@@ -152,9 +163,11 @@ class _Run:
         feeds = [f for s in walk.stages for f in s.feeds]
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
-        self.numbers = {f: whole(f) for f in dict.fromkeys(feeds) if f.rows and not f.cols and _is_known(f)}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
+        known = _known(tuple(feeds))
+        self.step.before(known, whole)
+        self.numbers = {f: whole(f) for f in known}
         self.panel: panels.Panels | None = panels.Panels(1, 1)
         self.least, self.room = 0, room
         if self.sizes.rows and self.sizes.cols:
@@ -278,6 +291,9 @@ class TorchStep:
         self.kind = torch.bfloat16 if narrow else sizes.compute
         self.room = plan.LEAST
         self.groups = tuple(range(at, at + 1) for at in range(len(walk.stages)))
+
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        pass
 
     def choose(self, room: int) -> panels.Panels | None:
         self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles

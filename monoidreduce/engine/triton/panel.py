@@ -22,19 +22,36 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
-from ..evaluate import Sizes
+from ..evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..panel import ALIGN, Part, cut_evenly
+from ..sides import Gathered, gather
 from ..walks import Walk, fed
-from . import epilogue, filtered, sweep, topk
+from . import epilogue, filtered, sides, sweep, topk
 from .joint import PLACES, joint, placed
 from .rest import Rest
 from .room import Room
+from .spec import Unsupported
 
 
 class KernelStep(Room):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
 
     splits = True  # softmax means of vectors come as a softmax and a sum
+
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        """Numbers of all rows in one kernel: a torch call each would keep the device waiting."""
+        for side, fed_with, outputs in _gathered(numbers):
+            leaves = [from_layout(whole(e), e) for e in fed_with]
+            key = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
+            key += tuple((sweep.specialized(v), getattr(v, "shape", None)) for v in leaves)
+            try:
+                launch = _SIDES.get(key) or sides.Launch(side, leaves, self.sizes)
+            except Unsupported:
+                continue
+            _SIDES[key] = launch
+            while len(_SIDES) > _MOST:
+                del _SIDES[next(iter(_SIDES))]
+            whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, launch(leaves), strict=True)}
 
     def begin(self, panel: panels.Panels) -> None:
         self.panel, self.written = panel, _written(self.walk)
@@ -308,6 +325,15 @@ class KernelStep(Room):
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
+
+
+_MOST = 256
+_SIDES: dict[tuple, sides.Launch] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathered(numbers: tuple[Expr, ...]) -> list[Gathered]:
+    return gather(numbers, frozenset())
 
 
 @functools.lru_cache(maxsize=256)
