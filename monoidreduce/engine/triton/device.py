@@ -323,14 +323,6 @@ def halved(x):
     return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
-def quartered(x):
-    # and in four
-    first, last = halved(x)
-    a, b = halved(first)
-    c, d = halved(last)
-    return a, b, c, d
-
-
 def highest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
