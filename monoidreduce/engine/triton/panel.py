@@ -42,7 +42,7 @@ class KernelStep(Room):
         """Numbers of all rows in one kernel: a torch call each would keep the device waiting."""
         for side, fed_with, outputs in _gathered(numbers):
             leaves = [from_layout(whole(e), e) for e in fed_with]
-            key = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
+            key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
             key += tuple((sweep.specialized(v), getattr(v, "shape", None)) for v in leaves)
             try:
                 launch = _SIDES.get(key) or sides.Launch(side, leaves, self.sizes)
