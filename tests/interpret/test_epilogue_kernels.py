@@ -98,7 +98,7 @@ def plain_head(target, bias):
     return loss
 
 
-GUESSED = ["guess_peaks", "pick_own", "write_guessed", "close_rows", "write_spare"]
+GUESSED = ["guess_peaks", "write_guessed", "pick_own", "close_rows", "write_spare"]
 
 
 @pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])

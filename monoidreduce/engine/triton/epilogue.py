@@ -40,7 +40,7 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-SHALLOW = {"write_known": KernelPlan(128, 128, 8, 3), "write_guessed": KernelPlan(128, 128, 4, 3)}
+SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
@@ -120,9 +120,9 @@ class _Ready:
         tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
         late = self.whole.task.late
         self._launch("guess_peaks", [guesses], values)
+        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
         if late is not None and late.target is not None:
             self._launch("pick_own", [picked], values)
-        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
         close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
         self._launch("close_rows", close, values, self.turns)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}

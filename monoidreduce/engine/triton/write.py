@@ -33,9 +33,6 @@ FAR = 60  # in powers of two: up to here from what was guessed, weights and sums
 # Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
 # picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
 HALVES = 2
-# Whether the products of a tile begin before the one before is done with: not where its pairs are compared with labels,
-# which takes the registers (1.02 of the vendor's product, else 1.35; without labels 1.08, and 0.97 so).
-FLAT = {False: False, True: True}  # by whether weights are guessed
 BY_ROWS = ("pick_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
@@ -146,7 +143,8 @@ def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
             f"out_box.store([tile * KEPT, start], {weight}.to(tl.bfloat16))",
         ]
-    return _every_tile([*v.before, *first, *lines], FLAT[task.late is not None])
+    numbers = any(e.cols and e.feature is None for e in v.spec.fold.leaves)  # of columns: these take registers
+    return _every_tile([*v.before, *first, *lines], not numbers)
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
