@@ -99,7 +99,7 @@ def sizes_of(
             if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
-            batch = torch.broadcast_shapes(batch, own)
+            batch = batch if own == batch else torch.broadcast_shapes(batch, own)
         except RuntimeError:
             raise ShapeError(
                 detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",
