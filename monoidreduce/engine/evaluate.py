@@ -115,6 +115,8 @@ class Evaluator:
     memo: dict[Expr, Value] = field(default_factory=dict)
 
     def __call__(self, e: Expr) -> Value:
+        if e in self.memo:
+            return self.memo[e]
         for n in topological([e], stop=self.memo.__contains__):
             if n not in self.memo:
                 self.memo[n] = self._node(n)
