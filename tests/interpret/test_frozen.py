@@ -108,10 +108,10 @@ def _at(address, like):
 
 @pytest.mark.parametrize("length", [7, 8])
 def test_launches_by_address(by_address, length):
-    """8 numbers a row end on 16 bytes, so that what a backward needs shares an allocation; 7 do not."""
+    """What a backward needs shares an allocation, its parts on 16 bytes: 8 numbers a row end there by themselves."""
     args = drawn((2, length, 16), (2, 9, 16), (2, 9, 5))
     assert_same(attention, args, 0.3, times=2)
-    assert by_address == ["fold_over_cols", "side", "fold_over_cols", "fold_over_rows"]
+    assert by_address == ["fold_over_cols", "side", "fold_over_cols", "fold_over_rows"] * 2
     by_address.clear()
     assert_same(cosine, drawn((2, length, 12), (9, 12), (2,), (2, length)), 0.4, 5, times=2)
     assert by_address.count("side") >= 4
@@ -145,8 +145,7 @@ def test_a_frozen_backward_only_allocates_and_launches(pretended):
     y = attention(*args, 0.3)
     pretended.clear()
     _, seen = calls(lambda: torch.autograd.grad(y, args, ones))
-    views = {"aten::unbind", "aten::select", "aten::as_strided"}
-    assert set(seen) <= ALLOCATES | views and seen["aten::empty_like"] == 5, seen  # three gradients, two row factors
+    assert set(seen) == ALLOCATES and seen["aten::empty_like"] == 4, seen  # three gradients, and what is between
     assert pretended == ["side", "fold_over_cols", "fold_over_rows"]
 
 

@@ -33,19 +33,25 @@ from ..sides import Side
 from . import deep, launch, rows, sides, source, topk
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
+from .record import record
 from .spec import TINY, WIDEST, Unsupported, padded
+from .tape import Buffer, Recipe, Recorded, Tape
 
 __all__ = [
+    "Buffer",
     "KernelPlan",
     "KernelStep",
     "Parted",
     "Ready",
+    "Recorded",
+    "Tape",
     "Unsupported",
     "available",
     "is_deep",
     "kind",
     "overrides",
     "ready",
+    "record",
     "run",
     "run_deep",
     "runs_on",
@@ -232,6 +238,17 @@ class Ready:
         for one in self.launches:
             found += one(leaves, merged)
         return [found[k] for k in self.order]
+
+    def recipes(self) -> list[tuple[list[int], Recipe | None]] | None:
+        """Which results each launch makes, and how it is launched again; None where something else is done too."""
+        if self.picks:
+            return None
+        found, first = [], 0
+        for one in self.launches:
+            count = len(one.outputs)
+            found.append(([self.order.index(first + k) for k in range(count)], one.recipe() if one.grid else None))
+            first += count
+        return found
 
 
 class Parted:

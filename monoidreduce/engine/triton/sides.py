@@ -21,6 +21,7 @@ from ..sides import Side
 from . import emit, launch
 from .plan import KernelPlan
 from .spec import Spec, Unsupported, padded
+from .tape import Leaf, Recipe
 from .values import Values
 
 _WIDEST = 1024
@@ -159,3 +160,12 @@ class Launch:
             again = launch.execute(call)
             self.again = again if small else None
         return outputs
+
+    def recipe(self) -> Recipe | None:
+        """How it is launched again, with integers that fit in 32 bits."""
+        if self.again is None:
+            return None
+        arguments = self.template.copy()
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = Leaf(leaf, is_tensor)
+        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments))

@@ -84,28 +84,50 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., None] | None:
-    """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
-
-    It is right only for arguments of the same types, the same integers and pointers of the same alignment.
-    """
+def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Again | None:
+    """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
     if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
         return None
+    return Again(compiled, grid, constants, device)
+
+
+class Again:
+    """Launches a compiled kernel with other arguments.
+
+    It is right only for arguments of the same types, the same integers and pointers of the same alignment. ``start`` is
+    called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
+
+    def __init__(self, compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device):
+        self.start, self.constants, self.device = compiled.run, constants, device
+        self.before, self.after = (grid, 1, 1), (compiled.function, compiled.packed_metadata, None, None, None)
+        self.watched, self.stream = compiled[self.before], stream(device)
+
+    def __call__(self, *arguments: Any) -> None:
+        found = self.stream()
+        if found is not None:
+            self.start(*self.before, found, *self.after, *arguments, *self.constants)
+            return
+        with on(self.device):
+            self.watched(*arguments, *self.constants)
+
+
+@functools.cache
+def stream(device: torch.device) -> Callable[[], int | None]:
+    """Says the current stream of a device; None where another device is the current one, or launches are watched."""
     triton = importlib.import_module("triton")
-    runtime, stream = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
-    start, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    watched, here = compiled[(grid, 1, 1)], device.index
+    runtime, current, now = (
+        triton.knobs.runtime,
+        triton.runtime.driver.active.get_current_stream,
+        torch._C._cuda_getDevice,
+    )
+    here = device.index
 
-    def run(*arguments: Any) -> None:
-        if torch.cuda.current_device() != here:  # kernels are launched where the current device is
-            with on(device):
-                run(*arguments)
-        elif _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
-            watched(*arguments, *constants)
-        else:
-            start(grid, 1, 1, stream(here), function, packed, None, None, None, *arguments, *constants)
+    def found() -> int | None:
+        if now() != here or _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
+            return None
+        return current(here)
 
-    return run
+    return found
 
 
 def _is_hooked(hook: Any) -> bool:
