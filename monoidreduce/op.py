@@ -120,9 +120,13 @@ class Op(compiled.Compiled):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if torch.compiler.is_dynamo_compiling() or not self._is_wide(args, kwargs):
+        if torch.compiler.is_dynamo_compiling():
             return _summed(self(*args, **kwargs))
         given = (*args, *kwargs.values())
+        form = self._form_of(args, kwargs)
+        if not self._is_wide(form, given):
+            plan = None if form is None else self._total(form, given, args, kwargs)
+            return _summed(self(*args, **kwargs)) if plan is None else plan(given)
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
         if plain and gradients.straight() and engine != "reference":
@@ -157,11 +161,28 @@ class Op(compiled.Compiled):
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
+    def _is_wide(self, form: Form | None, values: Sequence[Any]) -> bool:
         """Whether an argument may have features enough; asked first, for it costs nothing."""
-        form, values = self._form_of(args, kwargs), (*args, *kwargs.values())
         given = () if form is None else [values[at] for at in form.vectors]
-        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
+        return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panels.NARROW for v in given]
+
+    def _total(self, form: Form, values: tuple, args: tuple, kwargs: dict) -> Plan | None:
+        """The plan of an ordinary call's sums, where they are of numbers per row."""
+        if not gradients.straight() or autocast.anywhere() or agree.current() is not None or dtensors.given(values):
+            return None
+        engine = registry.engine()
+        key = key_of(values, form.kinds, engine, form.order, "total")
+        for plan in () if key is None else self._plans.get(key, ()):
+            if plan.serves(values):
+                return plan
+        if key is None:
+            return None
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
+            return None
+        plan = Plan.of(traced, self.parameters, bound, sizes, out, engine, form.order, total=True)
+        self._keep(key, plan)
+        return plan
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""

@@ -24,8 +24,11 @@ from .arguments import padded
 from .autograd import walked
 from .evaluate import Sizes, from_layout
 from .frozen import freezes
+from .replay import Program
+from .rewind import totals
 from .roads import Roads
 from .script import inputs
+from .steps import Steps
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
@@ -91,19 +94,21 @@ class Plan:
         out: torch.dtype | None,
         engine: str,
         order: Sequence[str] | None = None,
+        total: bool = False,
     ) -> Plan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
-        and nothing else is known of them."""
+        and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
-        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine, alike)
+        made = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine, alike)
+        names, run = _summed(traced, values, sizes, engine, alike, *made) if total else made
         return Plan(
             traced,
             sizes,
             run,
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
-            tuple(_shape(e, sizes, out) for e in traced.outputs),
+            tuple(_shape(e, sizes, out, total) for e in traced.outputs),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
@@ -131,6 +136,24 @@ def _walk(
     return names, Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
 
 
+def _summed(
+    traced: Traced,
+    values: dict[str, Any],
+    sizes: Sizes,
+    engine: str,
+    alike: bool,
+    names: tuple[str, ...],
+    run: Callable,
+) -> tuple[tuple[str, ...], Callable]:
+    """The sums of the outputs of what runs: by launches, or torch's own."""
+    rows = lambda sizes, *given: totals(run(*given), sizes)
+    program = lower(traced.outputs)
+    steps = Steps(engine, program, frozenset(n for n in names if not isinstance(values[n], Tensor)), total=True)
+    if not alike or not freezes(engine, sizes) or not steps.launches:
+        return names, functools.partial(rows, sizes)
+    return names, functools.partial(Program(steps, rows, functools.partial(walked, engine)), sizes)
+
+
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
     """By the dense oracle, which shares nothing with the passes but the arguments."""
     names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
@@ -153,14 +176,17 @@ def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any]
     return None if view(value) is value else view
 
 
-def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
-    """An output as users hold it: every axis of its kind and the whole batch; vectors in the inputs' type.
+def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) -> tuple[tuple[int, ...], torch.dtype]:
+    """An output as users hold it: every axis of its kind and the whole batch, or no axis where it is a sum of numbers
+    per row; vectors in the inputs' type.
 
     Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
     """
     tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
     tail += () if e.feature is None else (sizes.of(str(e.feature)),)
     kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
+    if total:
+        return (), kind if e.dtype == "float" else torch.int64
     return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
 
 

@@ -88,13 +88,14 @@ class Rewind:
         run = self.walker(self.steps.program, self.steps.numbers, False)
         with torch.enable_grad():
             given = [v.detach().requires_grad_() if n and not graph else v for v, n in zip(leaves, needs, strict=True)]
-            pairs = zip(run(self.sizes, *given), saved.cotangents, strict=True)
+            found = run(self.sizes, *given)
+            pairs = zip(totals(found, self.sizes) if self.steps.total else found, saved.cotangents, strict=True)
             moving = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
             wanted = [v for v, n in zip(given, needs, strict=True) if n]
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
-        found = [next(grads) if n else None for n in needs]
-        return [zero(v) if n and g is None else g for v, n, g in zip(given, needs, found, strict=True)]
+        made = [next(grads) if n else None for n in needs]
+        return [zero(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
 
     def _leaves(self, saved: Saved) -> list[Any]:
         """The program's inputs in their order."""
@@ -104,10 +105,12 @@ class Rewind:
     def _pool(self, saved: Saved) -> list[Any]:
         """The inputs of gradient programs: those of the forward, the pass's results, and the cotangents."""
         first = len(self.steps.inputs) - len(saved.numbers)
-        known = dict(zip(self.steps.script.returned, saved.tensors[first:], strict=False))
+        known = dict(zip(self.steps.returned, saved.tensors[first:], strict=False))
         if self.kept.places:
             known |= self.kept.views(saved.tensors[-1])
-        return [*self._leaves(saved), *(known[name] for name in self.results), *saved.cotangents]
+        shape, total = (*self.sizes.batch, self.sizes.rows), self.steps.total
+        cotangents = [g.expand(shape) if total and g is not None else g for g in saved.cotangents]
+        return [*self._leaves(saved), *(known[name] for name in self.results), *cotangents]
 
     def _tape(self, needs: Needs, saved: Saved) -> triton.Tape | None:
         ready = self.gradient(needs, _there(saved)).ready
@@ -130,7 +133,7 @@ class Rewind:
         inputs of a gradient program are called there, by their places in the pool."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)
         of = lambda k: used.get(k, f"unused_{k}")
-        outputs, parts = {name: f"unused_{name}" for name in self.steps.script.returned}, {}
+        outputs, parts = {name: f"unused_{name}" for name in self.steps.returned}, {}
         for k, name in enumerate(self.results, count):
             if name in outputs:
                 outputs[name] = of(k)
@@ -141,6 +144,12 @@ class Rewind:
         tensors += [of(count + len(self.results) + k) for k in range(len(saved.cotangents))]
         numbers = [of(k) for k in range(count) if names[k] in self.steps.numbers]
         return [*tensors, *numbers], [t for t in tensors if not t.startswith("unused")], parts
+
+
+def totals(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """The sums over all rows, of every batch element, of numbers per row."""
+    shape, kind = (*sizes.batch, sizes.rows), {"dtype": sizes.compute, "device": sizes.device}
+    return [(v if isinstance(v, Tensor) else torch.full((), v, **kind)).expand(shape).sum() for v in found]
 
 
 def _there(saved: Saved) -> tuple[bool, ...]:

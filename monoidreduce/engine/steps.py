@@ -24,11 +24,14 @@ from .script import Script, script
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A program for an engine; ``numbers`` names the inputs that are Python numbers."""
+    """A program for an engine; ``numbers`` names the inputs that are Python numbers.
+
+    ``total``: the sums of its outputs, which are numbers per row, are asked for."""
 
     engine: str
     program: Lowered
     numbers: frozenset[str]
+    total: bool = False
 
     @functools.cached_property
     def script(self) -> Script:
@@ -50,13 +53,22 @@ class Steps:
         theirs = {name for step in made.steps for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
 
+    @functools.cached_property
+    def returned(self) -> tuple[str, ...]:
+        """What is returned, by the names of launches' results."""
+        names = self.script.returned
+        return tuple(f"{name}_sum" for name in names) if self.total else names
+
     def recorded(self, values: Sequence[Any], sizes: Sizes) -> triton.Recorded | None:
         """The launches on these inputs, if nothing else is done; they are run on the way."""
         if not self.launches:
             return None
         with torch.no_grad():
             known = dict(zip(self.script.names, values, strict=True))
-            return triton.record(self.script.steps or (), known, functools.partial(self._fold, sizes), sizes)
+            found = triton.record(self.script.steps or (), known, functools.partial(self._fold, sizes), sizes)
+            if not self.total or found is None:
+                return found
+            return triton.summed(found, self.script.returned, (*sizes.batch, sizes.rows), known)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         results, ready = ENGINES[self.engine](fold, leaves, sizes), READY[self.engine](fold, leaves, sizes)

@@ -12,6 +12,7 @@ from ..evaluate import Sizes
 from ..script import Step
 from ..sides import Side
 from . import launch, sides
+from . import summed as summing
 from .spec import Unsupported
 from .tape import Launched, Recipe, Recorded
 
@@ -39,6 +40,17 @@ def record(steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes:
             found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
         values.update(zip(names, results, strict=True))
     return Recorded(found, called)
+
+
+def summed(recorded: Recorded, names: Sequence[str], shape: tuple[int, ...], values: dict[str, Any]) -> Recorded | None:
+    """The same, and then the sums of some results of this shape, each called by its own name and ``_sum``."""
+    found = list(recorded.launches)
+    for name in names:
+        recipe = summing.recipe(values[name]) if tuple(values[name].shape) == shape else None
+        if recipe is None:
+            return None
+        found.append(Launched(recipe, (name,), (f"{name}_sum",)))
+    return Recorded(found, recorded.results)
 
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes) -> tuple[Sequence[Tensor], list | None]:
