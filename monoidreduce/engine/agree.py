@@ -60,7 +60,8 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 def current() -> Layout | None:
     """The layout in force; none in what torch.compile traces."""
-    return None if torch.compiler.is_compiling() else _layout.get()
+    found = _layout.get()
+    return None if found is None or torch.compiler.is_compiling() else found
 
 
 @contextlib.contextmanager

@@ -57,12 +57,14 @@ class Program:
             self.kept, self.store = {}, triton.store()
         if self.numbers:
             now += triton.signs([values[k] for k in self.numbers])
-        if now not in self.kept:
-            found = None if early.many(sizes) else self._recorded(sizes, values)
-            if len(self.kept) >= _MOST:
-                return found
+        found = self.kept.get(now, self)  # None: there is no tape
+        return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
+
+    def _met(self, now: tuple, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
+        found = None if early.many(sizes) else self._recorded(sizes, values)
+        if len(self.kept) < _MOST:
             self.kept[now] = found
-        return self.kept[now]
+        return found
 
     def _recorded(self, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
         recorded, made = self.steps.recorded(values, sizes), self.steps.script
@@ -134,13 +136,13 @@ class _Replayed(torch.autograd.Function):
         saved = Saved(ctx.saved_tensors, cotangents, ctx.numbers)
         plain = ctx.whole and not torch.is_grad_enabled()
         tape = replay.rewind.tape(needs, saved) if plain and straight() else None
-        road = functools.partial(_road, ctx, needs, saved, plain)
         if tape is None:
-            return road()
-        return recover.instead(tape.run, road, (*saved.tensors, *cotangents, *saved.numbers), replay.sizes)[0]
+            return _road(ctx, needs, saved, plain)
+        given, road = (*saved.tensors, *cotangents, *saved.numbers), lambda *_: (_road(ctx, needs, saved, plain),)
+        return recover.instead(tape.run, road, given, replay.sizes)[0]
 
 
-def _road(ctx: Any, needs: tuple[bool, ...], saved: Saved, kept: bool, *_: Any) -> tuple:
+def _road(ctx: Any, needs: tuple[bool, ...], saved: Saved, kept: bool) -> tuple:
     """A backward that is out of the ordinary, as its forward was asked."""
     rewind, sizes = ctx.replay.rewind, ctx.replay.sizes
     region = autocast.region(saved.tensors)

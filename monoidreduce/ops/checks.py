@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine import agree, autocast
-from ..engine.gradients import plain
+from ..engine.gradients import PLAIN, plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -71,6 +71,44 @@ def between(name: str, value: Any, least: float, most: float) -> None:
 
 def _shown(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_MOST = 256
+
+
+def once(check: Callable) -> Callable:
+    """A check that looks at types, shapes, devices and choices alone, done once for equal ones; its answer is kept."""
+    known: dict[tuple, Any] = {}
+
+    @functools.wraps(check)
+    def checked(*given: Any) -> Any:
+        key = _looked(given)
+        if key is None:
+            return check(*given)
+        if key not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            known[key] = check(*given)
+        return known[key]
+
+    return checked
+
+
+def _looked(given: tuple) -> tuple | None:
+    """All that such a check depends on; None where that is not said cheaply."""
+    if torch.compiler.is_compiling() or autocast.anywhere() or agree.current() is not None:
+        return None
+    found: list[Any] = []
+    for value in given:
+        kind = type(value)
+        if kind in PLAIN:
+            found += (value.dtype, value.shape, value.device)
+        elif kind in _PLAIN:
+            found += (kind, value)
+        else:
+            return None
+    return tuple(found)
 
 
 # Tensors
@@ -168,7 +206,8 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
 
     ``first``: where the target begins in what the user gave, for the message.
     """
-    flat = target.reshape(-1).long()
+    flat = target if target.dim() == 1 else target.reshape(-1)
+    flat = flat if flat.dtype is torch.int64 else flat.long()
     if not visible(flat):
         return Labels(flat, False)
     count = agree.whole(flat.numel(), count)[1] if agree.divides_cols() else count

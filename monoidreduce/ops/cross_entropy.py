@@ -179,10 +179,8 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, weight, target, return_lse=True).lse.shape
     torch.Size([6])
     """
-    checks.reduction(reduction)
-    head = heads.check(x, weight, bias, softcap, temperature)
-    given = checks.is_distribution(x, weight, target)
-    _check(x, weight, target, given, class_weights, ignore_index, label_smoothing, z_loss, token_weights, shift)
+    head = (x, weight, bias, softcap, temperature)
+    given = _check(*head, target, class_weights, ignore_index, label_smoothing, z_loss, token_weights, reduction, shift)
     if shift:
         x, target, token_weights = _next_tokens(x, target, token_weights, int(shift), given)
     options = {
@@ -191,7 +189,7 @@ def linear_cross_entropy(
         "class_weights": class_weights,
         "lse": bool(return_lse),
         "accuracy": bool(return_accuracy),
-        **head,
+        **heads.options(bias, softcap, temperature),
     }
     rows, kept, alone = checks.flat(x), None, False
     if given:
@@ -221,18 +219,26 @@ True
 """
 
 
+@checks.once
 def _check(
-    x: Tensor,
-    weight: Tensor,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    softcap: Any,
+    temperature: Any,
     target: Any,
-    given: bool,
     class_weights: Any,
     ignore_index: Any,
     label_smoothing: Any,
     z_loss: Any,
     token_weights: Any,
+    reduction: Any,
     shift: Any,
-) -> None:
+) -> bool:
+    """Check all but the labels; whether the target is given as probabilities."""
+    checks.reduction(reduction)
+    heads.check(x, weight, bias, softcap, temperature)
+    given = checks.is_distribution(x, weight, target)
     checks.between("label_smoothing", label_smoothing, 0, 1)
     checks.between("z_loss", z_loss, 0, math.inf)
     checks.whole("shift", shift, least=0)
@@ -253,6 +259,7 @@ def _check(
             )
     else:
         checks.classes(x, weight, target)
+    return given
 
 
 def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, given: bool) -> tuple[Any, Any, Any]:

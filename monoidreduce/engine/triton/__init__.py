@@ -83,7 +83,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return available() and (device.type == "cuda" or _interpreted.said() == "1")
+    return (device.type == "cuda" or _interpreted.said() == "1") and available()
 
 
 def run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -98,8 +99,9 @@ class Again:
     called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
 
     def __init__(self, compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device):
-        self.start, self.constants, self.device = compiled.run, constants, device
-        self.before, self.after = (grid, 1, 1), (compiled.function, compiled.packed_metadata, None, None, None)
+        self.constants, self.device, self.before = constants, device, (grid, 1, 1)
+        after = (compiled.function, compiled.packed_metadata, None, None, None)
+        self.start, self.after = _under(compiled.run, self.before, after) or (compiled.run, after)
         self.watched, self.stream = compiled[self.before], stream(device)
 
     def __call__(self, *arguments: Any) -> None:
@@ -109,6 +111,24 @@ class Again:
             return
         with on(self.device):
             self.watched(*arguments, *self.constants)
+
+
+def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
+    """The compiled function that one of Triton's launchers calls, and what it gives it between stream and arguments;
+    None where a launch does more than that. Found by a copy that calls something else."""
+    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 0):
+        return None  # memory is allocated for each launch
+    seen: list[tuple] = []
+    spy, stream, argument = copy.copy(launcher), object(), object()
+    spy.launch = lambda *given: seen.append(given)
+    try:
+        spy(*before, stream, *after, argument)
+        (given,) = seen
+    except Exception:  # of another make
+        return None
+    count = len(before) + 1
+    plain = given[:count] == (*before, stream) and given[-1] is argument and stream not in given[count:]
+    return (launcher.launch, given[count:-1]) if plain else None
 
 
 @functools.cache
