@@ -41,13 +41,13 @@ class Program:
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Replay | None] = {}
 
-    def __call__(self, sizes: Sizes, *values: Any) -> Sequence[Any]:
+    def __call__(self, sizes: Sizes, *values: Any) -> list[Any]:
         replay = self._replay(sizes, values)
         if replay is None:
             return self.plainly(sizes, *values)
         if torch.is_grad_enabled() and asks(values):
-            return _replayed(replay, *values) if self.moving is not None else self.plainly(sizes, *values)
-        return replay(values)[0]
+            return list(_replayed(replay, *values)) if self.moving is not None else self.plainly(sizes, *values)
+        return list(replay(values)[0])
 
     def _replay(self, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
         now = situation()

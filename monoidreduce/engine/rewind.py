@@ -7,6 +7,7 @@ backward is itself to be differentiated, the forward is walked once more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +36,10 @@ class Saved(NamedTuple):
         """All that kernels look at in them; None where one is not a plain tensor."""
         found: list[Any] = []
         for v in (*self.tensors, *self.cotangents):
-            if type(v) in PLAIN:
-                found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
-            elif v is None:
+            if v is None:
                 found.append(None)
+            elif type(v) in PLAIN:
+                found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
             else:
                 return None
         return tuple(found)
@@ -148,8 +149,11 @@ class Rewind:
 
 def totals(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """The sums over all rows, of every batch element, of numbers per row."""
-    shape, kind = (*sizes.batch, sizes.rows), {"dtype": sizes.compute, "device": sizes.device}
-    return [(v if isinstance(v, Tensor) else torch.full((), v, **kind)).expand(shape).sum() for v in found]
+    shape, filled = (
+        (*sizes.batch, sizes.rows),
+        functools.partial(torch.full, (), dtype=sizes.compute, device=sizes.device),
+    )
+    return [(v if isinstance(v, Tensor) else filled(v)).expand(shape).sum() for v in found]
 
 
 def _there(saved: Saved) -> tuple[bool, ...]:

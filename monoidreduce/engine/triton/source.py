@@ -101,7 +101,8 @@ class Again:
     def __init__(self, compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device):
         self.constants, self.device, self.before = constants, device, (grid, 1, 1)
         after = (compiled.function, compiled.packed_metadata, None, None, None)
-        self.start, self.after = _under(compiled.run, self.before, after) or (compiled.run, after)
+        found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
+        self.start, self.after = found
         self.watched, self.stream = compiled[self.before], stream(device)
 
     def __call__(self, *arguments: Any) -> None:
