@@ -60,8 +60,7 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 def current() -> Layout | None:
     """The layout in force; none in what torch.compile traces."""
-    found = _layout.get()
-    return None if found is None or torch.compiler.is_compiling() else found
+    return None if torch.compiler.is_compiling() else _layout.get()
 
 
 @contextlib.contextmanager
