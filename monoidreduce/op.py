@@ -105,11 +105,13 @@ class Op(compiled.Compiled):
         """
         if torch.compiler.is_dynamo_compiling():
             return _summed(self(*args, **kwargs))
-        given = (*args, *kwargs.values())
-        form = self._plans.form(args, kwargs)
-        if not _is_wide(form, given):
-            plan = self._total(form, given, args, kwargs)
+        given, form = (*args, *kwargs.values()), self._plans.form(args, kwargs)
+        key, plan = self._plans.find(form, given, "total")
+        if plan is None and not _is_wide(form, given):
+            plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
+        if plan is not None:
+            return plan(given)
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
         if plain and gradients.straight() and engine != "reference":
@@ -144,11 +146,10 @@ class Op(compiled.Compiled):
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _total(self, form: Form | None, values: tuple, args: tuple, kwargs: dict) -> Plan | None:
+    def _total(self, args: tuple, kwargs: dict, form: Form | None, key: tuple | None) -> Plan | None:
         """The plan of an ordinary call's sums, where they are of numbers per row."""
-        key, plan = self._plans.find(form, values, "total")
-        if plan is not None or form is None or key is None:
-            return plan
+        if form is None or key is None:
+            return None
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
             return None

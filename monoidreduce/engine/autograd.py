@@ -91,11 +91,15 @@ class Walk:
 
 
 def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
-    """A program as a function of its sizes and inputs; ``alike``: see :class:`Walk`."""
-    walk, run = Walk(engine, alike), script(program, numbers, alike).run
-    plainly = lambda sizes, *values: run(sizes, walk, *values)
-    steps = Steps(engine, program, numbers)
+    """A program as a function of its sizes and inputs: where calls are alike (see :class:`Walk`) by its tape."""
+    plainly, steps = walk(engine, program, numbers, alike), Steps(engine, program, numbers)
     return Program(steps, plainly, functools.partial(walked, engine)) if alike and steps.launches else plainly
+
+
+def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
+    """The same, step by step."""
+    folder, run = Walk(engine, alike), script(program, numbers, alike).run
+    return lambda sizes, *values: run(sizes, folder, *values)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:

@@ -21,7 +21,7 @@ from ..program.lower import lower
 from ..program.trace import Traced
 from . import recover, reference, registry, triton
 from .arguments import padded
-from .autograd import walked
+from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
 from .frozen import freezes
 from .replay import Program
@@ -100,8 +100,9 @@ class Plan:
         and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
-        made = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine, alike)
-        names, run = _summed(traced, values, sizes, engine, alike, *made) if total else made
+        oracle = engine == "reference"
+        names, run = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
         return Plan(
             traced,
             sizes,
@@ -113,7 +114,11 @@ class Plan:
 
     def serves(self, values: Sequence[Any]) -> bool:
         """Whether the program is the one for these numbers."""
-        return all(values[at] == v and type(values[at]) is type(v) for at, v in self.fixed)
+        for at, v in self.fixed:
+            value = values[at]
+            if value is not v and (value != v or type(value) is not type(v)):
+                return False
+        return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
         return self.traced.pack(self.results(values))
@@ -126,32 +131,21 @@ class Plan:
 
 
 def _walk(
-    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool
+    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
 ) -> tuple[tuple[str, ...], Callable]:
     """By passes: the names of the inputs, and what runs on them."""
     program = lower(traced.outputs)
-    numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
     names, frozen = inputs(program), alike and freezes(engine, sizes)
-    passes = functools.partial(walked(engine, program, numbers, frozen), sizes)
-    return names, Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-
-
-def _summed(
-    traced: Traced,
-    values: dict[str, Any],
-    sizes: Sizes,
-    engine: str,
-    alike: bool,
-    names: tuple[str, ...],
-    run: Callable,
-) -> tuple[tuple[str, ...], Callable]:
-    """The sums of the outputs of what runs: by launches, or torch's own."""
-    rows = lambda sizes, *given: totals(run(*given), sizes)
-    program = lower(traced.outputs)
-    steps = Steps(engine, program, frozenset(n for n in names if not isinstance(values[n], Tensor)), total=True)
-    if not alike or not freezes(engine, sizes) or not steps.launches:
-        return names, functools.partial(rows, sizes)
-    return names, functools.partial(Program(steps, rows, functools.partial(walked, engine)), sizes)
+    numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
+    rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    run = (lambda *given: totals(rows(*given), sizes)) if total else rows
+    steps = Steps(engine, program, numbers, total)
+    if not frozen or not steps.launches:
+        return names, run
+    return names, functools.partial(
+        Program(steps, lambda _, *given: run(*given), functools.partial(walked, engine)), sizes
+    )
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:

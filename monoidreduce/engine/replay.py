@@ -21,7 +21,7 @@ from ..program.backward import backward
 from . import asked, autocast, early, filtering, recover, triton
 from .evaluate import Sizes
 from .frozen import situation
-from .gradients import Walked, Walker, asks, refuse_batched, straight
+from .gradients import Walked, Walker, refuse_batched, straight
 from .rewind import Rewind, Saved
 from .steps import Steps
 
@@ -45,7 +45,7 @@ class Program:
         replay = self._replay(sizes, values)
         if replay is None:
             return self.plainly(sizes, *values)
-        if torch.is_grad_enabled() and asks(values):
+        if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.tensors]:
             return list(_replayed(replay, *values)) if self.moving is not None else self.plainly(sizes, *values)
         return list(replay(values)[0])
 
@@ -120,11 +120,11 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, replay: Replay, *values: Any) -> tuple[Tensor, ...]:
         found, kept = replay(values)
         program, output = replay.program, tuple(found)
-        ctx.replay, ctx.skipped, ctx.whole = replay, filtering.asked(), kept is not None or not replay.tape.kept.places
+        numbers = tuple([values[k] for k in program.numbers])
+        ctx.kept = replay, numbers, kept is not None or not replay.tape.kept.places, filtering.asked()
         ctx.set_materialize_grads(False)
         if not program.whole:
             ctx.mark_non_differentiable(*[output[k] for k in program.fixed(values)])
-        ctx.numbers = tuple([values[k] for k in program.numbers])
         tensors = [values[k] for k in program.tensors]
         ctx.save_for_backward(*tensors, *output, *(() if kept is None else (kept,)))
         return output
@@ -132,22 +132,23 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         refuse_batched(cotangents)
-        replay, needs = ctx.replay, ctx.needs_input_grad[1:]
-        saved = Saved(ctx.saved_tensors, cotangents, ctx.numbers)
-        plain = ctx.whole and not torch.is_grad_enabled()
+        replay, numbers, whole, skipped = ctx.kept
+        needs, saved = ctx.needs_input_grad[1:], Saved(ctx.saved_tensors, cotangents, numbers)
+        plain = whole and not torch.is_grad_enabled()
         tape = replay.rewind.tape(needs, saved) if plain and straight() else None
         if tape is None:
-            return _road(ctx, needs, saved, plain)
-        given, road = (*saved.tensors, *cotangents, *saved.numbers), lambda *_: (_road(ctx, needs, saved, plain),)
+            return _road(replay, needs, saved, plain, skipped)
+        given = (*saved.tensors, *cotangents, *numbers)
+        road = lambda *_: (_road(replay, needs, saved, plain, skipped),)
         return recover.instead(tape.run, road, given, replay.sizes)[0]
 
 
-def _road(ctx: Any, needs: tuple[bool, ...], saved: Saved, kept: bool) -> tuple:
+def _road(replay: Replay, needs: tuple[bool, ...], saved: Saved, kept: bool, skipped: Any) -> tuple:
     """A backward that is out of the ordinary, as its forward was asked."""
-    rewind, sizes = ctx.replay.rewind, ctx.replay.sizes
+    rewind, sizes = replay.rewind, replay.sizes
     region = autocast.region(saved.tensors)
     uncast = torch.autocast(region, enabled=False) if region else contextlib.nullcontext()
-    with asked.again((*rewind.settings[:3], ctx.skipped)), uncast:
+    with asked.again((*rewind.settings[:3], skipped)), uncast:
         return None, *recover.typed(rewind.walked if kept else rewind.again, (needs, saved), sizes)
 
 

@@ -116,7 +116,10 @@ class Rewind:
     def _tape(self, needs: Needs, saved: Saved) -> triton.Tape | None:
         ready = self.gradient(needs, _there(saved)).ready
         steps, pool = Steps(self.steps.engine, ready.program, ready.numbers), self._pool(saved)
-        recorded = steps.recorded([pool[k] for k in ready.sources], self.sizes) if ready.program.outputs else None
+        moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
+        if moved or not ready.program.outputs:
+            return None
+        recorded = steps.recorded([pool[k] for k in ready.sources], self.sizes)
         if recorded is None:
             return None
         grads: list[str | None] = [None] * len(needs)

@@ -97,7 +97,7 @@ def once(check: Callable) -> Callable:
 
 def _looked(given: tuple) -> tuple | None:
     """All that such a check depends on; None where that is not said cheaply."""
-    if torch.compiler.is_compiling() or autocast.anywhere() or agree.current() is not None:
+    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agree.current() is not None:
         return None
     found: list[Any] = []
     for value in given:
@@ -269,7 +269,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 
 def flat(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
-    shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
+    shared = not columns or all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

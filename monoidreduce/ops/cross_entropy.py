@@ -187,10 +187,9 @@ def linear_cross_entropy(
         "smoothing": label_smoothing or None,
         "z_loss": z_loss or None,
         "class_weights": class_weights,
-        "lse": bool(return_lse),
-        "accuracy": bool(return_accuracy),
         **heads.options(bias, softcap, temperature),
     }
+    options = checks.said(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
     rows, kept, alone = checks.flat(x), None, False
     if given:
         found = _of_probabilities(rows, weight, checks.flat(target), options)
@@ -277,20 +276,17 @@ def _of_labels(
     its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
-    near = None
-    if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
-        near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
+    if "smoothing" in options and heads.careful(rows) and len(weight) and not agree.divides_cols():
+        options["near"] = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
-    head = {name: options[name] for name in ("lse", "accuracy")}
-    options = checks.said({**options, "near": near, "lse": None, "accuracy": None})
     if reduction == "none":
-        return _against_classes(rows, weight, index, ignore_index, all_count, **head, **options), kept
+        return _against_classes(rows, weight, index, ignore_index, all_count, **options), kept
     share: Any = None
-    if reduction == "mean" and "class_weights" not in options and len(rows):
-        wide = torch.promote_types(rows.dtype, torch.float32)
+    if reduction == "mean" and "class_weights" not in options and rows.shape[0]:
+        wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
         share = 1 / len(rows) if all_count else hardware.share(index, ignore_index, wide)
         options["share_of_row"] = share
-    sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **head, **options)
+    sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **options)
     if share is not None:
         return {"mean": sums["loss"]}, kept
     if all_count and "share" not in sums:
@@ -337,9 +333,9 @@ def _argmax(given: mr.Pair):
 def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
     """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
     s = (rows * weight[best]).sum(-1)
-    if options["bias"] is not None:
+    if "bias" in options:
         s = s + options["bias"][best]
-    s = heads.capped(s, options["softcap"], options["temperature"])
+    s = heads.capped(s, options.get("softcap"), options.get("temperature"))
     return torch.where(s.isfinite(), s, 0.0)
 
 

@@ -1,8 +1,6 @@
 """Frozen passes: the same results as by the engine's own road, found again only for calls of the same kind."""
 
-import ctypes
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -75,35 +73,6 @@ def pretended(monkeypatch):
     monkeypatch.setattr(triton, "_READY", {})
     with mr.use(engine="triton"):
         yield made
-
-
-@pytest.fixture
-def by_address(monkeypatch):
-    """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
-    real, made = launch.execute, []
-
-    def execute(call):
-        real(call)
-
-        def again(*arguments):
-            made.append(call.kernel.name)
-            given = (_at(a, like) for a, like in zip(arguments, call.arguments, strict=True))
-            real(replace(call, arguments=tuple(given)))
-
-        return again
-
-    monkeypatch.setattr(launch, "execute", execute)
-    monkeypatch.setattr(triton, "_READY", {})
-    return made
-
-
-def _at(address, like):
-    """The tensor at an address, of a form."""
-    if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
-        return address
-    extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-    memory = (ctypes.c_char * (extent * like.element_size())).from_address(address)
-    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 @pytest.mark.parametrize("length", [7, 8])

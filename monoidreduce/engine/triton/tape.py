@@ -66,7 +66,8 @@ class Buffer:
         self.room = Room(((size,), torch.uint8), device)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The tensors in it."""
+        """The tensors in it; those of one that came back in another place, where numbers cannot begin, in a copy."""
+        whole = whole.clone() if whole.storage_offset() % _ALIGNED else whole
         return {
             name: whole[at : at + _bytes(*self.forms[name])].view(self.forms[name][1]).view(self.forms[name][0])
             for name, at in self.places.items()
