@@ -139,12 +139,19 @@ def _walk(
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
     rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-    run = (lambda *given: totals(rows(*given), sizes)) if total else rows
-    steps = Steps(engine, program, numbers, total)
-    if not frozen or not steps.launches:
+    run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
+    if not total:
         return names, run
-    return names, functools.partial(
-        Program(steps, lambda _, *given: run(*given), functools.partial(walked, engine)), sizes
+    sums = lambda *given: totals(run(*given), sizes)
+    return names, _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+
+
+def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
+    """What runs, by launches one behind the other where it is nothing else."""
+    if not steps.launches:
+        return run
+    return functools.partial(
+        Program(steps, lambda _, *given: run(*given), functools.partial(walked, steps.engine)), sizes
     )
 
 

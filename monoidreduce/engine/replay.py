@@ -70,9 +70,9 @@ class Program:
         recorded, made = self.steps.recorded(values, sizes), self.steps.script
         if recorded is None:
             return None
-        kept = [name for name in recorded.results if name not in self.steps.returned]
+        kept = [name for name in recorded.results if name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
-        tape = triton.Tape(recorded, made.names, tensors, self.steps.returned, kept, sizes.device)
+        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes.device)
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
 
     @functools.cached_property

@@ -106,7 +106,7 @@ class Rewind:
     def _pool(self, saved: Saved) -> list[Any]:
         """The inputs of gradient programs: those of the forward, the pass's results, and the cotangents."""
         first = len(self.steps.inputs) - len(saved.numbers)
-        known = dict(zip(self.steps.returned, saved.tensors[first:], strict=False))
+        known = dict(zip(self.steps.script.returned, saved.tensors[first:], strict=False))
         if self.kept.places:
             known |= self.kept.views(saved.tensors[-1])
         shape, total = (*self.sizes.batch, self.sizes.rows), self.steps.total
@@ -137,7 +137,7 @@ class Rewind:
         inputs of a gradient program are called there, by their places in the pool."""
         names, count = self.steps.script.inputs, len(self.steps.inputs)
         of = lambda k: used.get(k, f"unused_{k}")
-        outputs, parts = {name: f"unused_{name}" for name in self.steps.returned}, {}
+        outputs, parts = {name: f"unused_{name}" for name in self.steps.script.returned}, {}
         for k, name in enumerate(self.results, count):
             if name in outputs:
                 outputs[name] = of(k)

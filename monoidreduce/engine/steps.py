@@ -20,6 +20,7 @@ from .evaluate import Sizes
 from .frozen import READY
 from .registry import ENGINES
 from .script import Script, script
+from .sides import Side
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +47,17 @@ class Steps:
 
     @functools.cached_property
     def launches(self) -> bool:
-        """Whether this is one pass, and nothing but steps that may be launches, whose results are returned."""
+        """Whether this is one pass, and nothing but steps that may be launches, whose results are returned: sums only
+        those of the last, the arithmetic of one side."""
         made = self.script
         if self.engine not in READY or len(self.program.passes) != 1 or made.steps is None:
             return False
+        if self.total and (
+            not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
+        ):
+            return False
         theirs = {name for step in made.steps for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
-
-    @functools.cached_property
-    def returned(self) -> tuple[str, ...]:
-        """What is returned, by the names of launches' results."""
-        names = self.script.returned
-        return tuple(f"{name}_sum" for name in names) if self.total else names
 
     def recorded(self, values: Sequence[Any], sizes: Sizes) -> triton.Recorded | None:
         """The launches on these inputs, if nothing else is done; they are run on the way."""
@@ -65,10 +65,8 @@ class Steps:
             return None
         with torch.no_grad():
             known = dict(zip(self.script.names, values, strict=True))
-            found = triton.record(self.script.steps or (), known, functools.partial(self._fold, sizes), sizes)
-            if not self.total or found is None:
-                return found
-            return triton.summed(found, self.script.returned, (*sizes.batch, sizes.rows), known)
+            folder = functools.partial(self._fold, sizes)
+            return triton.record(self.script.steps or (), known, folder, sizes, self.total)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         results, ready = ENGINES[self.engine](fold, leaves, sizes), READY[self.engine](fold, leaves, sizes)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import launch
+from monoidreduce.engine.triton import launch, source
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def by_address(monkeypatch):
         return again
 
     monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(source, "repeats", lambda device: True)
     monkeypatch.setattr(triton, "_READY", {})
     return made
 

@@ -33,7 +33,7 @@ from ..sides import Side
 from . import deep, launch, rows, sides, source, topk
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
-from .record import record, summed
+from .record import record
 from .spec import TINY, WIDEST, Unsupported, padded
 from .tape import Buffer, Recipe, Recorded, Tape
 
@@ -59,7 +59,6 @@ __all__ = [
     "signs",
     "sources",
     "store",
-    "summed",
     "tell",
     "tiles_of",
     "use_plan",

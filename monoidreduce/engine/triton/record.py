@@ -11,8 +11,7 @@ from ...program.lower import Fold
 from ..evaluate import Sizes
 from ..script import Step
 from ..sides import Side
-from . import launch, sides
-from . import summed as summing
+from . import launch, sides, source
 from .spec import Unsupported
 from .tape import Launched, Recipe, Recorded
 
@@ -20,10 +19,14 @@ from .tape import Launched, Recipe, Recorded
 Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], list[tuple[list[int], Recipe | None]] | None]]
 
 
-def record(steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes: Sizes) -> Recorded | None:
-    """The launches of steps on these inputs, which are run on the way; None where there is more to them."""
-    if any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
-        return None  # others of the same kind may be larger than kernels take
+def record(
+    steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes: Sizes, total: bool = False
+) -> Recorded | None:
+    """The launches of steps on these inputs, which are run on the way; None where there is more to them.
+
+    ``total``: of the last step's results the sums are asked for."""
+    if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
+        return None  # (other integers of the same kind may be larger than kernels take)
     found: list[Launched] = []
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
@@ -33,7 +36,7 @@ def record(steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes:
             called = names
             results, launches = folder(step.what, leaves)
         else:
-            results, launches = _side(step.what, leaves, sizes)
+            results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
         for theirs, recipe in launches or [([], None)]:
             if recipe is None:
                 return None
@@ -42,20 +45,9 @@ def record(steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes:
     return Recorded(found, called)
 
 
-def summed(recorded: Recorded, names: Sequence[str], shape: tuple[int, ...], values: dict[str, Any]) -> Recorded | None:
-    """The same, and then the sums of some results of this shape, each called by its own name and ``_sum``."""
-    found = list(recorded.launches)
-    for name in names:
-        recipe = summing.recipe(values[name]) if tuple(values[name].shape) == shape else None
-        if recipe is None:
-            return None
-        found.append(Launched(recipe, (name,), (f"{name}_sum",)))
-    return Recorded(found, recorded.results)
-
-
-def _side(side: Side, leaves: list[Any], sizes: Sizes) -> tuple[Sequence[Tensor], list | None]:
+def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], list | None]:
     try:
-        one = sides.Launch(side, leaves, sizes)
+        one = sides.Launch(side, leaves, sizes, total)
     except Unsupported:
         return [], None
     return one(leaves), [(list(range(len(side.outputs))), one.recipe())]

@@ -87,9 +87,14 @@ def on(device: torch.device) -> Any:
 
 def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Again | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
-    if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
-        return None
-    return Again(compiled, grid, constants, device)
+    there = hasattr(compiled, "packed_metadata") and repeats(device)
+    return Again(compiled, grid, constants, device) if there else None
+
+
+def repeats(device: torch.device) -> bool:
+    """Whether kernels are launched again there by addresses: not by the interpreter, nor by an older Triton, whose
+    launchers take no constants."""
+    return device.type == "cuda" and version() >= (3, 4)
 
 
 class Again:
