@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..program.backward import backward, numbered
-from . import asked, triton
+from . import asked, recover, triton
 from .evaluate import Sizes
 from .gradients import PLAIN, Gradient, Ready, Walker, zero
 from .steps import Steps
@@ -63,7 +63,7 @@ class Rewind:
         key = (needs, *kind)
         if key not in self.tapes and len(self.tapes) < _MOST:
             with asked.again(self.settings):
-                self.tapes[key] = self._tape(needs, saved)
+                self.tapes[key] = recover.instead(self._tape, lambda *_: None, (needs, saved), self.sizes)
         return self.tapes.get(key)
 
     def gradient(self, needs: Needs, given: tuple[bool, ...]) -> Gradient:

@@ -18,7 +18,6 @@ from ..program.lower import Fold, Lowered
 from . import triton
 from .evaluate import Sizes
 from .frozen import READY
-from .registry import ENGINES
 from .script import Script, script
 from .sides import Side
 
@@ -69,5 +68,5 @@ class Steps:
             return triton.record(self.script.steps or (), known, folder, sizes, self.total)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
-        results, ready = ENGINES[self.engine](fold, leaves, sizes), READY[self.engine](fold, leaves, sizes)
-        return results, None if ready is None else ready.recipes()
+        ready = READY[self.engine](fold, leaves, sizes)
+        return ([], None) if ready is None else (ready(leaves), ready.recipes())
