@@ -93,35 +93,38 @@ class Tape:
         device: torch.device,
         parts: Mapping[str, tuple[str, int]] | None = None,
     ):
-        launches, self.forms = recorded.launches, recorded.forms
-        self.kept = Buffer({name: self.forms[name] for name in kept}, device)
-        between = [name for name in self.forms if name not in (*returned, *kept)]
-        self.between = Buffer({name: self.forms[name] for name in between}, device)
+        forms, shown = recorded.forms, [name for name in returned if name is not None]
+        self.kept = Buffer({name: forms[name] for name in kept}, device)
+        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *kept)}, device)
         self.scope: dict[str, Any] = {"empty": torch.empty_like}
-        self.places = {name: f"{name}_at" for name in (*tensors, *returned) if name is not None}
-        lines = [f"{name}_at = {name}.data_ptr()" for name in tensors]
-        for name in dict.fromkeys(name for name in returned if name is not None):
-            lines += [
-                f"{name} = empty({self._held(Room(self.forms[name], device).model)})",
-                f"{name}_at = {name}.data_ptr()",
-            ]
+        self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
+        self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
+        opening = [f"{name}_at = {name}.data_ptr()" for name in tensors]
+        opening += [line for name in shown for line in self._allocated(name, Room(forms[name], device))]
         for owner, buffer in (("kept", self.kept), ("between", self.between)):
             if buffer.places:
-                lines += [f"{owner} = empty({self._held(buffer.room.model)})", f"{owner}_at = {owner}.data_ptr()"]
+                opening += self._allocated(owner, buffer.room)
                 self.places |= {name: f"{owner}_at + {at}" for name, at in buffer.places.items()}
-        self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
-        opening, given = lines, ", ".join(inputs)
         found = ", ".join([*(str(name) for name in returned), ""])
         closing = f"return ({found}), {'kept' if self.kept.places else None}"
-        plain = [*opening, *(self._call(one) for one in launches), closing]
-        self.text = "\n    ".join([f"def plainly({given}):", *plain])
-        if all(isinstance(one.recipe.again, source.Again) for one in launches):
-            self.scope["stream"] = source.stream(device)
-            straight = ["s = stream()", "if s is None:", f"    return plainly({given})"]
-            straight += [*opening, *(self._start(one) for one in launches), closing]
-            self.text += "\n\n\n" + "\n    ".join([f"def run({given}):", *straight])
+        self.text = self._written(recorded.launches, ", ".join(inputs), opening, closing, device)
         exec(compile(self.text, "<tape>", "exec"), self.scope)
         self.run: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]] = self.scope.get("run", self.scope["plainly"])
+
+    def _written(
+        self, launches: Sequence[Launched], given: str, opening: list[str], closing: str, device: torch.device
+    ) -> str:
+        """``plainly`` launches kernels as anybody would; ``run`` starts them, where nobody watches."""
+        lines = [f"def plainly({given}):", *opening, *(self._call(one) for one in launches), closing]
+        text = "\n    ".join(lines)
+        if not all(isinstance(one.recipe.again, source.Again) for one in launches):
+            return text
+        self.scope["stream"] = source.stream(device)
+        lines = [f"def run({given}):", "s = stream()", "if s is None:", f"    return plainly({given})", *opening]
+        return text + "\n\n\n" + "\n    ".join([*lines, *(self._start(one) for one in launches), closing])
+
+    def _allocated(self, name: str, room: Room) -> list[str]:
+        return [f"{name} = empty({self._held(room.model)})", f"{name}_at = {name}.data_ptr()"]
 
     def _held(self, thing: Any) -> str:
         name = f"k{len(self.scope)}"
