@@ -30,6 +30,10 @@ class Plans:
         self.kept: dict[tuple, tuple[Plan, ...]] = {}
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        """How many kinds of calls are known."""
+        return len(self.kept)
+
     def form(self, args: tuple, kwargs: Mapping[str, Any]) -> Form | None:
         """How a call is read; None where it does not fit, which binding explains."""
         return self.forms.get((len(args), *kwargs)) or self._form(len(args), *kwargs)
