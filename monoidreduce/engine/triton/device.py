@@ -293,6 +293,25 @@ def paired_tanh(x):
     )
 
 
+def mixed_tanh(x):
+    # three of four by the instruction, of which a processor begins sixteen a cycle, and the fourth by a polynomial of
+    # the distance from 0, no further than 3.9, on units that have time for it: exact to 2**-10.9 of itself
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a, q; abs.f32 a, $7; min.NaN.f32 a, a, 0f4079999A; "
+        "fma.rn.f32 q, a, 0f39814247, 0fBB89938D; fma.rn.f32 q, q, a, 0f3CE9C36D; "
+        "fma.rn.f32 q, q, a, 0fBDC0ABEC; fma.rn.f32 q, q, a, 0f3E017785; "
+        "fma.rn.f32 q, q, a, 0f3DA267E6; fma.rn.f32 q, q, a, 0fBEC4ADB0; "
+        "fma.rn.f32 q, q, a, 0f3C2430FE; fma.rn.f32 q, q, a, 0f3F7FEBAB; "
+        "mul.rn.f32 q, q, a; copysign.f32 $3, $7, q; "
+        "tanh.approx.f32 $0, $4; tanh.approx.f32 $1, $5; tanh.approx.f32 $2, $6; }",
+        "=&f,=&f,=&f,=&f,f,f,f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
 def quartered(x):
     # the columns of a tile in four runs
     first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))

@@ -8,6 +8,7 @@ from ...program.build import apply
 from ...program.expr import Expr, const
 from .spec import Spec
 
+PAIRS = "mixed"
 LOG2E = math.log2(math.e)
 Taken = tuple[Expr, float, list[tuple[Expr, bool]]]  # what is left, and what it is multiplied by, or divided (True)
 
@@ -147,7 +148,7 @@ class Exponents:
         if e.op == "div":
             return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
         text = self._primitive(e, [text or self.argument(whole, "float")])
-        return text.replace("native", "paired") if self.spec.narrow == "bfloat16" else text
+        return text.replace("native", PAIRS) if self.spec.narrow == "bfloat16" else text
 
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or over) numbers, as a literal or a name bound before the loop."""

@@ -20,7 +20,7 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 
 # Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
+_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
 
 # What a group does where a guess of the maximum stood in for the running one.
 JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
@@ -48,8 +48,24 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
 """
 
-KERNEL = """
+# A coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a thread
+# would wait in registers that there are not.
+TOSSED = """
 @gluon.jit
+def tossed(weight, row, col):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; selp.f32 $0, $1, 0f00000000, p; }}",
+        "=f,f,r,r",
+        [weight, row, col],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+"""
+
+KERNEL = """
+{tossed}@gluon.jit
 def copies(
 {names},
     __RINGS__,
@@ -60,13 +76,20 @@ def copies(
     for turn in range(0, visits):
         start = ({at_any}) * FOLDED
         slot = turn % 2
-        phase = (turn // 2) & 1
+        phase = (turn // 2) & 1{fetched}
         mbarrier.wait({x1}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x1}_full.index(slot), {x1}_box.block_type.nbytes)
         copy({x1}_box, [{spot1}start, 0], {x1}_full.index(slot), {x1}_ring.index(slot))
         mbarrier.wait({x2}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x2}_full.index(slot), {x2}_box.block_type.nbytes)
-        copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot))
+        copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot)){kept}
+
+
+@gluon.jit
+def numbers(ring, full, turn, LAYOUT: tl.constexpr):
+    # of a tile's folded indices; their place is given back with the block that is summed
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    return ring.index(turn % 2).load(LAYOUT)
 
 
 @gluon.jit
@@ -82,6 +105,34 @@ def sums(weights, ring, full, turn, total):
     # begin to add the weighted vectors of a tile
     mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
     return warpgroup_mma(weights, ring.index(turn % 2).reshape([weights.shape[1], {width}]), total, is_async=True)
+
+
+@gluon.jit
+def weighed(total):
+    # the assembler is free to wait for the sums before it raises powers, and does: it may not pass what can stop here
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; "
+        "@p nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }}",
+        "=r,=r,r,r",
+        [total],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def apart(at, start, like):
+    # how far kept indices lie above a tile's folded ones: of eight, and each further eight by a constant less
+    KEPT: tl.constexpr = like.shape[0]
+    EIGHTS: tl.constexpr = like.shape[1] // 8
+    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
+    eight: tl.constexpr = tl.SliceLayout(1, LAYOUT)
+    above = tl.convert_layout((at - start).to(tl.float32), tl.SliceLayout(1, eight))
+    above = above[:, None] - tl.arange(0, 8, tl.SliceLayout(0, eight)).to(tl.float32)[None, :]
+    less = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))).to(tl.float32) * 8.0
+    gap = above[:, None, :] - less[None, :][:, :, None]
+    return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
 
 
 @gluon.jit
@@ -144,6 +195,7 @@ def computes(
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
 {whole}
+        {n}_total = weighed({n}_total)
         {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
         mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
         weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
@@ -183,7 +235,7 @@ def {name}(
     {x1}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x2}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x2}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for k in tl.static_range(2):
+{made}    for k in tl.static_range(2):{begun}
         mbarrier.init({x1}_full.index(k), count=1)
         mbarrier.init({x2}_full.index(k), count=1)
         mbarrier.init({x1}_empty.index(k), count=2)
