@@ -125,8 +125,9 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "before": _inside(v.before, 4),
         "results": _inside(_results(soft, spec), 4),
     }
-    above = [a for e in topological(spec.fold.reductions) if (a := _above(e)) is not None]
-    fields["tossed"] = staged_text.TOSSED.format(above=above[0]) if above else ""
+    above = next((a for e in topological(spec.fold.reductions) if (a := _above(e)) is not None), None)
+    own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in arithmetic)
+    fields["own"] = own.format(above=above)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]

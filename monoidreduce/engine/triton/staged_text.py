@@ -48,9 +48,32 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
 """
 
-# A coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a thread
-# would wait in registers that there are not.
-TOSSED = """
+# What only some kernels need, by name.
+OWN = {
+    "numbers": """
+@gluon.jit
+def numbers(ring, full, turn, LAYOUT: tl.constexpr):
+    # of a tile's folded indices; their place is given back with the block that is summed
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    return ring.index(turn % 2).load(LAYOUT)
+""",
+    "apart": """
+@gluon.jit
+def apart(at, start, like):
+    # how far kept indices lie above a tile's folded ones: of eight, and each further eight by a constant less
+    KEPT: tl.constexpr = like.shape[0]
+    EIGHTS: tl.constexpr = like.shape[1] // 8
+    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
+    eight: tl.constexpr = tl.SliceLayout(1, LAYOUT)
+    above = tl.convert_layout((at - start).to(tl.float32), tl.SliceLayout(1, eight))
+    above = above[:, None] - tl.arange(0, 8, tl.SliceLayout(0, eight)).to(tl.float32)[None, :]
+    less = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))).to(tl.float32) * 8.0
+    gap = above[:, None, :] - less[None, :][:, :, None]
+    return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
+""",
+    # a coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a
+    # thread would wait in registers that there are not
+    "tossed": """
 @gluon.jit
 def tossed(weight, row, col):
     return tl.inline_asm_elementwise(
@@ -61,11 +84,11 @@ def tossed(weight, row, col):
         is_pure=True,
         pack=1,
     )
+""",
+}
 
-"""
-
-KERNEL = """
-{tossed}@gluon.jit
+KERNEL = """{own}
+@gluon.jit
 def copies(
 {names},
     __RINGS__,
@@ -83,13 +106,6 @@ def copies(
         mbarrier.wait({x2}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x2}_full.index(slot), {x2}_box.block_type.nbytes)
         copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot)){kept}
-
-
-@gluon.jit
-def numbers(ring, full, turn, LAYOUT: tl.constexpr):
-    # of a tile's folded indices; their place is given back with the block that is summed
-    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
-    return ring.index(turn % 2).load(LAYOUT)
 
 
 @gluon.jit
@@ -119,20 +135,6 @@ def weighed(total):
         is_pure=False,
         pack=2,
     )
-
-
-@gluon.jit
-def apart(at, start, like):
-    # how far kept indices lie above a tile's folded ones: of eight, and each further eight by a constant less
-    KEPT: tl.constexpr = like.shape[0]
-    EIGHTS: tl.constexpr = like.shape[1] // 8
-    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
-    eight: tl.constexpr = tl.SliceLayout(1, LAYOUT)
-    above = tl.convert_layout((at - start).to(tl.float32), tl.SliceLayout(1, eight))
-    above = above[:, None] - tl.arange(0, 8, tl.SliceLayout(0, eight)).to(tl.float32)[None, :]
-    less = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))).to(tl.float32) * 8.0
-    gap = above[:, None, :] - less[None, :][:, :, None]
-    return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
 
 
 @gluon.jit

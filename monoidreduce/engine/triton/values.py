@@ -186,26 +186,7 @@ class Values(Exponents):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
-        if want == "float" and self.spec.narrow and (gap := self._gap(a)) is not None:
-            return gap
-        return self.convert(self.number(a), a, want)
-
-    def _gap(self, a: Expr) -> str | None:
-        """The distance of a kept index from a folded one, or how far it lies above it, as float32: subtracted as such.
-
-        Both count from the tile's first index, so that float32 holds them; beyond 2²⁴ a distance is rounded anyway."""
-        if a.op == "abs":
-            return None if (gap := self._gap(a.args[0])) is None else f"tl.abs({gap})"
-        if a.op != "sub" or not a.is_pair or a.args[1].op not in ("row_index", "col_index"):
-            return None
-        at, index = a.args
-        if not self.spec.folds(index) or not self.spec.keeps(at):
-            return None
-        return self.bind((a, "gap"), self.apart(self.number(at)), True)
-
-    def apart(self, at: str) -> str:
-        """Kept indices less those of a tile, as float32."""
-        return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"
+        return self.gap(a, want) or self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
         """A number of one class as one of another."""
