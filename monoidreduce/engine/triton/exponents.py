@@ -8,7 +8,7 @@ from ...program.build import apply
 from ...program.expr import Expr, const
 from .spec import Spec
 
-PAIRS = "mixed"
+PAIRS = "native"
 LOG2E = math.log2(math.e)
 Taken = tuple[Expr, float, list[tuple[Expr, bool]]]  # what is left, and what it is multiplied by, or divided (True)
 

@@ -274,7 +274,8 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     if sloped:
         away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
-        round_ = re.sub(r"\bturn\b", "((turn + nearest) % tl.maximum(wholes, 1))", place["at_whole"])
+        around = "(turn + nearest - tl.where(turn + nearest < wholes, 0, wholes))"  # a division would be waited for
+        round_ = re.sub(r"\bturn\b", around, place["at_whole"])
         place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
     boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
