@@ -8,7 +8,6 @@ folded axis leave the sum, those that depend on it alone join the vector, and a 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 
 from . import build
@@ -162,8 +161,6 @@ def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
 
     No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
     """
-    if e.op == "const" and e.dtype == "float" and e is not ONE and math.isfinite(e.const):
-        return e, ONE
     if e.op != "mul" or e.dtype != "float":
         return None
     for one, other in (e.args, e.args[::-1]):

@@ -280,38 +280,6 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def paired_tanh(x):
-    # one instruction for two numbers, in float16: exact to 2**-10, which is less than products of bfloat16 lose
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.f32 both, $3, $2; tanh.approx.f16x2 both, both; "
-        "mov.b32 {low, high}, both; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-        "=f,=f,f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
-
-
-def mixed_tanh(x):
-    # three of four by the instruction, of which a processor begins sixteen a cycle, and the fourth by a polynomial of
-    # the distance from 0, no further than 3.9, on units that have time for it: exact to 2**-10.9 of itself
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 a, q; abs.f32 a, $7; min.NaN.f32 a, a, 0f4079999A; "
-        "fma.rn.f32 q, a, 0f39814247, 0fBB89938D; fma.rn.f32 q, q, a, 0f3CE9C36D; "
-        "fma.rn.f32 q, q, a, 0fBDC0ABEC; fma.rn.f32 q, q, a, 0f3E017785; "
-        "fma.rn.f32 q, q, a, 0f3DA267E6; fma.rn.f32 q, q, a, 0fBEC4ADB0; "
-        "fma.rn.f32 q, q, a, 0f3C2430FE; fma.rn.f32 q, q, a, 0f3F7FEBAB; "
-        "mul.rn.f32 q, q, a; copysign.f32 $3, $7, q; "
-        "tanh.approx.f32 $0, $4; tanh.approx.f32 $1, $5; tanh.approx.f32 $2, $6; }",
-        "=&f,=&f,=&f,=&f,f,f,f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
 def quartered(x):
     # the columns of a tile in four runs
     first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))

@@ -8,7 +8,6 @@ from ...program.build import apply
 from ...program.expr import Expr, const
 from .spec import Spec
 
-PAIRS = "native"
 LOG2E = math.log2(math.e)
 Taken = tuple[Expr, float, list[tuple[Expr, bool]]]  # what is left, and what it is multiplied by, or divided (True)
 
@@ -147,8 +146,7 @@ class Exponents:
         text = None if core is whole or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
         if e.op == "div":
             return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
-        text = self._primitive(e, [text or self.argument(whole, "float")])
-        return text.replace("native", PAIRS) if self.spec.narrow == "bfloat16" else text
+        return self._primitive(e, [text or self.argument(whole, "float")])
 
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or over) numbers, as a literal or a name bound before the loop."""

@@ -144,16 +144,9 @@ class Soft(Kind):
                 v.inside.append(mean.wait(f"{n}_weight"))
                 continue
             for c in cs:
-                mean.add(c, f"{n}_weight" if c.walk else self.part(c.weight))
-
-    def part(self, weight: Expr) -> str:
-        """The softmax's weights times those of a value; where these are 1 or 0, by a choice."""
-        mine = f"{self.name}_weight"
-        if is_one(weight):
-            return mine
-        if weight.op == "where" and is_one(weight.args[1]) and build._is(weight.args[2], 0):
-            return self.v.seen(f"tl.where({self.v.number(weight.args[0])}, {mine}, 0.0)", "0.0")
-        return self.v.seen(f"{mine} * {self.v.number(weight)}", "0.0")
+                plain = c.walk or is_one(c.weight)
+                part = f"{n}_weight" if plain else v.seen(f"{n}_weight * {v.number(c.weight)}", "0.0")
+                mean.add(c, part)
 
     def weigh(self, logit: Expr) -> None:
         """What one tile does to the maximum and to the total: its weights, and what the sums before it shrink by."""

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...program.build import ONE, ZERO
+from ...program.build import ZERO
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
-from ...program.philox import DRAWS
 from . import emit, skip, source, staged_text
 from .describe import asked, processors
 from .exponents import literal
@@ -27,7 +26,7 @@ from .kinds import Soft, known, make
 from .plan import KernelPlan
 from .spec import Spec
 from .totals import factored
-from .values import Values
+from .values import Values, is_one
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
@@ -52,10 +51,9 @@ def takes(plan: KernelPlan, device: torch.device) -> bool:
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
     """Whether a fold with this many kept indices in all has such a kernel, keeps the device busy, and gains by it.
 
-    Measured on an H200: coins take the time that turns would hide (dropout 1.66 ms, else 1.37), and walks as short as
-    those within documents end before they pay for their beginning (0.44, else 0.30)."""
-    draws = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-    gains = not draws and not (spec.bounds and asked(spec.fold))
+    Measured on an H200: walks as short as those within documents end before they pay for their beginning (0.44 ms,
+    else 0.28)."""
+    gains = not (spec.bounds and asked(spec.fold))
     return on(device) and gains and length >= 2 * _OWNED * processors(device) and kernel(spec) is not None
 
 
@@ -98,7 +96,10 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     if plain.shifts:
         return None
     v = _Values(spec)
-    v.ringed = _ringed(spec)
+    (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
+    weight = factored(part).weight
+    v.ringed, above = _ringed(spec), _above(weight)
+    v.left = 1.0 if above is None else weight.args[1].const
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
@@ -125,9 +126,11 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "before": _inside(v.before, 4),
         "results": _inside(_results(soft, spec), 4),
     }
-    above = next((a for e in topological(spec.fold.reductions) if (a := _above(e)) is not None), None)
-    own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in arithmetic)
-    fields["own"] = own.format(above=above)
+    fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
+    weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
+    fields["weights"] = f"packed({weights})" if spec.bounds else weights
+    used = fields["held"] + fields["weights"] + arithmetic
+    fields["own"] = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used).format(above=above)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
@@ -145,6 +148,7 @@ class _Values(Values):
     """Numbers of pairs whose product was made before them."""
 
     ringed: tuple[Expr, ...] = ()
+    left = 1.0  # a factor of all weights that is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
 
     def _leaf(self, e: Expr) -> str:
@@ -166,10 +170,12 @@ class _Values(Values):
         return f"lanes({name})"
 
     def divided(self, block: str, name: str) -> str:
-        return f"{block} * tl.convert_layout(1.0 / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+        return f"{block} * tl.convert_layout({literal(self.left)} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
-def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False, alone: bool = False) -> list[str]:
+def _turn(
+    soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False, alone: bool = False
+) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first."""
     v, n = soft.v, soft.name
     v.loop(masked)
@@ -182,21 +188,22 @@ def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first:
     soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
-    part = soft.part(weight) if _above(weight) is None else _tossed(soft, weight)
+    if _above(weight) is not None:
+        row, col = weight.args[0].args[0].args
+        part = v.seen(f"tossed({n}_weight, {v.number(row)}, {v.number(col)})", "0.0")
+    else:
+        part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
     return [*v.inside, f"{n}_part = {part}"]
 
 
 def _above(weight: Expr) -> int | None:
-    """Where a weight is 1 if a coin is no less than a constant, else 0: what the product of its words then exceeds."""
-    if weight.op != "where" or weight.args[1:] != (ONE, ZERO) or weight.args[0].op != "ge":
+    """Where a weight is a number if a coin is no less than another, else 0: what the product of its words then exceeds.
+
+    The number is left to the end (``_Values.divided``)."""
+    if weight.op != "where" or weight.args[1].op != "const" or weight.args[2] is not ZERO or weight.args[0].op != "ge":
         return None
     coin, least = weight.args[0].args
     return 2 * least.const - 1 if coin.op == "coin" and least.op == "const" and least.const > 0 else None
-
-
-def _tossed(soft: Soft, weight: Expr) -> str:
-    v, (row, col) = soft.v, weight.args[0].args[0].args
-    return v.seen(f"tossed({soft.name}_weight, {v.number(row)}, {v.number(col)})", "0.0")
 
 
 def _state(soft: Soft) -> dict[str, str]:

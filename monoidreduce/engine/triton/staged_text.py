@@ -41,7 +41,7 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             score = warpgroup_mma(room, block.permute((1, 0)), blank, use_acc=False)
 {again}
             {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
-            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            weights = {weights}
             mbarrier.expect(came, {x2}_box.block_type.nbytes)
             copy({x2}_box, [{spot2}start, 0], came, {spare2})
             mbarrier.wait(came, 1)
@@ -56,6 +56,28 @@ def numbers(ring, full, turn, LAYOUT: tl.constexpr):
     # of a tile's folded indices; their place is given back with the block that is summed
     mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
     return ring.index(turn % 2).load(LAYOUT)
+""",
+    # where conditions cut tiles
+    "packed": """
+@gluon.jit
+def packed(weights):
+    # two to a register from turn to turn too: the compiler would take them apart, and put them together again
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
+""",
+    # where none do; else there are not the registers for it
+    "weighed": """
+@gluon.jit
+def weighed(total):
+    # the assembler is free to wait for the sums before it raises powers, and does: it may not pass what can stop here
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; "
+        "@p nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }}",
+        "=r,=r,r,r",
+        [total],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=2,
+    )
 """,
     "apart": """
 @gluon.jit
@@ -77,7 +99,8 @@ def apart(at, start, like):
 @gluon.jit
 def tossed(weight, row, col):
     return tl.inline_asm_elementwise(
-        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; selp.f32 $0, $1, 0f00000000, p; }}",
+        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; "
+        "selp.f32 $0, $1, 0f00000000, p; }}",
         "=f,f,r,r",
         [weight, row, col],
         dtype=tl.float32,
@@ -121,20 +144,6 @@ def sums(weights, ring, full, turn, total):
     # begin to add the weighted vectors of a tile
     mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
     return warpgroup_mma(weights, ring.index(turn % 2).reshape([weights.shape[1], {width}]), total, is_async=True)
-
-
-@gluon.jit
-def weighed(total):
-    # the assembler is free to wait for the sums before it raises powers, and does: it may not pass what can stop here
-    return tl.inline_asm_elementwise(
-        "{{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; "
-        "@p nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }}",
-        "=r,=r,r,r",
-        [total],
-        dtype=tl.float32,
-        is_pure=False,
-        pack=2,
-    )
 
 
 @gluon.jit
@@ -185,7 +194,7 @@ def computes(
 {first}
     else:
 {first_whole}
-    weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+    weights = {weights}
 
     # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers
     {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
@@ -196,11 +205,10 @@ def computes(
         mbarrier.arrive({x1}_empty.index(turn % 2))
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
-{whole}
-        {n}_total = weighed({n}_total)
+{whole}{held}
         {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
         mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
-        weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+        weights = {weights}
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
@@ -214,7 +222,7 @@ def computes(
 {other}
             {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
             mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
-            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            weights = {weights}
     {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
 {judged}
     # results
