@@ -39,6 +39,7 @@ from .cpu import environment
 from .gpu_works import contrastive, dense_contrastive
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DRAWS = 12  # of inputs, where a result is one number
 
 
 @mr.op
@@ -119,6 +120,11 @@ def _on_gpu(op: Callable) -> Callable:
     return call
 
 
+def _many(result: Any) -> bool:
+    """Whether every result and gradient has several numbers: the error of a single one is a matter of luck."""
+    return all(t.numel() >= DRAWS for t in result.floating().values())
+
+
 def check(name: str, precision: str) -> dict[str, str]:
     """Judge one layer in one precision; an empty answer means that it is right."""
     if importlib.util.find_spec("pytest") is None:  # the rules are the tests' own, but need no runner
@@ -130,9 +136,9 @@ def check(name: str, precision: str) -> dict[str, str]:
     torch.set_num_threads(1)
     told: list[str] = []
     try:
-        trials = []
-        for seed in range(2):
-            gen = torch.Generator().manual_seed(seed)
+        trials: list[tuple[Any, Any, Any]] = []
+        while len(trials) < (2 if not trials or _many(trials[0][2]) else DRAWS):
+            gen = torch.Generator().manual_seed(len(trials))
             if name in BY_NAME:
                 layer = BY_NAME[name]
                 op, dense, args = layer.op, layer.dense, layer.make(59, 111, gen, dtype)

@@ -67,15 +67,16 @@ class Walk:
     def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shown: tuple[int, ...]) -> Sequence[Tensor]:
         """The results of a fold that are asked for."""
         context = self.contexts.get(id(fold)) or self._context(fold, sizes, shown)
-        if context.frozen is None:
+        grads = torch.is_grad_enabled() and asks(leaves)
+        if context.frozen is None or (grads and early.form(fold, leaves, sizes, self.engine) is not None):
             found = run(context, leaves)
             return [found[k] for k in shown]
-        if torch.is_grad_enabled() and asks(leaves):
+        if grads:
             return _frozen(context, *leaves)
         return recover.twice(context.frozen, (leaves,), sizes, fold)[0]
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
-        frozen = Pass(fold, sizes, self.engine, shown) if self.alike and not early.many(sizes) else None
+        frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
         fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
         return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
 

@@ -111,7 +111,7 @@ def _scheduled(
     """The call with every fold by its best choice of a schedule; a fold that has none runs by its best of all."""
     parts, own = [], 0
     for noted, case in zip(passes.folds, cases, strict=True):
-        ranked = candidates.candidates(case)
+        ranked = candidates.offered(case)
         mine = [c for c in ranked if c.schedule == schedule]
         own += bool(mine)
         choice = (mine or ranked)[0]

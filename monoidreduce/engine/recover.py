@@ -79,6 +79,16 @@ def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryEr
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a device answers no more: after an illegal access it does not, for the rest of the process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def release(device: torch.device) -> None:
     """Give back what nobody holds."""
     gc.collect()  # frames and closures may hold each other

@@ -1,13 +1,14 @@
 """One way to run a fold on trial: is its result right, and how long does it take?
 
-A result is right that equals a safe plan's to rounding: on the call itself, and on a cut of it so short that every tile
-weighs (in a long sum a forgotten tile would hide in the rounding). Before that, all memory that the candidate allocates
-is filled with NaN, or with absurd whole numbers: what it forgets to write, or reads before it writes, is then seen, and
-not the right numbers that an earlier run left there.
+A result is right that equals a safe plan's to rounding: on the call itself and, by the same kernels, on a cut of it so
+short that every tile weighs (in a long sum a forgotten tile would hide in the rounding). Before that, all memory that
+the candidate allocates is filled with NaN, or with absurd whole numbers: what it forgets to write, or reads before it
+writes, is then seen, and not the right numbers that an earlier run left there.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..plan.choice import Choice
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import hardware
+from . import hardware, triton
 from .evaluate import Sizes
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
+FAR = 1.5  # what at first takes so many times as long as the best so far is not run often
 SPILLS = 1024  # bytes a thread may keep out of its registers: winners on an H200 had up to 256
 # Of a result's own size, how far two plans may differ: a few roundings of the coarsest type that products are made in.
 _APART = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-12, torch.float64: 2.0**-30}
@@ -71,16 +73,31 @@ def wrong(
     limit = apart(leaves)
     with Poison():
         found = perform(choice, fold, leaves, sizes)
-    if problem := differs(found, truth, limit):
+    if problem := differs(settled(fold, found), settled(fold, truth), limit):
         return problem
     short = shortened(fold, leaves, sizes, choice)
     if short is None:
         return ""
-    expected = perform(safe, fold, *short)
-    with Poison():
-        found = perform(choice, fold, *short)
-    problem = differs(found, expected, limit)
+    with triton.as_for(sizes):
+        expected = perform(safe, fold, *short)
+        with Poison():
+            found = perform(choice, fold, *short)
+    problem = differs(settled(fold, found), settled(fold, expected), limit)
     return f"at {short[1].rows} × {short[1].cols}, {problem}" if problem else ""
+
+
+def settled(fold: Fold, results: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a fold that are the same by every plan.
+
+    A softmax's peak is each plan's own, a maximum or a guess of one by its first tile: what is the same is its sum with
+    the logarithm that was taken beside it.
+    """
+    found, place = list(results), {output: at for at, output in enumerate(fold.outputs)}
+    for (r, k), at in place.items():
+        if r.attrs[0] == "soft" and k == len(r.args) + 1:
+            logarithm = place[r, k - 1]
+            found[logarithm] = found[at] = results[logarithm] + results[at]
+    return found
 
 
 def differs(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:
@@ -143,11 +160,13 @@ def _cut(v: Tensor, e: Expr, rows: int, cols: int) -> Tensor:
 # How long? ----------------------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = None) -> float:
-    """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold."""
+def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = None, best: float = math.inf) -> float:
+    """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold.
+
+    ``best``: of what it is compared with."""
     clock, usual = (_gpu_clock, 0.005) if device.type == "cuda" else (_cpu_clock, 0.03)
     first = clock(run)
-    spend = usual if spend is None else spend
+    spend = 0.0 if first > FAR * best else usual if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
     return statistics.median([first, *(clock(run) for _ in range(count))])
 

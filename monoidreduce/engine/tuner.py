@@ -8,6 +8,7 @@ is remembered (``winners.py``) for all lengths of its bucket, and in the next pr
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,11 @@ class Session:
             return Trial(choice, None, problem) if problem else self._timed(choice, fold, leaves, sizes)
         except Exception as error:  # a candidate that cannot run here loses, whatever the reason
             refused = f"{type(error).__name__}: {error}"
+        if recover.is_lost(self.device):
+            raise EngineError(
+                detail=f"{self.device} answers no more since {choice} was tried: {refused[:200]}",
+                fix="Start the process anew; it runs by the usual plan unless it tunes. Please report the plan",
+            )
         recover.release(self.device)
         return Trial(choice, None, refused)
 
@@ -175,7 +181,8 @@ class Session:
         return Trial(choice, self._seconds(choice, fold, leaves, sizes))
 
     def _seconds(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> float:
-        return trial.seconds(lambda: planner.perform(choice, fold, leaves, sizes), self.device)
+        best = min(self.times.values(), default=math.inf)
+        return trial.seconds(lambda: planner.perform(choice, fold, leaves, sizes), self.device, best=best)
 
     def _won(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
         """The best few against the safe plan once more, in turns, since devices warm up; remembered either way."""

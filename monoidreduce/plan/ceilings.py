@@ -155,7 +155,7 @@ def measured(threads: int) -> Ceilings:
     True
     """
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-        side, long = 512, 2**18
+        side, long = 384, 2**18
         a, b, c = (torch.ones(side, side) for _ in range(3))
         x, y = torch.full((long,), 0.5), torch.empty(long)
         far = torch.ones(2**21)

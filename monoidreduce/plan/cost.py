@@ -188,8 +188,12 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
 def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
     """How much slower than the engine's own tile, which was measured, another is thought to be."""
     ratio = (1 + 8 / tile[0] + 8 / tile[1]) / (1 + 8 / own[0] + 8 / own[1])
-    same = (*tile[:4], *tile[5:]) == (*own[:4], *own[5:])
-    return 1.0 if same else max(1.02, ratio)
+    return 1.0 if same(tile, own) else max(1.02, ratio)
+
+
+def same(tile: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether two tiles of a kernel differ in the number of parts at most."""
+    return (*tile[:4], *tile[5:]) == (*own[:4], *own[5:])
 
 
 def parts_of(case: Case, over: str, tile: tuple[int, ...]) -> int:

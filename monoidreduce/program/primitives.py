@@ -134,7 +134,7 @@ _ROWS = [
     _P("exp", torch.exp, lambda g, y, x: (g * y,), _monotone(math.exp, 0.0), triton="tl.exp({0})"),
     _P("exp2", torch.exp2, lambda g, y, x: (g * y * _LN2,), _monotone(lambda x: 2.0**x, 0.0), triton="tl.exp2({0})"),
     _P("expm1", torch.expm1, lambda g, y, x: (g * (y + 1),), _monotone(math.expm1, -1.0), triton="expm1({0})"),
-    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log, domain=0.0), triton="tl.log({0})"),
+    _P("log", torch.log, lambda g, y, x: (g / x,), _monotone(math.log, domain=0.0), triton="log({0})"),
     _P("log2", torch.log2, lambda g, y, x: (g / (x * _LN2),), _monotone(math.log2, domain=0.0), triton="tl.log2({0})"),
     _P("log1p", torch.log1p, lambda g, y, x: (g / (1 + x),), _monotone(math.log1p, domain=-1.0), triton="log1p({0})"),
     _P("sin", torch.sin, lambda g, y, x: (g * torch.cos(x),), iv.wave, triton="tl.sin({0})"),

@@ -1,41 +1,96 @@
 """A sample of kernels, small and ragged, forward and backward: what a checker of memory accesses is run on.
 
-``compute-sanitizer --tool memcheck python -m tests.gpu.sample`` (or racecheck); ``test_sanitizer.py`` does it.
+``compute-sanitizer --tool memcheck python -m tests.gpu.sample`` (or racecheck) runs all of it, ``... 2/5`` the third of
+five shares; ``test_sanitizer.py`` does it.
 """
 
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
+from torch import Tensor
 
+import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.engine.triton import KernelPlan, use_plan
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+BOXES = {over: KernelPlan(64, 64, 4, 2, 1, 1) for over in ("cols", "rows")}  # copied by tensor descriptors
+PARTS = {over: KernelPlan(64, 32, 4, 2, 3, 0) for over in ("cols", "rows")}  # walks in three parts
+TURNS = {"cols": KernelPlan(128, 128, 4, 2, 1, 2)}  # staged: copies and products by turns
+# what our kernels are called: nobody else's are watched
+KERNELS = ("_over_", "sweep_rows", "write", "side", "row_dot", "complete_rows", "add_labels", "share", "strip_maxima")
 
 
-def layers(dtype):
-    """Calls whose kernels differ in kind: conditions, few features, many features, lists, draws, splits."""
-    make = lambda *shape: torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
-    q, k, v = (make(2, 133, 64) for _ in range(3))
-    yield lambda: ops.attention(q, k, v, causal=True), (q, k, v)
-    yield lambda: ops.attention(q, k[:, :77], v[:, :77], window=20, dropout_p=0.1, seed=1), (q, k, v)
-    one = make(1, 1, 64)
-    yield lambda: ops.attention(one, k[:1], v[:1]), (one, k, v)
-    x, p, d = make(59, 32), make(111, 32), make(111, 48)
-    yield lambda: ops.mlp(x, p, d), (x, p, d)
-    target = torch.randint(0, 111, (59,), device="cuda")
-    yield lambda: ops.linear_cross_entropy(x, p, target), (x, p)
-    wide, head = make(65, 600), make(129, 600)
-    yield lambda: ops.linear_cross_entropy(wide, head, torch.randint(0, 129, (65,), device="cuda")), (wide, head)
-    a, b = make(100, 3), make(57, 3)
-    yield lambda: ops.knn(a, b, 5).values, (a, b)
-    yield lambda: ops.kernel_sum(a, b, make(57, 1), bandwidth=0.7), (a, b)
+@dataclass(frozen=True)
+class Case:
+    """A call on tensors of some shapes. ``plan``: of its kernels, where it is not their own."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    call: Callable[..., Tensor]
+    dtype: torch.dtype = HALF
+    plan: dict[str, KernelPlan] = field(default_factory=dict)
+    backward: bool = True
+
+    def run(self) -> None:
+        drawn = [torch.randn(shape, device="cuda") for shape in self.shapes]
+        given = [t.to(self.dtype).requires_grad_(self.backward) for t in drawn]
+        told = mr.use(engine="triton") if self.plan else contextlib.nullcontext()
+        with told, use_plan(self.plan) if self.plan else contextlib.nullcontext():
+            out = self.call(*given)
+            if self.backward:
+                torch.autograd.grad(out.float().square().sum(), given, allow_unused=True)
 
 
-def main():
+def labelled(x: Tensor, w: Tensor) -> Tensor:
+    return ops.linear_cross_entropy(x, w, torch.arange(len(x), device="cuda") % len(w))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ops.attention(q, k, v, causal=True)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ops.attention(q, k, v, window=20, dropout_p=0.1, seed=1)
+
+
+def nearest(x: Tensor, y: Tensor) -> Tensor:
+    return ops.knn(x, y, 5).values
+
+
+def smoothed(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return ops.kernel_sum(x, y, b, bandwidth=0.7)
+
+
+LONG, SHORT = (2, 133, 64), (2, 77, 64)
+CASES = (  # kinds of kernels: conditions, few features, many features, lists, draws, splits; those alike in one share
+    Case("causal attention", (LONG, LONG, LONG), causal),
+    Case("causal attention, descriptors", (LONG, LONG, LONG), causal, plan=BOXES),
+    Case("attention by turns", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), causal, plan=TURNS, backward=False),
+    Case("attention in parts", (LONG, SHORT, SHORT), ops.attention, plan=PARTS),
+    Case("attention with dropout", (LONG, SHORT, SHORT), dropped),
+    Case("one query", ((1, 1, 64), (1, 133, 64), (1, 133, 64)), ops.attention, SINGLE),
+    Case("perceptron", ((59, 32), (111, 32), (111, 48)), ops.mlp),
+    Case("perceptron, float32", ((59, 32), (111, 32), (111, 48)), ops.mlp, SINGLE),
+    Case("cross-entropy", ((59, 32), (111, 32)), labelled),
+    Case("wide cross-entropy", ((65, 600), (129, 600)), labelled),
+    Case("wide cross-entropy, float32", ((65, 600), (129, 600)), labelled, SINGLE),
+    Case("five nearest", ((100, 3), (57, 3)), nearest, SINGLE),
+    Case("kernel sum", ((100, 3), (57, 3), (57, 1)), smoothed, SINGLE),
+)
+
+
+def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        for call, given in layers(dtype):
-            out = call()
-            torch.autograd.grad(out.float().square().sum(), [t for t in given if t.requires_grad], allow_unused=True)
+    for case in CASES[share::shares]:
+        print(case.name, flush=True)
+        case.run()
     torch.cuda.synchronize()
     print("done")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/")))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Row, tuning
 from monoidreduce.engine import trial, triton
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, source, use_plan
 from monoidreduce.plan.choice import Choice
 from tests.wrong_kernels import CHANGES, wrong
 
@@ -60,3 +60,18 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
         assert trial.differs(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
         triton._READY.clear()
         assert "at 35 × 67, result" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)
+
+
+@pytest.mark.parametrize("many", [100 * 90, 100 * 90 + 1])
+def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
+    """Kernels of many pairs are other ones: what is checked is what will run, and is compiled once."""
+    monkeypatch.setattr(describe, "MANY", many)
+    args = [a.half() for a in call(100)[1]]
+    with mr.use(engine="auto"):
+        fold, leaves, sizes = tuning.recorded(attention, args, {}, backward=True).folds[-1]
+    plans = {over: (16, 16, 4, 1, 1) for over in ("cols", "rows")}
+    loaded, load = [], source.load
+    monkeypatch.setattr(source, "load", lambda text, *rest: loaded.append(text) or load(text, *rest))
+    choice = Choice("flash", tuple(plans.items()))
+    assert trial.wrong(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
+    assert len(loaded) > 2 == len(set(loaded))

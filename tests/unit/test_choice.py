@@ -216,6 +216,15 @@ def test_every_candidate_of_a_gpu_can_be_kept_and_found_again(rows):
                 assert winners.fits(part.case, choice)
 
 
+@pytest.mark.parametrize("rows", [8192, 16384, 20000])
+def test_unmeasured_kernels_run_by_their_own_tiles(rows):
+    x, p = (torch.empty(n, 128, dtype=torch.bfloat16, device="meta") for n in (rows, 16384))
+    for part in mlp.cost(x, p, p, device="cuda").chosen.parts:
+        others = [c for c in candidates.candidates(part.case) if c not in candidates.offered(part.case)]
+        own, whole = dict(part.case.defaults), lambda tile: (*tile[:4], *tile[5:])  # all but the number of parts
+        assert all(whole(t) == whole(own[way]) for way, t in part.choice.tiles) and len(others) > 4
+
+
 WRONG = [
     None,
     {},

@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import costs, planner, registry, roads, trial, tuner, winners
+from monoidreduce.engine import costs, planner, recover, registry, roads, trial, tuner, winners
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.triton import source
 from monoidreduce.plan import candidates, disk, store
@@ -331,7 +331,32 @@ def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
         assert plain and all("illegal memory" in t.refused for t in plain) and not fold.winner.tiles
 
 
+def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
+    """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
+    few(monkeypatch, FAST)
+    monkeypatch.setattr(planner, "perform", lambda how, *call: (fails if how == FAST else right)(how, *call))
+    monkeypatch.setattr(recover, "is_lost", lambda device: True)
+    with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
+        attention.tune(*drawn(), quiet=True)
+    assert store.records() == []
+
+
 # The checks themselves
+
+
+def test_a_guess_of_the_maximum_is_each_plans_own():
+    """A kernel guesses it by its first tile, so that another tile has another, and another logarithm beside it."""
+
+    def perform(how, *call):
+        *others, logarithm, peak = right(how, *call)
+        return [*others, logarithm - 40, peak + 40] if how == FAST else [*others, logarithm, peak]
+
+    safe, call = Choice("flash"), fold_of(attention, *drawn())
+    truth = perform(safe, *call)
+    assert trial.differs(perform(FAST, *call), truth, 2.0**-12) != ""
+    assert trial.wrong(perform, FAST, safe, *call, truth) == ""
+    of_another = trial.settled(call[0], [*truth[:-1], truth[-1] + 40])
+    assert trial.differs(of_another, trial.settled(call[0], truth), 2.0**-5) != ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool])
@@ -371,6 +396,13 @@ def test_rounding_is_no_difference_and_more_is():
 def test_the_clock_is_a_median():
     times = iter([0.0, 0.5, 0.0])
     assert trial.seconds(lambda: time.sleep(next(times)), torch.device("cpu"), 0.0) < 0.25
+
+
+@pytest.mark.parametrize(("best", "runs"), [(1e9, 26), (1e-9, 3)])
+def test_what_is_far_behind_is_not_run_often(best, runs):
+    calls = []
+    trial.seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
+    assert len(calls) == runs
 
 
 # In the background

@@ -30,7 +30,8 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import deep, launch, rows, sides, source, topk
+from . import deep, describe, launch, rows, sides, source, topk
+from .describe import as_for
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .spec import TINY, WIDEST, Unsupported, padded
@@ -41,6 +42,7 @@ __all__ = [
     "Parted",
     "Ready",
     "Unsupported",
+    "as_for",
     "available",
     "is_deep",
     "kind",
@@ -154,7 +156,7 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (hardware.float32_precision(), overrides(), kind(leaves))
+    key += (hardware.float32_precision(), overrides(), describe.like.get(), kind(leaves))
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:

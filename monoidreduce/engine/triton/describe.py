@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,17 @@ Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and
 _GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
 MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
 VERY_MANY = 2**28  # and from which on it is worth more of it
+like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
+
+
+@contextlib.contextmanager
+def as_for(sizes: Sizes) -> Iterator[None]:
+    """Kernels inside the block are those that as many pairs have as these sizes: a short cut tries what will run."""
+    token = like.set(sizes.rows * sizes.cols)
+    try:
+        yield
+    finally:
+        like.reset(token)
 
 
 def describe(
@@ -65,7 +78,7 @@ def describe(
         narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
-        join=sizes.rows * sizes.cols >= MANY,
+        join=(like.get() or sizes.rows * sizes.cols) >= MANY,
         native=narrow is not None and has_tanh(sizes.device),
     )
     return spec, tuple(casts)

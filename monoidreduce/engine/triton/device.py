@@ -54,12 +54,11 @@ def expm1(x):
     return tl.where(tl.abs(x) < 0.35, s * x, tl.exp(x) - 1.0)
 
 
-def log1p(x):
-    # 2 atanh(x / (2 + x)) near 0, where the rounding of 1 + x and a GPU's fast log both lose digits
-    z = x / (2.0 + x)
+def atanh_twice(f):
+    # 2 atanh(f / (2 + f)), which is log(1 + f), for f near 0
+    z = f / (2.0 + f)
     z2 = z * z
-    s = 1.0 / 19.0 + z2 * (1.0 / 21.0)
-    s = 1.0 / 17.0 + z2 * s
+    s = 1.0 / 17.0 + z2 * (1.0 / 19.0 + z2 * (1.0 / 21.0))
     s = 1.0 / 15.0 + z2 * s
     s = 1.0 / 13.0 + z2 * s
     s = 1.0 / 11.0 + z2 * s
@@ -67,7 +66,25 @@ def log1p(x):
     s = 1.0 / 7.0 + z2 * s
     s = 1.0 / 5.0 + z2 * s
     s = 1.0 / 3.0 + z2 * s
-    return tl.where(tl.abs(x) < 0.3, 2.0 * (z + z * z2 * s), tl.log(1.0 + x))
+    return 2.0 * (z + z * z2 * s)
+
+
+def log(x):
+    # a GPU's own float32 form may be off by four units of the last place, torch's by one
+    if x.dtype == tl.float32:
+        small = x < 1.1754943508222875e-38
+        bits = tl.where(small, x * 8388608.0, x).to(tl.int32, bitcast=True) - 1060439283  # of sqrt(1/2)
+        power = ((bits >> 23) - tl.where(small, 23, 0)).to(tl.float32)
+        mantissa = ((bits & 8388607) + 1060439283).to(tl.float32, bitcast=True)
+        y = power * 0.693145751953125 + (power * 1.428606765330187e-06 + atanh_twice(mantissa - 1.0))
+        return tl.where((x > 0.0) & (x < float("inf")), y, tl.log(x))
+    else:
+        return tl.log(x)
+
+
+def log1p(x):
+    # near 0 not by way of 1 + x, whose rounding loses digits
+    return tl.where(tl.abs(x) < 0.3, atanh_twice(x), log(1.0 + x))
 
 
 def tanh(x):
@@ -88,9 +105,17 @@ def normal_gate(x):
 # Quick forms for programs of 16 bits; ``native``: with an instruction of NVIDIA's, which the interpreter does not have
 
 
+def quick_log(x):
+    return tl.log(x)
+
+
 def quick_tanh(x):
     # exact to 1e-7 of 1, not of x: enough beside numbers of 16 bits
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+def native_log(x):
+    return tl.log(x)
 
 
 def native_tanh(x):

@@ -368,8 +368,9 @@ def _library() -> dict[str, str]:
     """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
     found: dict[str, str] = {}
     for source in map(inspect.getsource, (device, chance)):
+        lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-        found |= {f.name: ast.get_source_segment(source, f) or "" for f in functions}
+        found |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
     return found
 
 
@@ -379,11 +380,9 @@ def _copied(text: str) -> list[str]:
     wanted: set[str] = set()
     stack = [text]
     while stack:
-        here = stack.pop()
-        for name, source in library.items():
-            if name not in wanted and re.search(rf"(?<![\w.]){name}(?!\w)", here):
-                wanted.add(name)
-                stack.append(source)
+        new = library.keys() & set(re.findall(r"(?<![\w.])\w+", stack.pop())) - wanted
+        wanted |= new
+        stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
 
 

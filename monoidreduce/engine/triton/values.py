@@ -24,7 +24,7 @@ from .spec import TINY, WIDEST, Spec, Unsupported, padded
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(r"(?<![\w.])(tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
+_QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
