@@ -43,7 +43,8 @@ def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
 
 def overrides() -> tuple:
     """What ``use_plan`` asks for, as a key."""
-    return tuple((_override.get() or {}).items())
+    found = _override.get()
+    return () if found is None else tuple(found.items())
 
 
 def choose(

@@ -185,7 +185,7 @@ class Values(Exponents):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
-        return self.convert(self.number(a), a, want)
+        return self.gap(a, want) or self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
         """A number of one class as one of another."""
