@@ -116,16 +116,16 @@ def use(
     *,
     limit: int | None = REFERENCE_LIMIT,
     precision: str | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     tune: bool | None = None,
     budget: int | str | None = None,
     skip_below: float | None = None,
 ) -> Iterator[None]:
-    """Choose inside the block how ops run.
+    """Choose inside the block how ops run; what is not said stays as it is outside of it.
 
     ``engine``: ``auto``, ``eager``, ``reference`` or ``triton``. ``limit`` bounds the pair elements of ``reference``
     (None: no bound). ``precision``: how kernels multiply float32 numbers: ``ieee``, ``tf32`` or ``tf32x3`` (three
-    products of TF32, almost float32, on the matrix units); None follows torch's own switch,
+    products of TF32, almost float32, on the matrix units); where nobody says, torch's own switch is followed,
     ``torch.set_float32_matmul_precision``. ``strict``: what has no kernel is an error instead of a warning.
     ``tune``: every call tries one more plan for its folds, until the fastest is known (engine ``auto``). ``budget``: as
     :class:`mr.budget <monoidreduce.plan.budget.budget>`. ``skip_below``: as
@@ -140,9 +140,11 @@ def use(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(hardware.PRECISIONS)}"
         )
     skipped = filtering.asked() if skip_below is None else filtering.skip_below(skip_below)
-    chosen = Settings(_checked(engine, "mr.use") if engine is not None else None, limit)
-    token = _settings.set(chosen)
-    before = hardware.asked.set((precision, strict, tune))
+    outer = _settings.get() or Settings()
+    name = outer.engine if engine is None else _checked(engine, "mr.use")
+    token = _settings.set(Settings(name, outer.limit if limit == REFERENCE_LIMIT else limit))
+    said = zip((precision, strict, tune), hardware.asked.get(), strict=True)
+    before = hardware.asked.set(tuple(old if new is None else new for new, old in said))  # type: ignore[arg-type]
     try:
         with limits.kept(None if budget is None else limits.parse(budget)), filtering.again(skipped):
             yield

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import Row, ops
-from monoidreduce.engine import registry
+from monoidreduce.engine import hardware, registry
 from monoidreduce.ops.attention import _attention
 from tests.citizen_ops import (
     attention,
@@ -431,3 +431,14 @@ def test_hooks_and_retained_graphs():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         attention(q, k, v, 0.3).sum().backward()
     assert packed and max(t.numel() for t in packed) <= q.numel() + k.numel()
+
+
+def test_what_an_inner_use_does_not_say_stays():
+    with mr.use(engine="reference", limit=None, precision="tf32", strict=True, tune=True):
+        with mr.use(engine="eager"):
+            assert hardware.asked.get() == ("tf32", True, True)
+            assert registry.settings() == registry.Settings("eager", None)
+        with mr.use(precision="ieee", strict=False):
+            assert hardware.asked.get() == ("ieee", False, True)
+            assert registry.settings() == registry.Settings("reference", None)
+    assert hardware.asked.get() == (None, False, None)
