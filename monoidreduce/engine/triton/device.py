@@ -305,12 +305,9 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def quartered(x):
-    # the columns of a tile in four runs
-    first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-    a, b = tl.split(tl.permute(tl.reshape(first, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
-    c, d = tl.split(tl.permute(tl.reshape(last, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
-    return a, b, c, d
+def halved(x):
+    # the columns of a tile in two runs
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 def highest(a, b):
