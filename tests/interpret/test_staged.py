@@ -72,6 +72,19 @@ def test_others_are_scheduled_by_the_compiler(options):
     assert not first(**options).kernel.staged
 
 
+def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
+    case = Case(
+        "dropout",
+        lambda q, k, v: ops.attention(q, k, v, dropout_p=0.1, seed=3),
+        lambda t: (torch.zeros(3, 300, 128, dtype=t),) * 3,
+    )
+    rows, cols, fold = calls(case, 90, BY_TURNS)[:3]
+    assert (rows.kernel.name, cols.kernel.name, fold.kernel.staged) == ("side", "side", True)
+    computes = fold.kernel.text.split("def computes(")[1].split("# where a weight was out of range")[0]
+    assert "numbers(" in computes and "tossed(" in computes
+    assert computes.count("tl.load(") == 2  # the rows' vectors and words
+
+
 def test_a_row_of_queries_with_other_strides_has_one():
     q, k, v = (torch.zeros(2, 300, 384, dtype=torch.bfloat16).split(128, -1)[n] for n in range(3))
     assert first(inputs=(q, k, v)).kernel.staged

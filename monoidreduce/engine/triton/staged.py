@@ -176,8 +176,10 @@ class _Values(Values):
 def _turn(
     soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False, alone: bool = False
 ) -> list[str]:
-    """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first."""
+    """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
+    ``alone``: of a group that fetches its tiles by itself."""
     v, n = soft.v, soft.name
+    assert isinstance(v, _Values)
     v.loop(masked)
     v.alone = alone
     soft.guessing = near
