@@ -94,7 +94,18 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
         own = base.tile(way)
         if own is not None:
             found += [base.having(way, t) for t in _varied(case, way, own, sizes)]
+    if over is None:
+        found.append(_joint(case, base, found))
     return [_named(case, c) for c in found]
+
+
+def _joint(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
+    """Every kernel's own tile in the number of parts that is best for it: their costs add up."""
+    best = base
+    for way, own in base.tiles:
+        parts = {t for c in found if (t := c.tile(way)) is not None and cost.same(t, own)}
+        best = best.having(way, min(sorted(parts), key=lambda t: cost.estimate(case, base.having(way, t)).seconds))
+    return best
 
 
 def _varied(case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -21,13 +21,14 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
-from . import boxes, deep, describe, emit, recent, skip, source, staged, topk
+from . import boxes, deep, describe, emit, recent, skip, source, staged, topk, united
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
+_FASTER = {"soft": united.softmax}
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -198,7 +199,8 @@ class Launch:
             block = self.plan.block_folded
             step = -(-self.lengths[1] // (block * self.parts)) * block
             ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True)
+            lengths = [b - a for a, b in itertools.pairwise(ends)]
+            outputs = combine(self.fold, outputs, lengths, ordered=True, faster=_FASTER)
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
