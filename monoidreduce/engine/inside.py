@@ -48,7 +48,7 @@ def peak(noted: Noted, choice: Choice) -> int:
 def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
     """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into.
 
-    One direction runs after the other, beside what was made before it; parts, and what is made of them, are wide.
+    One direction runs after the other, beside what was made before it.
     """
     sizes = noted.sizes
     made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
@@ -60,7 +60,6 @@ def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
         fold, parts = Fold(noted.fold.leaves, own), cost.parts_of(case, over, choice.tile(over) or _OWN)
         if parts > 1:
             peak = max(peak, done + _combined(fold, sizes, parts))
-            made |= {(r, k): form(r, k, sizes) for r, k in fold.outputs}
         done += bytes_of(made[o] for o in fold.outputs)
     return max(peak, done)
 

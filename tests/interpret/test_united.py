@@ -7,8 +7,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
+from monoidreduce.engine import triton
 from monoidreduce.engine.combine import combine
-from monoidreduce.engine.triton import united
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, united, use_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -64,3 +66,17 @@ def test_what_has_no_kernel_is_left_to_torch():
     assert united.softmax([t[:, :0] for t in stacked]) is None
     _, wide = parts(attention, (2, 5), 2000)
     assert united.softmax(wide) is None
+
+
+def test_results_are_of_the_same_types_as_those_of_a_whole_walk():
+    fold = several.program(*(torch.zeros(4, 16) for _ in range(3)), torch.zeros(4)).passes[0].fold
+    args = [*(torch.randn(n, 16).half() for n in (40, 70, 70)), torch.randn(70).half()]
+    sizes = Sizes(40, 70, (), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
+    found = []
+    for number in (1, 3):
+        with use_plan({"cols": KernelPlan(16, 16, 4, 1, number)}):
+            found.append(triton.run(fold, args, sizes))
+    assert {t.dtype for t in found[0]} == {torch.float16, torch.float32}
+    for whole, cut in zip(*found, strict=True):
+        assert whole.dtype == cut.dtype
+        torch.testing.assert_close(cut, whole, rtol=2e-3, atol=2e-3)
