@@ -1,4 +1,4 @@
-"""The CPU benchmark: ours against the dense form, the papers' 256 × 256 tiles, and torch's own fused layers.
+"""The CPU benchmark: ours against the dense form, the papers' 256 × 256 tiles, torch's own fused layers, and KeOps.
 
 ``python -m benchmarks.cpu`` runs every case (``--case NAME`` one, ``--quick`` small sizes), prints a table and writes
 it to ``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand."""
@@ -29,6 +29,11 @@ from monoidreduce.engine.hardware import raise_16bit
 from . import papers
 from .measure import best_times, peak_growth
 
+try:
+    from pykeops.torch import LazyTensor
+except ImportError:  # clouds of points then run without their peer
+    LazyTensor = None
+
 RESULTS = Path(__file__).parent / "results"
 OURS = "MonoidReduce"
 
@@ -47,13 +52,16 @@ def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the benchmark: inputs, the contenders, which inputs get gradients, and the target ratios."""
+    """One line of the benchmark: inputs, the contenders, which inputs get gradients, and the target ratios.
+
+    Without rounds, contenders run once, after a small warm-up: some take minutes. Their memory is not measured."""
 
     name: str
     make: Callable[[], tuple[Tensor, ...]]
     contenders: dict[str, Callable[..., Tensor]]
     targets: dict[str, str]
     rounds: int = 3
+    gradients: bool = True
 
 
 def _attention_case(
@@ -101,6 +109,27 @@ def _ce_case(m: int, d: int, v: int, dtype: torch.dtype, rounds: int) -> Case:
     )
 
 
+def _clouds(n: int, d: int, rounds: int) -> list[Case]:
+    """Kernel sums and nearest neighbours of n points, where a dense form has no room. KeOps finds distances alone."""
+    peers: list[dict[str, Callable[..., Tensor]]] = [{}, {}]
+    if LazyTensor is not None:
+        square = lambda x, y: ((LazyTensor(x[:, None]) - LazyTensor(y[None])) ** 2).sum(-1)
+        peers = [
+            {"KeOps": lambda x, y, b: (-square(x, y)).exp() @ b},
+            {"KeOps": lambda x, y: square(x, y).Kmin(10, dim=1)},
+        ]
+    ours: list[Callable[..., Tensor]] = [
+        lambda x, y, b: mr.ops.kernel_sum(x, y, b, bandwidth=math.sqrt(0.5)),
+        lambda x, y: mr.ops.knn(x, y, 10, metric="sqeuclidean").values,
+    ]
+    points = lambda: (torch.randn(n, d), torch.randn(n, d))
+    makes: list[Callable[[], tuple[Tensor, ...]]] = [lambda: (*points(), torch.randn(n, 1)), points]
+    return [
+        Case(f"{what} float32 {n} × {n}, D {d}", make, {OURS: our, **peer}, {"KeOps": "< 1"}, rounds, False)
+        for what, make, our, peer in zip(("Gaussian sum", "10 neighbours"), makes, ours, peers, strict=True)
+    ]
+
+
 def cases(quick: bool) -> list[Case]:
     """Every case. Where the CPU has no bf16 products, torch's own bf16 layers take hours at full size: smaller
     there."""
@@ -123,6 +152,10 @@ def cases(quick: bool) -> list[Case]:
         _ce_case(
             (512 if slow_bf16 else 4096) // small, 512 // small, (4096 if slow_bf16 else 131072) // small, bf16, 1
         ),
+        *_clouds(20_000 // small, 3, 3),
+        *_clouds(20_000 // small, 64, 1),
+        *_clouds(100_000 // small, 3, 1),
+        *_clouds(100_000 // small, 64, 0),
     ]
 
 
@@ -152,22 +185,29 @@ def _call(case: Case, name: str, grad: bool, inputs: tuple[Tensor, ...]) -> Call
     return both
 
 
+def _warm_up(case: Case, name: str, grad: bool, inputs: tuple[Tensor, ...]) -> None:
+    """A small call: libraries loaded, code compiled."""
+    small = tuple(
+        t[..., :64, :].detach().requires_grad_(t.requires_grad) if t.dim() > 1 else t[:64] % 64 for t in inputs
+    )
+    _call(case, name, grad, small)()
+
+
 def measure_time(case: Case) -> dict[str, dict[str, float]]:
     times = {}
-    for what, grad in (("forward", False), ("both", True)):
+    for what, grad in (("forward", False), ("both", True))[: 1 + case.gradients]:
         inputs = _inputs(case, grad)
+        for name in case.contenders if not case.rounds else ():
+            _warm_up(case, name, grad, inputs)
         times[what] = best_times({n: _call(case, n, grad, inputs) for n in case.contenders}, case.rounds)
     return times
 
 
 def measure_memory(case: Case, name: str) -> dict[str, float]:
     """Peak growth of forward + backward beyond inputs, their gradients included in the growth and taken off here."""
-    inputs = _inputs(case, True)
-    warm = tuple(
-        t[..., :64, :].detach().requires_grad_(t.requires_grad) if t.dim() > 1 else t[:64] % 64 for t in inputs
-    )
-    _call(case, name, True, warm)()  # libraries loaded, code compiled
-    growth = peak_growth(_call(case, name, True, inputs))
+    inputs = _inputs(case, case.gradients)
+    _warm_up(case, name, case.gradients, inputs)
+    growth = peak_growth(_call(case, name, case.gradients, inputs))
     gradients = sum(t.numel() * t.element_size() for t in inputs if t.requires_grad) / 2**20
     return {"extra": max(0.0, growth - gradients)}
 
@@ -188,7 +228,8 @@ def run(quick: bool, only: str | None) -> dict[str, Any]:
     for at, case in enumerate(chosen, 1):
         print(f"[{at}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
         times = _child(["--child", case.name, *extra])
-        memory = {n: _child(["--child", case.name, "--memory", n, *extra])["extra"] for n in case.contenders}
+        measured = case.contenders if case.rounds else ()
+        memory = {n: _child(["--child", case.name, "--memory", n, *extra])["extra"] for n in measured}
         rows.append({"case": case.name, "times": times, "memory": memory, "targets": case.targets})
     return {"environment": environment(), "rows": rows}
 
@@ -230,10 +271,13 @@ def markdown(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
-        f, b, m = row["times"]["forward"], row["times"]["both"], row["memory"]
+        f, b, m = row["times"]["forward"], row["times"].get("both"), row["memory"]
         for name in (n for n in f if n != OURS):
             cells = [row["case"], name]
             for values, digits in ((f, 1), (b, 1), (m, 0)):
+                if not values:
+                    cells += ["–", "–"]
+                    continue
                 ours, theirs = values[OURS], values[name]
                 ratio = f"{ours / theirs:.2f}" if theirs else "–"
                 cells += [f"{ours:.{digits}f} / {theirs:.{digits}f}", ratio]

@@ -20,7 +20,7 @@ from ..plan.choice import Choice
 from ..plan.work import Case, directions
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import batching, eager, hardware, library, panel, tally
+from . import batching, chunk, eager, hardware, library, panel, tally
 from .combine import combine
 from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale, forms
@@ -138,7 +138,7 @@ def _room(step: panel.TorchStep, asked: int) -> int:
     return asked or budget.limit(lambda: hardware.free_memory(_CPU), step.least())
 
 
-class _Both(eager.FoldCode):
+class _Both(chunk.FoldCode):
     """The first tile has all of its conditions, as tiles have that a condition cuts; of the others indices decide."""
 
     first = True
@@ -166,7 +166,7 @@ class _SmallStep(panel.TorchStep):
         self.found = found
         return replace(found, rows=self.by.down(found.rows), cols=self.by.down(found.cols))
 
-    def code(self, fold: Fold, numbers: frozenset[Expr]) -> eager.FoldCode:
+    def code(self, fold: Fold, numbers: frozenset[Expr]) -> chunk.FoldCode:
         return _Both(fold, numbers)
 
     def width(self, panel: panels.Panels) -> int:

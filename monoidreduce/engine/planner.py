@@ -21,7 +21,7 @@ from ..plan.work import Case
 from ..program.digest import digest
 from ..program.expr import Expr, index, size
 from ..program.lower import Fold
-from . import eager, hardware, held, panel, triton, winners
+from . import chunk, eager, hardware, held, panel, triton, winners
 from .evaluate import Sizes
 from .walks import as_program, split_means, walks
 
@@ -125,7 +125,7 @@ def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
 
 def bare(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] = frozenset()) -> Case:
     """What can be said of a fold without its leaves; ``dtype``: of its vectors."""
-    code = eager.whole_code(fold, numbers)
+    code = chunk.whole_code(fold, numbers)
     return Case(
         fold,
         digest(fold),
@@ -151,14 +151,14 @@ _BLOCKS = 12  # per side, of the grid on which conditions are looked at
 @functools.lru_cache(maxsize=4096)
 def _seen(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, float], ...]) -> float:
     """The share of the pairs that conditions on indices and numbers leave; of data nothing is known here."""
-    code = eager.code_of(fold, frozenset(e for e, _ in given))
+    code = chunk.code_of(fold, frozenset(e for e, _ in given))
     if not code.conditions or not rows or not cols:
         return 1.0
     fixed = {e: (float(v), float(v)) for e, v in given}
     fixed |= {size("rows"): (float(rows),) * 2, size("cols"): (float(cols),) * 2}
     seen = 0
-    for r in eager.slices(rows, -(-rows // _BLOCKS)):
-        for c in eager.slices(cols, -(-cols // _BLOCKS)):
+    for r in chunk.slices(rows, -(-rows // _BLOCKS)):
+        for c in chunk.slices(cols, -(-cols // _BLOCKS)):
             ranges = {index("row"): (r.start, r.stop - 1), index("col"): (c.start, c.stop - 1)}
             if code.variant({**fixed, **ranges}) is not None:
                 seen += (r.stop - r.start) * (c.stop - c.start)

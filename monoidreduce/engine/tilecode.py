@@ -29,6 +29,14 @@ class Reducer:
 
 
 @dataclass(frozen=True)
+class Riding:
+    """A node computed from ``base``, with the numbers that stand between: they cost no pass of their own."""
+
+    base: Expr
+    factors: tuple[tuple[Expr, bool], ...]
+
+
+@dataclass(frozen=True)
 class Step:
     """Either compute ``node`` into ``slot`` or hand the tile to ``reducer`` (``owned``: roots it may overwrite)."""
 
@@ -36,8 +44,7 @@ class Step:
     slot: int
     reducer: Reducer | None
     owned: tuple[bool, ...]
-    alpha: Expr | None = None  # a number folded into a product
-    divide: bool = False
+    riding: Riding | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ def _schedule(reducers: list[Reducer], scalars: frozenset[Expr]) -> Code:
         if e in ready or not e.args:
             return
         ready.add(e)
-        reads = () if e in fused else _numbers_under(e)
+        reads = _numbers_under(e) if e not in fused else () if fused[e].base.op == "dot" else (fused[e].base,)
         for a in reads:
             compute(a)
         plan.append((e, None, reads))
@@ -148,27 +155,50 @@ def hot_sum(e: Expr) -> HotSum | None:
     return None
 
 
-def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Expr]:
-    """``mul(dot, number)`` and ``div(dot, number)`` whose dot has no other use: the number rides in the product."""
+def _fusable(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, Riding]:
+    """A product times a number, and the exponential of one: the number rides in what is computed anyway.
+
+    Only where nothing else reads what lies between, and, in an exponent, where a factor was rounded anyway."""
     roots = [n for r in reducers for n in _read_by(r)]
     order = topological(roots)
     uses: dict[Expr, int] = {}
+    for used in (*roots, *(a for e in order for a in e.args)):
+        uses[used] = uses.get(used, 0) + 1
+    found: dict[Expr, Riding] = {}
     for e in order:
-        for a in e.args:
-            uses[a] = uses.get(a, 0) + 1
-    for e in roots:
-        uses[e] = uses.get(e, 0) + 1
-    found: dict[Expr, Expr] = {}
-    for e in order:
-        if e.op in ("mul", "div") and e.dtype == "float":
-            pairs = (e.args, e.args[::-1]) if e.op == "mul" else (e.args,)
-            for d, k in pairs:
-                if d.op == "dot" and d.dtype == "float" and uses[d] == 1 and (k.op == "const" or k in scalars):
-                    found[e] = d
+        if e.op == "exp" and e.is_pair:
+            base, factors = _scaled(e.args[0], scalars, uses)
+            if base.op != "dot" and any(k.op != "const" or abs(k.const) != 1 for k, _ in factors):
+                found[e] = Riding(base, factors)
+        elif e.op in ("mul", "div") and e.dtype == "float":
+            scale = _factor(e, scalars)
+            if scale is not None and scale[0].op == "dot" and scale[0].dtype == "float" and uses[scale[0]] == 1:
+                found[e] = Riding(scale[0], (scale[1],))
     return found
 
 
-def _assign(plan: list, fused: dict[Expr, Expr]) -> Code:
+def _scaled(e: Expr, scalars: frozenset[Expr], uses: dict[Expr, int]) -> tuple[Expr, tuple[tuple[Expr, bool], ...]]:
+    """What an expression is a multiple of, and the numbers that make it so."""
+    factors: list[tuple[Expr, bool]] = []
+    while uses[e] == 1 and e.is_pair and (scale := _factor(e, scalars)) is not None:
+        e, factor = scale
+        factors.append(factor)
+    return e, tuple(factors)
+
+
+def _factor(e: Expr, scalars: frozenset[Expr]) -> tuple[Expr, tuple[Expr, bool]] | None:
+    """An expression as (what is scaled, (a number, whether it divides)), if it is that."""
+    if e.op == "neg":
+        return e.args[0], (const(-1.0), False)
+    if e.op not in ("mul", "div"):
+        return None
+    for x, k in (e.args, e.args[::-1]) if e.op == "mul" else (e.args,):
+        if k.op == "const" or k in scalars:
+            return x, (k, e.op == "div")
+    return None
+
+
+def _assign(plan: list, fused: dict[Expr, Riding]) -> Code:
     last: dict[Expr, int] = {}
     for at, (_, _, reads) in enumerate(plan):
         for e in reads:
@@ -188,7 +218,7 @@ def _assign(plan: list, fused: dict[Expr, Expr]) -> Code:
             continue
         slot = -1
         if e.is_pair:
-            in_place = e.op in PRIMITIVES and e not in fused
+            in_place = e.op in PRIMITIVES and not (e in fused and fused[e].base.op == "dot")
             reuse = next((home[a] for a in dying if in_place and slots[home[a]] == e.dtype), None)
             if reuse is None:
                 reuse = next((s for s in free if slots[s] == e.dtype), None)
@@ -202,8 +232,5 @@ def _assign(plan: list, fused: dict[Expr, Expr]) -> Code:
         free += [home.pop(a) for a in dying if home.get(a) != slot]
         for a in dying:
             home.pop(a, None)
-        alpha, divide = None, False
-        if e in fused:
-            alpha, divide = next(a for a in e.args if a is not fused[e]), e.op == "div"
-        steps.append(Step(e, slot, None, (), alpha, divide))
+        steps.append(Step(e, slot, None, (), fused.get(e)))
     return Code(tuple(steps), tuple(slots))

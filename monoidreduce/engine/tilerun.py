@@ -66,9 +66,11 @@ class TileRun:
         e = step.node
         assert e is not None
         out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
-        if e.op == "dot" or step.alpha is not None:
-            d = e if e.op == "dot" else next(a for a in e.args if a.op == "dot")
-            self._dot(e, out, self.get(d.args[0]), self.get(d.args[1]), self._factor(step))
+        base = e if step.riding is None else step.riding.base
+        if base.op == "dot":
+            self._dot(e, out, self.get(base.args[0]), self.get(base.args[1]), self._factor(step))
+        elif step.riding is not None:
+            self.values[e] = hardware.exp_into(out, self.get(base), self._factor(step))
         elif e.op == "sub" and e.args[0] in self.narrow and not e.args[1].is_pair and e.args[1].op == "leaf":
             self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # raised as it is read
         elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
@@ -88,10 +90,11 @@ class TileRun:
 
     def _factor(self, step: Step) -> float:
         """The number that rides in a product."""
-        if step.alpha is None:
-            return 1
-        k = step.alpha.const if step.alpha.op == "const" else self.buffers.numbers[step.alpha]
-        return _inverse(k) if step.divide else k
+        factor = 1.0
+        for e, divides in step.riding.factors if step.riding is not None else ():
+            k = e.const if e.op == "const" else self.buffers.numbers[e]
+            factor *= _inverse(k) if divides else k
+        return factor
 
     def _dot(self, e: Expr, out: Tensor, x: Tensor, y: Tensor, alpha: float) -> None:
         if hardware.is_narrow(x, y):
@@ -220,14 +223,20 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    gaps = lambda f, out: torch.sub(x[..., f].unsqueeze(-1), y[..., f].unsqueeze(-2), out=out)
     if not x.shape[-1]:
         return out.zero_()
+    gaps = differences(x, y)
     gaps(0, out).square_()
     gap = torch.empty_like(out) if x.shape[-1] > 1 else out
     for f in range(1, x.shape[-1]):
         out.addcmul_(gaps(f, gap), gap)
     return out
+
+
+def differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
+    """x_i - y_j of one feature, as a tile. Of y a feature's numbers stand together: else it takes six times as long."""
+    left, right = x.mT.unsqueeze(-1), y.mT.contiguous().unsqueeze(-2)
+    return lambda f, out: torch.sub(left[:, f], right[:, f], out=out)
 
 
 def _norms(x: Tensor) -> tuple[Tensor, Tensor]:

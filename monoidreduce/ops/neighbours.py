@@ -209,7 +209,7 @@ def chamfer(
     """The Chamfer distance of two clouds: from each point to the nearest of the other cloud, both ways.
 
     With ``d = torch.cdist(x, y) ** 2`` the same as ``d.amin(-1).mean(-1) + d.amin(-2).mean(-1)``, without ever
-    allocating the M × N distances or their gradient: one pass goes both ways. For 16-bit inputs it is float32.
+    allocating the M × N distances or their gradient. For 16-bit inputs it is float32.
 
     Shapes: ``x`` [..., M, D] and ``y`` [..., N, D] give one number, or [...] with ``reduction="none"`` (reductions are
     over the clouds, ``points="sum"`` adds up a cloud's points instead of averaging them). ``x_lengths`` and
