@@ -238,7 +238,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
         return call
 
     planner._CHOSEN.clear()
-    op._plans.clear()
+    op._plans.kept.clear()
     with following(None):
         try:
             planner._chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
