@@ -238,7 +238,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
         return call
 
     planner._CHOSEN.clear()
-    op._plans.clear()
+    op._plans.kept.clear()
     with following(None):
         try:
             planner._chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
@@ -287,7 +287,7 @@ def run(work: Work, size: Size, device: str, least: float) -> dict[str, Any]:
     dense = any(c.schedule == "dense" for c in won.values())
     after: Book = DENSE if dense else {n: won[n] for n in best if n in won}
     with tuned_plans():
-        again = race(work.op, args, {"tuned": None, **_without(others, after)}, device, least)
+        again = race(work.op, args, {"tuned": None, **_without({**others, "untuned": own}, after)}, device, least)
     row["plans"] = {n: {k: str(c) for k, c in p.items()} for n, p in (("own", own), ("tuned", after), ("best", best))}
     row |= {"untuned_ms": untuned["chosen"] * 1e3, "tuned_ms": again["tuned"] * 1e3}
     row |= {"best_ms": min(untuned.values()) * 1e3, "tuned_best_ms": min(again.values()) * 1e3}

@@ -25,6 +25,7 @@ from .combine import combine
 from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale, forms
 from .tilecode import Code
+from .triton import united
 from .walks import Walk, as_program, walks
 
 _CPU = torch.device("cpu")
@@ -45,19 +46,22 @@ def peak(noted: Noted, choice: Choice) -> int:
 
 
 def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
-    """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into."""
+    """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into.
+
+    One direction runs after the other, beside what was made before it.
+    """
     sizes = noted.sizes
     made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
     bytes_of = lambda found: sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found)
-    whole = bytes_of(made.values())
-    peaks = [whole]
-    for over in directions(noted.fold):
+    ways = directions(noted.fold)
+    done = peak = bytes_of(m for (r, _), m in made.items() if r.attrs[1] not in ways)
+    for over in ways:
         own = tuple(r for r in noted.fold.reductions if r.attrs[1] == over)
         fold, parts = Fold(noted.fold.leaves, own), cost.parts_of(case, over, choice.tile(over) or _OWN)
         if parts > 1:
-            others = whole - bytes_of(made[o] for o in fold.outputs)
-            peaks.append(others + _combined(fold, sizes, parts))
-    return max(peaks)
+            peak = max(peak, done + _combined(fold, sizes, parts))
+        done += bytes_of(made[o] for o in fold.outputs)
+    return max(peak, done)
 
 
 _OWN = (64, 64, 4, 2, 0)
@@ -70,7 +74,7 @@ def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
     with _watched(scale, []) as alive:
         shapes = [form(r, k, small) for r, k in fold.outputs]
         made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
-        combine(fold, made, [1] * scale.down(parts), ordered=True)
+        combine(fold, made, [1] * scale.down(parts), ordered=True, faster={"soft": united.room})
     return alive.peak
 
 

@@ -164,7 +164,7 @@ def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = 
     """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold.
 
     ``best``: of what it is compared with."""
-    clock, usual = (_gpu_clock, 0.005) if device.type == "cuda" else (_cpu_clock, 0.03)
+    clock, usual = (_GpuClock(), 0.005) if device.type == "cuda" else (_cpu_clock, 0.03)
     first = clock(run)
     spend = 0.0 if first > FAR * best else usual if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
@@ -177,14 +177,27 @@ def _cpu_clock(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-_AHEAD = 400_000  # cycles, 0.2 ms, that the device is kept busy for: the host's own time is then not in between
+_CYCLES = 2e9  # of a device, a second, about
+_AHEAD = 2e-4  # seconds that the device is kept busy for before a call
+_LONGEST = 5e-3
 
 
-def _gpu_clock(run: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_AHEAD)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+class _GpuClock:
+    """Seconds of calls on the device, which is kept busy until the host has said all of one: no gaps are timed."""
+
+    def __init__(self) -> None:
+        self.ahead = _AHEAD
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.ahead * _CYCLES))
+            start = time.perf_counter()
+            begin.record()
+            run()
+            end.record()
+            said = time.perf_counter() - start
+            end.synchronize()
+            if said < self.ahead or self.ahead >= _LONGEST:  # a call that waits for the device is timed as it waits
+                return begin.elapsed_time(end) / 1000
+            self.ahead = min(_LONGEST, 2 * said)

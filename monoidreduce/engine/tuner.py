@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -143,7 +143,7 @@ class Session:
             for choice in self._close(way):
                 tile = choice.tile(way) if way is not None else None
                 if tile is not None:
-                    choice = replace(self.best.having(str(way), tile), schedule=choice.schedule)
+                    choice = candidates.named(self.case, self.best.having(str(way), tile))
                 if choice not in seen:
                     seen.add(choice)
                     yield choice

@@ -69,10 +69,10 @@ def default(case: Case) -> Choice:
     """The engine's own tiles, for the schedule that always runs."""
     if case.gpu and case.panels and not case.kernels:
         return Choice("panel")
-    return _named(case, Choice("flash", case.defaults))
+    return named(case, Choice("flash", case.defaults))
 
 
-def _named(case: Case, choice: Choice) -> Choice:
+def named(case: Case, choice: Choice) -> Choice:
     """A kernel whose folded axis is cut into parts is a split."""
     cut = any(cost.parts_of(case, over, tile) > 1 for over, tile in choice.tiles)
     return replace(choice, schedule="split" if cut else "flash")
@@ -94,7 +94,18 @@ def _kernels(case: Case, over: str | None) -> list[Choice]:
         own = base.tile(way)
         if own is not None:
             found += [base.having(way, t) for t in _varied(case, way, own, sizes)]
-    return [_named(case, c) for c in found]
+    if over is None:
+        found.append(_joint(case, base, found))
+    return [named(case, c) for c in found]
+
+
+def _joint(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
+    """Every kernel's own tile in the number of parts that is best for it: their costs add up."""
+    best = base
+    for way, own in base.tiles:
+        parts = {t for c in found if (t := c.tile(way)) is not None and cost.same(t, own)}
+        best = best.having(way, min(sorted(parts), key=lambda t: cost.estimate(case, base.having(way, t)).seconds))
+    return best
 
 
 def _varied(case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -168,7 +168,7 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         own = choice.tile(over) or dict(case.defaults).get(over) or (64, 64, 4, 2, 0)
         parts = _parts(own, kept, folded, case)
         instances = case.batch * -(-kept // own[0]) * parts
-        busy = min(1.0, instances / roof.processors)  # equation 3: no faster than the longest chain
+        busy = min(1.0, instances / roof.processors) * _filled(instances, own[2], roof)  # equation 3
         reuse = _reuse(own, dict(case.defaults).get(over, own))
         pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
@@ -179,11 +179,25 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
         time = pairs * pair * reuse / max(busy, 1e-9)
         time = max(time, _inputs(case, work) / roof.bandwidth) + (parts > 1) * (2 * result * parts / roof.bandwidth)
-        seconds += time + roof.launch * (1 + 6 * (parts > 1))
+        seconds += time + roof.launch * (1 + (parts > 1) * _combining(case, over))
         traffic += read + result
         flops += work.flops * pairs
         held += result * parts if parts > 1 else 0
     return Estimate(flops, traffic, seconds, held, held + _results(case, count(case)))
+
+
+def _filled(instances: int, warps: int, roof: Ceilings) -> float:
+    """The share of its rate that a processor reaches: four warps alone cannot multiply and raise powers at once."""
+    return min(1.0, 0.4 + 0.6 * max(1.0, instances / roof.processors) * warps / 8)
+
+
+# launches that put the parts of one reduction together (``engine/combine.py``)
+COMBINING = {"best": 3, "moments": 16, "pick": 1, "soft": 1, "sum": 1, "topk": 10, "user": 12}
+
+
+def _combining(case: Case, over: str) -> int:
+    """Launches that put the parts of a split walk together."""
+    return sum(COMBINING.get(r.attrs[0], 0) for r in case.fold.reductions if r.attrs[1] == over)
 
 
 def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:

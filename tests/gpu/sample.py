@@ -21,7 +21,18 @@ BOXES = {over: KernelPlan(64, 64, 4, 2, 1, 1) for over in ("cols", "rows")}  # c
 PARTS = {over: KernelPlan(64, 32, 4, 2, 3, 0) for over in ("cols", "rows")}  # walks in three parts
 TURNS = {"cols": KernelPlan(128, 128, 4, 2, 1, 2)}  # staged: copies and products by turns
 # what our kernels are called: nobody else's are watched
-KERNELS = ("_over_", "sweep_rows", "write", "side", "row_dot", "complete_rows", "add_labels", "share", "strip_maxima")
+KERNELS = (
+    "_over_",
+    "sweep_rows",
+    "write",
+    "side",
+    "row_dot",
+    "complete_rows",
+    "add_labels",
+    "share",
+    "strip_maxima",
+    "unite_softmax",
+)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The tuner and the memory contract on a GPU: real kernels, real spills, memory that really runs out."""
 
+import time
+
 import pytest
 import torch
 
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, explain, tuning
-from monoidreduce.engine import planner, triton, tuner, winners
+from monoidreduce.engine import planner, trial, triton, tuner, winners
 from monoidreduce.engine.triton import KernelPlan, source
 from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice
@@ -73,6 +75,17 @@ def test_a_graph_is_captured_with_what_won(when):
         expected = torch.autograd.grad(attention(*args).sum(), args)
     for a, b in zip(found, expected, strict=True):
         assert errors(a, b).max() < 0.05
+
+
+def test_the_hosts_time_is_not_timed():
+    x = torch.ones(100, device="cuda")
+
+    def run():
+        for _ in range(3):
+            time.sleep(3e-4)
+            x.add_(1)
+
+    assert trial.seconds(run, x.device) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["attention", "split", "loss"])

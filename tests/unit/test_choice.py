@@ -225,6 +225,15 @@ def test_unmeasured_kernels_run_by_their_own_tiles(rows):
         assert all(whole(t) == whole(own[way]) for way, t in part.choice.tiles) and len(others) > 4
 
 
+def test_every_kernels_walk_is_cut_by_itself():
+    """128 tiles of four warps leave a GPU of 132 processors half empty, in both directions of a gradient."""
+    q = torch.empty(8191, 64, dtype=torch.bfloat16, device="meta")
+    part = attention.cost(q, q, q, device="cuda").chosen.parts[-1]
+    assert part.backward and {way: tile[4] for way, tile in part.choice.tiles} == {"cols": 2, "rows": 2}
+    long = torch.empty(2**17, 64, dtype=torch.bfloat16, device="meta")
+    assert attention.cost(long, long, long, device="cuda").chosen.schedule == "flash"
+
+
 WRONG = [
     None,
     {},

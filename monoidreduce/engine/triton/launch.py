@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
-from . import boxes, deep, describe, emit, recent, skip, source, staged, topk
+from . import boxes, deep, describe, emit, recent, skip, source, staged, topk, united
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
@@ -29,6 +29,7 @@ from .tape import Leaf, Recipe
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
+_FASTER = {"soft": united.softmax}
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -197,12 +198,13 @@ class Launch:
 
     def _output(self, r: Expr, k: int) -> Form:
         shape, dtype = form(r, k, self.sizes)
-        if self.spec.split:
-            return (self.parts, *shape), dtype
+        return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
+
+    def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
+        """The type of a result as the caller will hold it: of 16-bit vectors, half the traffic."""
         vector = len(shape) > len(self.sizes.batch) + 1
-        if self.spec.narrow and vector and r.attrs[0] in ("sum", "soft") and not self.fold.raised:
-            dtype = getattr(torch, self.spec.narrow)  # as the caller will hold it: half the traffic
-        return shape, dtype
+        narrow = self.spec.narrow and vector and r.attrs[0] in ("sum", "soft") and not self.fold.raised
+        return getattr(torch, str(self.spec.narrow)) if narrow else dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs: those of a split walk combined, the lists of the best sorted."""
@@ -210,7 +212,10 @@ class Launch:
             block = self.plan.block_folded
             step = -(-self.lengths[1] // (block * self.parts)) * block
             ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-            outputs = combine(self.fold, outputs, [b - a for a, b in itertools.pairwise(ends)], ordered=True)
+            lengths = [b - a for a, b in itertools.pairwise(ends)]
+            outputs[:] = combine(self.fold, outputs, lengths, ordered=True, faster=_FASTER)  # parts are let go
+            for at, (r, _) in enumerate(self.fold.outputs):
+                outputs[at] = outputs[at].to(self._held(r, outputs[at].shape, outputs[at].dtype))
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs

@@ -1,0 +1,82 @@
+"""A softmax from those of its parts in one kernel: what torch's operations make of them."""
+
+import math
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engine import triton
+from monoidreduce.engine.combine import combine
+from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.triton import KernelPlan, united, use_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+@mr.op
+def several(q: Row["f"], k: Col["f"], v: Col["d"], b: Col):
+    s = q @ k
+    return mr.softmax_mean(s, v), mr.softmax_mean(s, b), mr.logsumexp(s)
+
+
+@mr.op
+def loss(q: Row["f"], k: Col["f"]):
+    return mr.logsumexp(q @ k)
+
+
+def parts(op, shape, width, seed=0):
+    """Results of parts as kernels leave them: rows that saw nothing in one, in all, infinity in one, NaN in one."""
+    generator = torch.Generator().manual_seed(seed)
+    made = lambda *tail: torch.randn(*shape, *tail, generator=generator)
+    columns = {attention: (width, width, width), several: (width, width, width, 0), loss: (width, width)}[op]
+    fold = op.program(*(torch.zeros(4, d) if d else torch.zeros(4) for d in columns)).passes[0].fold
+    (r,) = fold.reductions
+    log, peak = 5 * made(), 300 * made()
+    flat = log.view(shape[0], -1)
+    flat[0, 0] = -math.inf
+    if flat.shape[1] > 4:
+        flat[:, 1], flat[0, 2], flat[-1, 3] = -math.inf, math.inf, math.nan
+    means = [made(width) if v.feature is not None else made() for v in r.args[1:]]
+    seen = lambda m: torch.where((log == -math.inf).view(*log.shape, *(1,) * (m.dim() - log.dim())), 0.0, m)
+    return fold, [log + peak, *map(seen, means), log, torch.where(log.isinf(), 0.0, peak)]
+
+
+@pytest.mark.parametrize("shape", [(2, 59), (5, 2, 111), (3, 1), (64, 7)], ids=str)
+@pytest.mark.parametrize(("op", "width"), [(attention, 64), (attention, 111), (attention, 1), (several, 16), (loss, 8)])
+def test_as_torch_has_it(op, width, shape):
+    fold, stacked = parts(op, shape, width)
+    lengths = [10] * shape[0]
+    found = combine(fold, stacked, lengths, ordered=True, faster={"soft": united.softmax})
+    expected = combine(fold, [t.double() for t in stacked], lengths, ordered=True)
+    for a, b, plain in zip(found, expected, combine(fold, stacked, lengths, ordered=True), strict=True):
+        torch.testing.assert_close(a, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+def test_what_has_no_kernel_is_left_to_torch():
+    _, stacked = parts(attention, (2, 5), 8)
+    assert united.softmax([t.double() for t in stacked]) is None
+    assert united.softmax([t[:, :0] for t in stacked]) is None
+    _, wide = parts(attention, (2, 5), 2000)
+    assert united.softmax(wide) is None
+
+
+def test_results_are_of_the_same_types_as_those_of_a_whole_walk():
+    fold = several.program(*(torch.zeros(4, 16) for _ in range(3)), torch.zeros(4)).passes[0].fold
+    args = [*(torch.randn(n, 16).half() for n in (40, 70, 70)), torch.randn(70).half()]
+    sizes = Sizes(40, 70, (), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
+    found = []
+    for number in (1, 3):
+        with use_plan({"cols": KernelPlan(16, 16, 4, 1, number)}):
+            found.append(triton.run(fold, args, sizes))
+    assert {t.dtype for t in found[0]} == {torch.float16, torch.float32}
+    for whole, cut in zip(*found, strict=True):
+        assert whole.dtype == cut.dtype
+        torch.testing.assert_close(cut, whole, rtol=2e-3, atol=2e-3)
