@@ -1,7 +1,8 @@
 """What a call costs before any arithmetic: host time of tiny calls, ours against torch's own layers.
 
 ``python -m benchmarks.host`` prints a Markdown table. "Above the engine" runs the same call with an engine that hands
-back buffers made beforehand, so that only binding, checks, autograd and the torch calls around the folds are left. The
+back buffers made beforehand and kernels that are not launched, so that only binding, checks, autograd, allocations and
+the torch calls around the folds are left. The
 floor is torch's own autograd: a function that allocates its results and computes nothing. On a GPU nothing is waited
 for inside the loop: what is timed is the host. ``--profile`` says where it goes, in the caller's thread and in the
 backward's."""
@@ -22,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoidreduce import ops
-from monoidreduce.engine import frozen, registry
+from monoidreduce.engine import registry, triton
 from monoidreduce.engine.evaluate import form
+from monoidreduce.engine.triton import launch
 
 Call = Callable[..., Tensor]
 
@@ -45,7 +47,7 @@ def cases(device: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str
 
 @contextmanager
 def no_engine() -> Iterator[None]:
-    """Every engine replaced by one that returns buffers made at its first call."""
+    """Every engine replaced by one that returns buffers made at its first call, every launch by none."""
     kept = dict(registry.FOLDERS)
     made: dict[Any, list[Tensor]] = {}
 
@@ -54,13 +56,10 @@ def no_engine() -> Iterator[None]:
             made[fold] = [_zeros(r, k, sizes) for r, k in fold.outputs]
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
-    def launched(one: frozen.Pass, leaves: Any) -> frozen.Results:
-        found = stub(one.fold, leaves, one.sizes)
-        return [found[k] for k in one.shown], [found[k] for k in one.rest]
-
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
+    silent = mock.patch.object(launch, "execute", lambda call: lambda *arguments: None)
     try:
-        with mock.patch.object(frozen.Pass, "__call__", launched):
+        with silent, mock.patch.object(triton, "_READY", {}):  # another store: launches are made anew, and after it
             yield
     finally:
         registry.FOLDERS.update(kept)

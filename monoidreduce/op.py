@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .engine import agree, autocast, compiled, dtensors, gradients, known, registry, sharded
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
-from .engine.calls import Form, Plan, formed, key_of
+from .engine.calls import Form, Plan, formed
 from .engine.evaluate import Sizes
+from .engine.plans import Plans
 from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError
 from .explain import Explanation, Measured, Subject, cost_of, explain
@@ -36,8 +37,6 @@ from .stream import Prepared, Stream
 from .tuning import Tuning, tune
 
 _TRACES = 256  # kept per op, the oldest dropped
-_PLANS = 1024
-_CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
 
 
 class Op(compiled.Compiled):
@@ -58,20 +57,9 @@ class Op(compiled.Compiled):
         self.function = function
         self.parameters = declare.parameters(function)
         self.signature = inspect.signature(function)
-        kinds = [p.kind for p in self.signature.parameters.values()]
-        self._positional = sum(k is not inspect.Parameter.KEYWORD_ONLY for k in kinds)
-        self._places = {
-            name: at for at, name in enumerate(self.parameters) if kinds[at] is not inspect.Parameter.POSITIONAL_ONLY
-        }
-        self._needed = tuple(at for at, p in enumerate(self.parameters.values()) if p.default is ...)
-        self._kinds = tuple(
-            "static" if p.axis == "static" else "int" if p.python is int else "" for p in self.parameters.values()
-        )
-        self._vectors = tuple(at for at, p in enumerate(self.parameters.values()) if p.feature is not None)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
-        self._plans: dict[tuple, tuple[Plan, ...]] = {}
-        self._forms: dict[tuple, Form] = {}
+        self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
         self._lock = threading.Lock()
 
@@ -81,27 +69,22 @@ class Op(compiled.Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
-        form = self._form_of(args, kwargs)
+        form = self._plans.form(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        key = None
-        if form is not None and gradients.straight() and not autocast.anywhere() and agree.current() is None:
-            key = key_of(values, form.kinds, registry.engine(), form.order)
-            for plan in () if key is None else self._plans.get(key, ()):
-                if plan.serves(values):
-                    return plan(values)
-        return self._anew(args, kwargs, key)
+        key, plan = self._plans.find(form, values)
+        return self._anew(args, kwargs, form, key) if plan is None else plan(values)
 
-    def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+    def _anew(self, args: tuple, kwargs: dict, form: Form | None, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
             return self._divided(args, kwargs)
         device = autocast.region(args or kwargs.values())
         if device is not None:
             return autocast.run(self, self.parameters, device, args, kwargs)
-        form = None if key is None else self._form_of(args, kwargs)
-        plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
+        order = None if form is None or key is None else form.order
+        plan, bound = self._planned(args, kwargs, registry.engine(), order)
         if key is not None:
-            self._keep(key, plan)
+            self._plans.keep(key, plan)
         return plan(bound)
 
     def total(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +103,15 @@ class Op(compiled.Compiled):
         >>> torch.allclose(loss.total(x, w, label), loss(x, w, label).sum())
         True
         """
-        if torch.compiler.is_dynamo_compiling() or not self._is_wide(args, kwargs):
+        if torch.compiler.is_dynamo_compiling():
             return _summed(self(*args, **kwargs))
-        given = (*args, *kwargs.values())
+        given, form = (*args, *kwargs.values()), self._plans.form(args, kwargs)
+        key, plan = self._plans.find(form, given, "total")
+        if plan is None and not _is_wide(form, given):
+            plan = self._total(args, kwargs, form, key)
+            return _summed(self(*args, **kwargs)) if plan is None else plan(given)
+        if plan is not None:
+            return plan(given)
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
         if plain and gradients.straight() and engine != "reference":
@@ -157,11 +146,16 @@ class Op(compiled.Compiled):
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _is_wide(self, args: tuple, kwargs: dict) -> bool:
-        """Whether an argument may have features enough; asked first, for it costs nothing."""
-        form, values = self._form_of(args, kwargs), (*args, *kwargs.values())
-        given = () if form is None else [values[at] for at in form.vectors]
-        return any(isinstance(v, Tensor) and v.dim() and v.shape[-1] > panels.NARROW for v in given)
+    def _total(self, args: tuple, kwargs: dict, form: Form | None, key: tuple | None) -> Plan | None:
+        """The plan of an ordinary call's sums, where they are of numbers per row."""
+        if form is None or key is None:
+            return None
+        traced, bound, sizes, out = self._prepare(args, kwargs)
+        if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
+            return None
+        plan = Plan.of(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        self._plans.keep(key, plan)
+        return plan
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
@@ -280,27 +274,6 @@ class Op(compiled.Compiled):
         plan = Plan.of(traced, self.parameters, bound, sizes, out, engine, order)
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
-    def _form_of(self, args: tuple, kwargs: dict) -> Form | None:
-        return self._forms.get((len(args), *kwargs)) or self._form(len(args), *kwargs)
-
-    def _form(self, count: int, *names: str) -> Form | None:
-        """How calls with so many values by position and these names are read; None where they do not fit, which
-        binding explains."""
-        places = [*range(count), *(self._places.get(n, -1) for n in names)]
-        fits = count <= self._positional and all(at >= count for at in places[count:])
-        if not fits or any(at not in places for at in self._needed):
-            return None
-        order = tuple(list(self.parameters)[at] for at in places)
-        vectors = tuple(k for k, at in enumerate(places) if at in self._vectors)
-        found = self._forms[(count, *names)] = Form(order, tuple(self._kinds[at] for at in places), vectors)
-        return found
-
-    def _keep(self, key: tuple, plan: Plan) -> None:
-        with self._lock:
-            while len(self._plans) >= _PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = (plan, *self._plans.get(key, ())[: _CHOICES - 1])
-
     # An op is its function: a copy is itself, and it is pickled by name, as functions are
 
     def __copy__(self) -> Op:
@@ -373,6 +346,12 @@ class Op(compiled.Compiled):
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
         return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)
+
+
+def _is_wide(form: Form | None, values: Sequence[Any]) -> bool:
+    """Whether an argument may have features enough; asked first, for it costs nothing."""
+    given = () if form is None else [values[at] for at in form.vectors]
+    return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panels.NARROW for v in given]
 
 
 def _summed(value: Any) -> Any:

@@ -60,7 +60,7 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 def current() -> Layout | None:
     """The layout in force; none in what torch.compile traces."""
-    return None if torch.compiler.is_compiling() else _layout.get()
+    return None if torch.compiler.is_dynamo_compiling() else _layout.get()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, TopKError
 from ..program.declare import Parameter
 from ..program.expr import Expr, topological
+from .batching import broadcast
 from .evaluate import Sizes
 
 _ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
@@ -99,7 +100,7 @@ def sizes_of(
             if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
-            batch = torch.broadcast_shapes(batch, own)
+            batch = broadcast(batch, own)
         except RuntimeError:
             raise ShapeError(
                 detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..errors import NoGradientError
 from ..program.early import Early, gradients
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
@@ -27,10 +26,12 @@ from . import asked, autocast, early, library, recover
 from .arithmetic import Arithmetic
 from .evaluate import Sizes
 from .frozen import Pass, freezes
-from .gradients import Gradient, Ready, Walked, asks, plain, zero
+from .gradients import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
 from .registry import FOLDERS
+from .replay import Program
 from .script import script
 from .sides import Side
+from .steps import Steps
 
 REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
 
@@ -90,9 +91,15 @@ class Walk:
 
 
 def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
-    """A program as a function of its sizes and inputs; ``alike``: see :class:`Walk`."""
-    walk, run = Walk(engine, alike), script(program, numbers, alike).run
-    return lambda sizes, *values: run(sizes, walk, *values)
+    """A program as a function of its sizes and inputs: where calls are alike (see :class:`Walk`) by its tape."""
+    plainly, steps = walk(engine, program, numbers, alike), Steps(engine, program, numbers)
+    return Program(steps, plainly, functools.partial(walked, engine)) if alike and steps.launches else plainly
+
+
+def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
+    """The same, step by step."""
+    folder, run = Walk(engine, alike), script(program, numbers, alike).run
+    return lambda sizes, *values: run(sizes, folder, *values)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
@@ -243,11 +250,7 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
 
 def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
     """The gradients of a pass, as it was asked for."""
-    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents]):
-        raise NoGradientError(
-            detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
-            fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
-        )
+    refuse_batched(cotangents)
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))

@@ -9,7 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
+
+
+def broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that two broadcast to. Torch is asked only where they differ: its first answer imports a second's
+    worth of modules."""
+    if not one or one == other:
+        return other
+    return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
 def merge(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:

@@ -21,11 +21,14 @@ from ..program.lower import lower
 from ..program.trace import Traced
 from . import recover, reference, registry, triton
 from .arguments import padded
-from .autograd import walked
+from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
 from .frozen import freezes
+from .replay import Program
+from .rewind import totals
 from .roads import Roads
 from .script import inputs
+from .steps import Steps
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _LARGEST = 2**63
@@ -91,24 +94,31 @@ class Plan:
         out: torch.dtype | None,
         engine: str,
         order: Sequence[str] | None = None,
+        total: bool = False,
     ) -> Plan:
         """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
-        and nothing else is known of them."""
+        and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
-        names, run = _oracle(traced, sizes) if engine == "reference" else _walk(traced, values, sizes, engine, alike)
+        oracle = engine == "reference"
+        names, run = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
         return Plan(
             traced,
             sizes,
             run,
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
-            tuple(_shape(e, sizes, out) for e in traced.outputs),
+            tuple(_shape(e, sizes, out, total) for e in traced.outputs),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
         """Whether the program is the one for these numbers."""
-        return all(values[at] == v and type(values[at]) is type(v) for at, v in self.fixed)
+        for at, v in self.fixed:
+            value = values[at]
+            if value is not v and (value != v or type(value) is not type(v)):
+                return False
+        return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
         return self.traced.pack(self.results(values))
@@ -121,14 +131,28 @@ class Plan:
 
 
 def _walk(
-    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool
+    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
 ) -> tuple[tuple[str, ...], Callable]:
     """By passes: the names of the inputs, and what runs on them."""
     program = lower(traced.outputs)
-    numbers = frozenset(n for n in inputs(program) if not isinstance(values[n], Tensor))
     names, frozen = inputs(program), alike and freezes(engine, sizes)
-    passes = functools.partial(walked(engine, program, numbers, frozen), sizes)
-    return names, Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
+    rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
+    if not total:
+        return names, run
+    sums = lambda *given: totals(run(*given), sizes)
+    return names, _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+
+
+def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
+    """What runs, by launches one behind the other where it is nothing else."""
+    if not steps.launches:
+        return run
+    return functools.partial(
+        Program(steps, lambda _, *given: run(*given), functools.partial(walked, steps.engine)), sizes
+    )
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
@@ -153,14 +177,17 @@ def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any]
     return None if view(value) is value else view
 
 
-def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
-    """An output as users hold it: every axis of its kind and the whole batch; vectors in the inputs' type.
+def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) -> tuple[tuple[int, ...], torch.dtype]:
+    """An output as users hold it: every axis of its kind and the whole batch, or no axis where it is a sum of numbers
+    per row; vectors in the inputs' type.
 
     Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
     """
     tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
     tail += () if e.feature is None else (sizes.of(str(e.feature)),)
     kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
+    if total:
+        return (), kind if e.dtype == "float" else torch.int64
     return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
 
 

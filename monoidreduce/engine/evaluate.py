@@ -63,11 +63,16 @@ class Room:
         self.form, self.device = form, device
         self._model: Tensor | None = None
 
-    def __call__(self) -> Tensor:
+    @property
+    def model(self) -> Tensor:
+        """What ``empty_like`` is given."""
         if self._model is None:
             shape, dtype = self.form
             self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
-        return torch.empty_like(self._model)
+        return self._model
+
+    def __call__(self) -> Tensor:
+        return torch.empty_like(self.model if self._model is None else self._model)
 
 
 def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
@@ -115,6 +120,8 @@ class Evaluator:
     memo: dict[Expr, Value] = field(default_factory=dict)
 
     def __call__(self, e: Expr) -> Value:
+        if e in self.memo:
+            return self.memo[e]
         for n in topological([e], stop=self.memo.__contains__):
             if n not in self.memo:
                 self.memo[n] = self._node(n)

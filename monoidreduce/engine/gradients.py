@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..errors import NoGradientError
 from ..program.expr import Expr
 from ..program.lower import Lowered, lower
 from . import filtering, triton
@@ -46,6 +47,15 @@ def plain(values: Sequence[Any]) -> bool:
 def asks(values: Sequence[Any]) -> bool:
     """Whether any of these asks for a gradient."""
     return True in [isinstance(v, Tensor) and v.requires_grad for v in values]
+
+
+def refuse_batched(cotangents: Sequence[Tensor | None]) -> None:
+    """Raise for cotangents that torch's older vmap has batched."""
+    if True in [g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents]:
+        raise NoGradientError(
+            detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
+            fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
+        )
 
 
 @dataclass(frozen=True)

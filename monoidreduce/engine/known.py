@@ -9,6 +9,7 @@ or one that is itself to be differentiated, takes the ordinary road.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,6 +153,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
     return [gradients.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
 
 
-def inputs_of(outputs: tuple[Expr, ...]) -> dict[str, Expr]:
+@functools.lru_cache(maxsize=1024)
+def inputs_of(outputs: tuple[Expr, ...]) -> Mapping[str, Expr]:
     """The inputs that a program reads, by name."""
     return {str(e.attrs[0]): e for e in topological(outputs) if e.op == "input"}

@@ -8,6 +8,7 @@ to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -39,6 +40,9 @@ class Step(Protocol):
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
         """``kinds``: the types of the vectors."""
+
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        """Compute numbers of all rows, if there is a faster way than the evaluator's own."""
 
     def choose(self, room: int) -> panels.Panels | None:
         """What fits in ``room`` bytes, None where nothing does."""
@@ -84,12 +88,31 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
     """
     program = split_means(program) if maker.splits else program
     whole = Evaluator(sizes, inputs)
-    needed = set(topological(program.outputs))
+    needed = _under(program.outputs)
     for walk in walks(program):
         first = _Run(walk, whole, needed, maker, room)
         for each in [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]:
             each.run()
     return [whole(e) for e in program.outputs]
+
+
+@functools.lru_cache(maxsize=1024)
+def _under(outputs: tuple[Expr, ...]) -> frozenset[Expr]:
+    return frozenset(topological(outputs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The rows' numbers under what is fed that wait for nothing which panels bring, nor for vectors: they are computed
+    once for all rows."""
+    order = topological(feeds)
+    late = {e for e in order if e.op in ("reduce", "result") or e.feature is not None}
+    for e in order:  # arguments first
+        if not late.isdisjoint(e.args):
+            late.add(e)
+    known = [e for e in order if e.rows and not e.cols and e not in late]
+    used = {a for e in order if e not in known for a in e.args} | set(feeds)
+    return tuple(e for e in known if e in used)
 
 
 def is_wide(fold: Fold, sizes: Sizes) -> bool:
@@ -133,7 +156,7 @@ def _full(value: Any, e: Expr, sizes: Sizes) -> Tensor:
 class _Run:
     """One walk over panels: what it is fed, what it holds, what it found."""
 
-    def __init__(self, walk: Walk, whole: Evaluator, needed: set[Expr], maker: Maker, room: int):
+    def __init__(self, walk: Walk, whole: Evaluator, needed: frozenset[Expr], maker: Maker, room: int):
         self.walk, self.whole, self.needed = walk, whole, needed
         self.nodes = [list(by_reduction(s.fold.reductions, s.results).values()) for s in walk.stages]
         self.sizes = whole.sizes
@@ -142,6 +165,9 @@ class _Run:
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
         self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
+        known = _known(tuple(feeds))
+        self.step.before(known, whole)
+        self.numbers = {f: whole(f) for f in known}
         self.panel: panels.Panels | None = panels.Panels(1, 1)
         self.least, self.room = 0, room
         if self.sizes.rows and self.sizes.cols:
@@ -149,7 +175,7 @@ class _Run:
             self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
-        self.last: tuple[slice, Evaluator] | None = None
+        self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
 
     def run(self) -> None:
         if self.panel is None:
@@ -168,18 +194,22 @@ class _Run:
         for stage in self.walk.stages:
             self._gather(stage.gathers)
 
-    def local(self, rows: slice) -> Evaluator:
-        """An evaluator of these rows alone; what does not depend on rows was computed once.
+    def local(self, rows: slice) -> tuple[Evaluator, dict[Expr, Any]]:
+        """An evaluator of these rows alone, and what was fed of them; what does not depend on rows was computed once.
 
-        Panels of the same rows share it: they are parts of sums, which nothing on these panels reads."""
+        Panels of the same rows share both: they are parts of sums, which nothing on these panels reads."""
         if self.last is None or self.last[0] != rows:
-            self.last = rows, self._of_rows(rows)
-        return self.last[1]
+            self.last = rows, self._of_rows(rows), {}
+        return self.last[1:]
 
     def _of_rows(self, rows: slice) -> Evaluator:
         inputs = self.whole.inputs
         memo = dict(self.fixed)
-        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=self.fixed.__contains__):
+        for f, value in self.numbers.items():
+            memo[f] = value[rows] if isinstance(value, Tensor) and value.shape[0] > 1 else value
+        for e in topological([*(f for s in self.walk.stages for f in s.feeds)], stop=memo.__contains__):
+            if e in memo:
+                continue
             if e.op in ("input", "leaf") and e.rows:
                 value = inputs[e.attrs[0]]
                 if e.is_pair:  # given per pair, perhaps broadcast
@@ -232,10 +262,12 @@ class _Part:
 
     def __init__(self, run: _Run, rows: slice, cols: slice):
         self.run, self.rows, self.cols = run, rows, cols
-        self.local = run.local(rows)
+        self.local, self.fed = run.local(rows)
 
     def feed(self, f: Expr) -> Any:
-        value = from_layout(self.local(f), f)
+        if f not in self.fed:
+            self.fed[f] = from_layout(self.local(f), f)
+        value = self.fed[f]
         if not f.cols or not isinstance(value, Tensor):
             return value
         return value[:, self.cols] if f.rows else value[self.cols]
@@ -259,6 +291,9 @@ class TorchStep:
         self.kind = torch.bfloat16 if narrow else sizes.compute
         self.room = plan.LEAST
         self.groups = tuple(range(at, at + 1) for at in range(len(walk.stages)))
+
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        pass
 
     def choose(self, room: int) -> panels.Panels | None:
         self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles

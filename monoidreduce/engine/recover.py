@@ -73,6 +73,17 @@ def typed(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
     raise _error(reason, sizes)
 
 
+def instead(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
+    """What ``run`` returns or, where memory runs out in it, ``other``."""
+    try:
+        return run(*given)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    release(sizes.device)
+    return other(*given)
+
+
 def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
     least = "" if fold is None else f"; its results alone take {budget.shown(_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"

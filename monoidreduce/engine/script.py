@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..program.primitives import PRIMITIVES
 from .dense import REDUCERS
 from .evaluate import Sizes, cast, from_layout, to_layout
 from .hardware import row_dot
-from .sides import gather
+from .sides import Side, gather
 
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
@@ -45,14 +45,29 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 }
 
 
+class Step(NamedTuple):
+    """A fold, or the arithmetic of one side: what it is fed (names of values, or numbers) and what its results are
+    called (None: not asked for)."""
+
+    what: Fold | Side
+    feeds: tuple[str | float, ...]
+    results: tuple[str | None, ...]
+
+
 @dataclass(frozen=True)
 class Script:
-    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any."""
+    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any.
+
+    ``steps``: all that it does, where that is nothing but folds and arithmetic of one side; ``names`` are those of its
+    inputs and ``returned`` those of its outputs in there."""
 
     inputs: tuple[str, ...]
     outputs: tuple[Expr, ...]
     run: Callable[..., list[Value]]
     text: str
+    steps: tuple[Step, ...] | None
+    names: tuple[str, ...]
+    returned: tuple[str, ...]
 
 
 def inputs(program: Lowered) -> tuple[str, ...]:
@@ -100,14 +115,18 @@ class Writer:
         self.inputs: dict[str, str] = {}
         self.plain: set[Expr] = set()  # nodes whose values are Python numbers
         self.views: dict[tuple[str, str], str] = {}
+        self.steps: list[Step] = []
+        self.stepped = 0  # lines that belong to steps
 
     def script(self, names: tuple[str, ...], outputs: tuple[Expr, ...], *before: str) -> Script:
         """What was written, as a function of the inputs with these names (and of what comes before them)."""
-        returned = ", ".join(self.of(e) for e in outputs)
-        given = ", ".join(["S", *before, *(self.inputs.get(n, f"unused_{k}") for k, n in enumerate(names))])
-        text = "\n    ".join([f"def run({given}):", "C = S.compute", *self.lines, f"return [{returned}]"])
+        returned = tuple(self.of(e) for e in outputs)
+        given = tuple(self.inputs.get(n, f"unused_{k}") for k, n in enumerate(names))
+        lines = [f"def run({', '.join(['S', *before, *given])}):", "C = S.compute", *self.lines]
+        text = "\n    ".join([*lines, f"return [{', '.join(returned)}]"])
         exec(compile(text, "<script>", "exec"), self.scope)
-        return Script(names, outputs, self.scope["run"], text)
+        steps = tuple(self.steps) if self.stepped == len(self.lines) else None
+        return Script(names, outputs, self.scope["run"], text, steps, given, returned)
 
     def of(self, e: Expr) -> str:
         """The name of a node's value, written if it is not yet."""
@@ -117,19 +136,27 @@ class Writer:
         return self.names[e]
 
     def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
-        shown = tuple(k for k, nodes in enumerate(results) if nodes)
+        shown, before = tuple(k for k, nodes in enumerate(results) if nodes), len(self.lines)
         found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S, {shown})")
         for k, nodes in enumerate(results[k] for k in shown):
             for e in nodes:
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
+        self._step(fold, feeds, [self.names[nodes[0]] if nodes else None for nodes in results], before)
+
+    def _step(self, what: Fold | Side, feeds: Sequence[str], results: Sequence[str | None], before: int) -> None:
+        """Note what the lines since ``before`` are."""
+        given = tuple(self.scope.get(name, name) for name in feeds)
+        self.steps.append(Step(what, given, tuple(results)))
+        self.stepped += len(self.lines) - before
 
     def gather(self, roots: Sequence[Expr]) -> None:
         """Write what can be done together as one step each."""
         for side, fed, outputs in gather(roots, frozenset(self.names)):
-            names = [self.of(e) for e in fed]
+            names, before = [self.of(e) for e in fed], len(self.lines)
             found = self._line(f"folder.side({self._keep(side)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):
                 self.names[e] = self._line(f"{found}[{k}]")
+            self._step(side, names, [self.names[e] for e in outputs], before)
 
     def _line(self, expression: str) -> str:
         self.lines.append(f"v{len(self.lines)} = {expression}")

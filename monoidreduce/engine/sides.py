@@ -17,7 +17,8 @@ from ..program.philox import DRAWS
 from ..program.primitives import PRIMITIVES
 from ..program.pull import pull
 
-_FEW = 2  # nodes from which on one kernel is better than torch's own
+_FEW = 2  # torch's calls from which on one kernel is better than they
+_CALLS = {"spread": 0, "word": 12}  # that a node takes, where it is not one
 _PER_PAIR = {*DRAWS} - {"word"}
 _FREE = ("const", "nan", "size", "row_index", "col_index")  # known without being given
 
@@ -52,7 +53,7 @@ def gather(roots: Sequence[Expr], there: frozenset[Expr]) -> list[Gathered]:
 def _gathered(axis: str, order: Sequence[Expr], roots: Sequence[Expr]) -> Gathered | None:
     inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
     inside -= _behind(order, inside)
-    if sum(e.op != "spread" for e in inside) < _FEW:
+    if sum(_CALLS.get(e.op, 1) for e in inside) < _FEW:
         return None
     used = {a for e in order if e not in inside for a in e.args}
     outputs = tuple(e for e in order if e in inside and (e in used or e in roots))

@@ -29,7 +29,7 @@ class Stage:
     results: tuple[tuple[Expr, ...], ...]
     gathers: Pass | None
 
-    @property
+    @functools.cached_property
     def products(self) -> list[tuple[Expr, Expr]]:
         """(leaf, product) of the products it reads."""
         return [(e, f) for e, f in zip(self.fold.leaves, self.feeds, strict=True) if f.op == "dot"]
@@ -41,7 +41,7 @@ class Walk:
 
     stages: tuple[Stage, ...]
 
-    @property
+    @functools.cached_property
     def products(self) -> list[Expr]:
         return list(dict.fromkeys(f for s in self.stages for _, f in s.products))
 

@@ -156,20 +156,18 @@ def attention(
     if scale is None:  # without features every score is 0, and so is the scale's part in it
         features = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
         scale = 1 / math.sqrt(max(features, 1))
-    options: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    if softcap is not None:
-        checks.positive("softcap", softcap)
+    options: dict[str, Any] = dict(_chosen(causal, is_causal, window, softcap, dropout_p))
     for name, matrix in (("bias", bias), ("attn_mask", attn_mask)):
         if matrix is not None:
             options[name] = _matrix(name, matrix, boolean=name == "attn_mask")
             options["mask"] = "adds" if matrix.dtype is not torch.bool else "hides" if mask_hides else "shows"
-    options["causal"], options["lower_right"] = _alignment(causal, is_causal)
-    options["left"], options["right"] = _limits(window)
+    for name, per_head in (("softcap", softcap), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None:
+            options[name] = per_head
     if lengths is not None:
         options["lengths"] = grouping.lengths("lengths", lengths, k, q)
     if documents is not None:
         options["row_documents"], options["col_documents"] = _documents(documents, q, k)
-    checks.between("dropout_p", dropout_p, 0, 1)
     if dropout_p > 0:
         checks.whole("seed", 0 if seed is None else seed)
         options["seed"] = checks.drawn_seed() if seed is None else seed
@@ -177,7 +175,7 @@ def attention(
     layout = grouping.Groups.of(q, k, v) if enable_gqa else None
     if layout is not None:
         q, k, v, options = layout.split(q, k, v, options)
-    result = _attention(q, k, v, scale, bool(return_lse), **checks.said(options))
+    result = _attention(q, k, v, scale, bool(return_lse), **options)
     return result if layout is None else layout.merged(result)
 
 
@@ -254,6 +252,16 @@ def document_ids(lengths: Tensor) -> Tensor:
 
 
 # Options --------------------------------------------------------------------------------------------------------------
+
+
+@checks.once
+def _chosen(causal: Any, is_causal: Any, window: Any, softcap: Any, dropout_p: Any) -> dict[str, Any]:
+    """What is chosen by numbers and names, checked, without what is left out."""
+    if softcap is not None:
+        checks.positive("softcap", softcap)
+    checks.between("dropout_p", dropout_p, 0, 1)
+    (lower, last), (left, right) = _alignment(causal, is_causal), _limits(window)
+    return checks.said({"causal": lower, "lower_right": last, "left": left, "right": right})
 
 
 def _matrix(name: str, value: Any, boolean: bool) -> Tensor:

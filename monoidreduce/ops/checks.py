@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine import agree, autocast
-from ..engine.gradients import plain
+from ..engine.gradients import PLAIN, plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]
@@ -71,6 +71,44 @@ def between(name: str, value: Any, least: float, most: float) -> None:
 
 def _shown(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_MOST = 256
+
+
+def once(check: Callable) -> Callable:
+    """A check that looks at types, shapes, devices and choices alone, done once for equal ones; its answer is kept."""
+    known: dict[tuple, Any] = {}
+
+    @functools.wraps(check)
+    def checked(*given: Any) -> Any:
+        key = _looked(given)
+        if key is None:
+            return check(*given)
+        if key not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            known[key] = check(*given)
+        return known[key]
+
+    return checked
+
+
+def _looked(given: tuple) -> tuple | None:
+    """All that such a check depends on; None where that is not said cheaply."""
+    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agree.current() is not None:
+        return None
+    found: list[Any] = []
+    for value in given:
+        kind = type(value)
+        if kind in PLAIN:
+            found += (value.dtype, value.shape, value.device)
+        elif kind in _PLAIN:
+            found += (kind, value)
+        else:
+            return None
+    return tuple(found)
 
 
 # Tensors
@@ -168,7 +206,8 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
 
     ``first``: where the target begins in what the user gave, for the message.
     """
-    flat = target.reshape(-1).long()
+    flat = target if target.dim() == 1 else target.reshape(-1)
+    flat = flat if flat.dtype is torch.int64 else flat.long()
     if not visible(flat):
         return Labels(flat, False)
     count = agree.whole(flat.numel(), count)[1] if agree.divides_cols() else count
@@ -230,7 +269,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 
 def flat(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
-    shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
+    shared = not columns or all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

@@ -179,20 +179,17 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, weight, target, return_lse=True).lse.shape
     torch.Size([6])
     """
-    checks.reduction(reduction)
-    head = heads.check(x, weight, bias, softcap, temperature)
-    given = checks.is_distribution(x, weight, target)
-    _check(x, weight, target, given, class_weights, ignore_index, label_smoothing, z_loss, token_weights, shift)
+    head = (x, weight, bias, softcap, temperature)
+    given = _check(*head, target, class_weights, ignore_index, label_smoothing, z_loss, token_weights, reduction, shift)
     if shift:
         x, target, token_weights = _next_tokens(x, target, token_weights, int(shift), given)
     options = {
         "smoothing": label_smoothing or None,
         "z_loss": z_loss or None,
         "class_weights": class_weights,
-        "lse": bool(return_lse),
-        "accuracy": bool(return_accuracy),
-        **head,
+        **heads.options(bias, softcap, temperature),
     }
+    options = checks.said(options) | {"lse": bool(return_lse), "accuracy": bool(return_accuracy)}
     rows, kept, alone = checks.flat(x), None, False
     if given:
         found = _of_probabilities(rows, weight, checks.flat(target), options)
@@ -221,18 +218,26 @@ True
 """
 
 
+@checks.once
 def _check(
-    x: Tensor,
-    weight: Tensor,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    softcap: Any,
+    temperature: Any,
     target: Any,
-    given: bool,
     class_weights: Any,
     ignore_index: Any,
     label_smoothing: Any,
     z_loss: Any,
     token_weights: Any,
+    reduction: Any,
     shift: Any,
-) -> None:
+) -> bool:
+    """Check all but the labels; whether the target is given as probabilities."""
+    checks.reduction(reduction)
+    heads.check(x, weight, bias, softcap, temperature)
+    given = checks.is_distribution(x, weight, target)
     checks.between("label_smoothing", label_smoothing, 0, 1)
     checks.between("z_loss", z_loss, 0, math.inf)
     checks.whole("shift", shift, least=0)
@@ -253,6 +258,7 @@ def _check(
             )
     else:
         checks.classes(x, weight, target)
+    return given
 
 
 def _next_tokens(x: Tensor, target: Tensor, weights: Tensor | None, shift: int, given: bool) -> tuple[Any, Any, Any]:
@@ -270,20 +276,17 @@ def _of_labels(
     its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
-    near = None
-    if options["smoothing"] is not None and heads.careful(rows) and len(weight) and not agree.divides_cols():
-        near = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
+    if "smoothing" in options and heads.careful(rows) and len(weight) and not agree.divides_cols():
+        options["near"] = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
-    head = {name: options[name] for name in ("lse", "accuracy")}
-    options = checks.said({**options, "near": near, "lse": None, "accuracy": None})
     if reduction == "none":
-        return _against_classes(rows, weight, index, ignore_index, all_count, **head, **options), kept
+        return _against_classes(rows, weight, index, ignore_index, all_count, **options), kept
     share: Any = None
-    if reduction == "mean" and "class_weights" not in options and len(rows):
-        wide = torch.promote_types(rows.dtype, torch.float32)
+    if reduction == "mean" and "class_weights" not in options and rows.shape[0]:
+        wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
         share = 1 / len(rows) if all_count else hardware.share(index, ignore_index, wide)
         options["share_of_row"] = share
-    sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **head, **options)
+    sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **options)
     if share is not None:
         return {"mean": sums["loss"]}, kept
     if all_count and "share" not in sums:
@@ -330,9 +333,9 @@ def _argmax(given: mr.Pair):
 def _near(rows: Tensor, weight: Tensor, best: Tensor, options: dict[str, Any]) -> Tensor:
     """The logit of each row's likeliest class, a constant: measured from there, no loss is a gap of large numbers."""
     s = (rows * weight[best]).sum(-1)
-    if options["bias"] is not None:
+    if "bias" in options:
         s = s + options["bias"][best]
-    s = heads.capped(s, options["softcap"], options["temperature"])
+    s = heads.capped(s, options.get("softcap"), options.get("temperature"))
     return torch.where(s.isfinite(), s, 0.0)
 
 

@@ -74,5 +74,10 @@ def check(x: Any, weight: Any, bias: Any, softcap: Any, temperature: Any = 1.0, 
     if softcap is not None:
         checks.positive(f"{prefix}softcap", softcap)
     checks.positive("temperature", temperature)
+    return options(bias, softcap, temperature)
+
+
+def options(bias: Any, softcap: Any, temperature: Any) -> dict[str, Any]:
+    """What an op is given of a head that was checked: None where nothing changes."""
     plain = not isinstance(temperature, Tensor) and temperature == 1
     return {"bias": bias, "softcap": softcap, "temperature": None if plain else temperature}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from . import budget
 from . import tiles as tiling
 from .ceilings import Ceilings
 from .choice import Choice
@@ -221,7 +222,7 @@ def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
 
 
 def _panel(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (_ROOM,)
+    (room,) = choice.tile("room") or (min(_ROOM, budget.asked() or _ROOM),)
     return panels(case, count(case), room)
 
 

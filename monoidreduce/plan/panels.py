@@ -62,13 +62,15 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
 def blocks(rows: int, cols: int, pair: int, room: int, each: int) -> Panels | None:
     """Few blocks of rows one after the other, each with all columns, some at a time.
 
-    Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block."""
+    Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block. Of
+    numbers of blocks the one whose panels are longest along their shorter side: products of both are then large."""
+    found: list[Panels] = []
     for count in range(2, ADDS + 1):
-        own = _even(rows, -(-rows // count))
-        part = (room - own * each) // (own * pair)
+        own = min(rows, -(-rows // count // ROUND) * ROUND)
+        part = (room - own * each) // max(1, own * pair)
         if own * each <= room // 2 and part >= min(ROUND, cols):
-            return Panels(own, _even(cols, part), outer="rows")
-    return None
+            found.append(Panels(own, _even(cols, part), outer="rows"))
+    return max(found, key=lambda p: min(p.rows, p.cols), default=None)
 
 
 def _even(length: int, most: int) -> int:

@@ -82,7 +82,7 @@ def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
 
 def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
     s = x.gate()
-    return (g * (s * (1 + x * (1 - s))),)
+    return (g * (s + y * (1 - s)),)
 
 
 _P = Primitive

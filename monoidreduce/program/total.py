@@ -8,6 +8,7 @@ of pairs takes both from the same pairs. Nothing is written per layer: passes ar
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import build
@@ -43,14 +44,9 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
     asked = set(wrt)
     floats = [k for k, e in enumerate(forward.outputs) if e.dtype == "float"]
     moving = [k for k in floats if not asked.isdisjoint(topological([forward.outputs[k]]))]
-    nodes = [n for p in forward.passes for users in p.results for n in users]
     found = []
     for k in moving:
-        cotangents: dict[Expr, Expr] = {}
-        _pull_into(cotangents, [(forward.outputs[k], ONE)], [*wrt, *nodes])
-        for p in reversed(forward.passes):
-            _pull_into(cotangents, _of_feeds(p, cotangents, [*wrt, *nodes]), [*wrt, *nodes])
-        grads = [cotangents.get(e) for e in wrt]
+        grads = pulled(forward, [(forward.outputs[k], ONE)], wrt)
         if any(g is not None for g in grads):
             found.append((k, grads))
     if len(found) != 1:
@@ -60,6 +56,18 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
     if any(r.attrs[0] == "pair" for p in program.passes for r in p.fold.reductions):  # as large as the pairs
         return None
     return Total(program, k, tuple(g is not None for g in grads))
+
+
+def pulled(forward: Lowered, seeds: list[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
+    """The gradients of inputs, given cotangents of outputs: passes are pulled back one by one, last first.
+
+    What they need of a pass's results stands there as the forward computes it."""
+    targets = [*wrt, *(n for p in forward.passes for users in p.results for n in users)]
+    cotangents: dict[Expr, Expr] = {}
+    _pull_into(cotangents, seeds, targets)
+    for p in reversed(forward.passes):
+        _pull_into(cotangents, _of_feeds(p, cotangents, targets), targets)
+    return [cotangents.get(e) for e in wrt]
 
 
 def _pull_into(cotangents: dict[Expr, Expr], seeds: list[tuple[Expr, Expr]], targets: list[Expr]) -> None:
@@ -82,6 +90,17 @@ def _summed(g: Expr, root: Expr, target: Expr) -> Expr:
     return g
 
 
+def of_pass(p: Pass) -> list[Expr]:
+    """A pass's results as the program's own nodes."""
+    reductions = substitute(p.fold.pure, dict(zip(p.fold.leaves, p.feeds, strict=True)))
+    made = [
+        result(r, k, feature, dtype)
+        for r in reductions
+        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
+    ]
+    return [users[0] if users else m for users, m in zip(p.results, made, strict=True)]
+
+
 def _of_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> list[tuple[Expr, Expr]]:
     """The cotangents of what is fed to a pass, given those of its results."""
     pulled = [[cotangents[n] for n in users if n in cotangents] for users in p.results]
@@ -91,13 +110,7 @@ def _of_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> lis
     asked = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
     results, grads, outputs = gradient(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
     replace = dict(zip(p.fold.leaves, p.feeds, strict=True))
-    reductions = substitute(p.fold.pure, replace)
-    made = [
-        result(r, k, feature, dtype)
-        for r in reductions
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-    ]
-    replace |= {leaf: users[0] if users else m for leaf, users, m in zip(results, p.results, made, strict=True)}
+    replace |= dict(zip(results, of_pass(p), strict=True))
     replace |= {leaf: g for leaf, g in zip(grads, given, strict=True) if g is not None}
     found = [(feed, g) for feed, g in zip(p.feeds, outputs, strict=True) if g is not None]
     return list(zip([f for f, _ in found], substitute(tuple(g for _, g in found), replace), strict=True))

@@ -94,3 +94,64 @@ def test_other_streams_and_no_gradients():
     with mr.use(precision="tf32"):
         ops.attention(*args)
     assert torch.equal(ops.attention(*args), wanted)
+
+
+def everything(args, *rest):
+    y = ops.attention(*args, *rest)
+    return [y, *torch.autograd.grad(y, args, torch.cos(y.detach()))]
+
+
+def assert_equal(found, wanted):
+    assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
+
+
+def test_gradients_are_added_and_graphs_used_twice():
+    args = drawn((2, 64, 64), (2, 80, 64), (2, 80, 64))
+    _, *wanted = everything(args)
+    for _ in range(2):
+        y = ops.attention(*args)
+        y.backward(torch.cos(y.detach()), retain_graph=True)
+        y.backward(torch.cos(y.detach()))
+    for a, w in zip(args, wanted, strict=True):
+        assert torch.allclose(a.grad, 4 * w, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_kept_may_travel():
+    """To the host and back: another place, of the same form."""
+    args = drawn((2, 64, 64), (2, 80, 64), (2, 80, 64))
+    wanted = everything(args)
+    for _ in range(2):
+        with torch.autograd.graph.save_on_cpu():
+            y = ops.attention(*args)
+        assert_equal([y, *torch.autograd.grad(y, args, torch.cos(y.detach()))], wanted)
+
+
+def test_whoever_watches_launches_is_told():
+    hooks = pytest.importorskip("triton").knobs.runtime
+    args = drawn((2, 64, 64), (2, 80, 64), (2, 80, 64))
+    wanted, seen = everything(args), []
+    tell = lambda metadata: seen.append(metadata.get()["name"])
+    hooks.launch_enter_hook.add(tell)
+    try:
+        assert_equal(everything(args), wanted)
+    finally:
+        hooks.launch_enter_hook.remove(tell)
+    assert seen == ["fold_over_cols", "side", "fold_over_cols", "fold_over_rows"]
+    assert_equal(everything(args), wanted)
+    assert len(seen) == 4
+
+
+def test_in_a_region_of_autocast():
+    args = drawn((2, 64, 64), (2, 80, 64), (2, 80, 64))
+    wanted = everything(args)
+    y = ops.attention(*args)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert_equal([y, *torch.autograd.grad(y, args, torch.cos(y.detach()))], wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 111, 4096, 4097])
+def test_the_sum_of_a_loss(rows):
+    """Few rows are added up by a launch of ours, many by torch."""
+    target = torch.randint(0, 50, (rows,), device="cuda")
+    ours = lambda x, w: ops.cross_entropy(x, w, target)
+    assert_same(ours, lambda x, w: F.cross_entropy(x @ w.T, target.cpu()), drawn((rows, 32), (50, 32)), 2e-5)

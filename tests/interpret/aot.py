@@ -112,7 +112,7 @@ def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
 
 
 def _labelled(d: int, cols: int) -> Callable[[torch.dtype], tuple]:
-    return lambda t: (torch.zeros(96, d, dtype=t), torch.zeros(96, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
+    return lambda t: (torch.zeros(128, d, dtype=t), torch.zeros(128, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
 
 
 @dataclass(frozen=True)

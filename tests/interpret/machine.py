@@ -127,6 +127,7 @@ class Machine:
             DotOperandLayout=nothing,
             BlockedLayout=nothing,
             SliceLayout=nothing,
+            SwizzledSharedLayout=nothing,
             program_id=lambda axis: self.program,
             cdiv=lambda a, b: -(-a // b),
             cast=lambda x, kind: x,
@@ -142,12 +143,14 @@ class Machine:
             load=self.load,
             store=self.store,
             allocate_shared_memory=lambda kind, shape, layout: Shared(
-                [Barrier() for _ in range(shape[0])] if kind is torch.int64 else torch.full(shape, math.nan, dtype=kind)
+                [Barrier() for _ in range(shape[0])]
+                if layout is Barrier
+                else torch.full(shape, _unset(kind), dtype=kind)
             ),
             warp_specialize=self.warp_specialize,
         )
         mbarrier = SimpleNamespace(
-            MBarrierLayout=nothing,
+            MBarrierLayout=lambda: Barrier,
             init=lambda bar, count: bar.__dict__.update(count=count, missing=count),
             wait=lambda bar, phase: bar.wait(phase),
             arrive=lambda bar: bar.arrived(1, 0),
@@ -218,12 +221,33 @@ class Machine:
             raise errors[0]
 
 
+def _unset(kind):
+    """What nobody may read."""
+    return math.nan if kind.is_floating_point else 12345
+
+
+def assembled(text):
+    """What the parts of a text do that are written for the assembler, or for layouts."""
+    above = re.search(r"setp.hi.u32 p, t, (\d+);", text)
+
+    def tossed(weight, row, col):
+        product = (row.long() * col.long()) & 0xFFFFFFFF
+        return torch.where(product > int(above[1]), weight, 0.0)
+
+    def apart(at, start, like):
+        return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
+
+    same = lambda block: block
+    return {"weighed": same, "packed": same, "tossed": tossed, "apart": apart}
+
+
 def execute(call):
     """Run a staged launch: every program, one after another."""
     machine = Machine()
     names = machine.names()
     text = re.sub(r"(?m)^(import|from|copy =) .*$", "", call.kernel.text)
     exec(compile(text, "kernel", "exec"), names)
+    names |= assembled(text)
     constants = call.constants(SimpleNamespace(tl=names["tl"])).values()
     arguments = [
         Pointer.to(a) if isinstance(a, torch.Tensor) else Box(a) if hasattr(a, "block_shape") else a

@@ -20,6 +20,7 @@ SMALL = {
     "write_known": KernelPlan(16, 32, 4, 1),
     "write_spare": KernelPlan(16, 16, 4, 1),
     "guess_peaks": KernelPlan(16, 16, 4, 1),
+    "pick_own": KernelPlan(1, 64, 4, 1),
     "write_guessed": KernelPlan(16, 32, 4, 1),
     "close_rows": KernelPlan(16, 16, 4, 1),
 }
@@ -97,7 +98,7 @@ def plain_head(target, bias):
     return loss
 
 
-GUESSED = ["guess_peaks", "write_guessed", "close_rows", "write_spare"]
+GUESSED = ["guess_peaks", "write_guessed", "pick_own", "close_rows", "write_spare"]
 
 
 @pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])

@@ -8,7 +8,7 @@ import monoidreduce as mr
 from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sweep
+from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sides, sweep
 from monoidreduce.engine.walks import walks
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
@@ -80,6 +80,32 @@ def test_every_way_to_cut_the_pairs(dtype, limit, used, seed):
     truth = pulled(plain, cast(args, torch.float64), target)
     assert_error_rule([(got, pulled(plain, args, target), truth)], factor=3.0)
     assert [(p.rows, p.cols) for p in used] == SIZES[dtype][limit]
+
+
+@mr.op
+def counted_loss(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, ignored: int):
+    s = x @ w
+    value = mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+    return torch.where((target == ignored) | (target < 0), 0.0, value * 0.5)
+
+
+def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, seed):
+    """What a gradient multiplies rows by, where it waits for no panel: one kernel, however many panels there are."""
+    launched = []
+    original = sides.Launch.__call__
+    monkeypatch.setattr(sides.Launch, "__call__", lambda self, leaves: launched.append(1) or original(self, leaves))
+    x, w = (torch.randn(s, 5) for s in (14, 37))
+    target = torch.randint(37, (14,))
+    target[3:6] = 36
+    with mr.use(engine="triton"), mr.budget(900):
+        got = pulled(lambda x, w, t: counted_loss.total(x, w, t, 36), [x, w], target)
+
+    def plain_loss(x, w, target):
+        return 0.5 * F.cross_entropy(x @ w.mT, target, ignore_index=36, reduction="sum")
+
+    truth = pulled(plain_loss, [x.double(), w.double()], target)
+    assert_error_rule([(got, pulled(plain_loss, [x, w], target), truth)], factor=3.0)
+    assert [p.count(14) for p in used] == [4] and len(launched) == 1
 
 
 def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):

@@ -98,8 +98,7 @@ def by_turns(monkeypatch):
     assert len(seen) == 1
 
 
-# the machine has no integers of 32 bits without a sign, of which dropout makes its coins
-@pytest.mark.parametrize("case", [c for c in TRIED if "dropout_p" not in c.options], ids=repr)
+@pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
 

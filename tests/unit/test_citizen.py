@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -150,6 +152,19 @@ def test_eight_threads_on_a_first_call():
     for t in threads:
         t.join()
     assert not failures, failures[0]
+
+
+FIRST = """
+import sys, torch, monoidreduce as mr
+q, k = (torch.randn(2, 3, n, 16, requires_grad=True) for n in (50, 60))
+with mr.use(engine="eager"):
+    mr.ops.attention(q, k, k).sum().backward()
+assert "sympy" not in sys.modules, "it takes a second to import"
+"""
+
+
+def test_a_first_call_imports_nothing_slow():
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
 def test_the_host_does_little(monkeypatch):

@@ -166,6 +166,15 @@ def test_panels_hold_what_they_were_predicted_to():
     assert cost.estimate(case, choice).flops == real.flops
 
 
+def test_panels_without_a_room_of_their_own_have_the_budget():
+    layer = BY_NAME["cross_entropy"]
+    case = layer.op.cost(*asking(layer, 500, 600), backward=False)["flash"].parts[0].case
+    asked = Choice("panel", (("room", (600_000,)),))
+    with mr.budget(600_000):
+        assert cost.estimate(case, Choice("panel")) == cost.estimate(case, asked)
+    assert cost.estimate(case, Choice("panel")).held > cost.estimate(case, asked).held
+
+
 @mr.op
 def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
     return mr.softmax_mean(q @ k, v)

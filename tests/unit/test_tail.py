@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from monoidreduce.plan import panels
 from monoidreduce.plan.tail import COLS, ROWS, tail
 
 LARGE = [
@@ -52,3 +53,19 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
 )
 def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
     assert tail(cols, line, column, totals, room, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "features", "room"), [(32_768, 512, 64_000_000), (65_536, 768, 64_000_000), (5000, 300, 10**7)]
+)
+def test_blocks_are_as_long_as_wide_and_fit(length, features, room):
+    """Column totals are rounded a few times at most; of the ways to cut, the one with the longest shorter side."""
+    found = panels.blocks(length, length, 2, room, 4 * features)
+    assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
+    assert 2 <= found.count(length) <= panels.ADDS
+    for count in range(2, panels.ADDS + 1):
+        rows = -(-length // count // 128) * 128
+        cols = (room - rows * 4 * features) // (2 * rows)
+        assert (
+            rows * 4 * features > room // 2 or min(rows, cols) < min(found.rows, found.cols) + 256
+        )  # but for rounding

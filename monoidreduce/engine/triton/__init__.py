@@ -34,13 +34,18 @@ from . import deep, describe, launch, rows, sides, source, topk
 from .describe import as_for
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
+from .record import record
 from .spec import TINY, WIDEST, Unsupported, padded
+from .tape import Buffer, Recipe, Recorded, Tape
 
 __all__ = [
+    "Buffer",
     "KernelPlan",
     "KernelStep",
     "Parted",
     "Ready",
+    "Recorded",
+    "Tape",
     "Unsupported",
     "as_for",
     "available",
@@ -48,6 +53,7 @@ __all__ = [
     "kind",
     "overrides",
     "ready",
+    "record",
     "run",
     "run_deep",
     "runs_on",
@@ -78,7 +84,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return available() and (device.type == "cuda" or _interpreted.said() == "1")
+    return (device.type == "cuda" or _interpreted.said() == "1") and available()
 
 
 def run(
@@ -234,6 +240,17 @@ class Ready:
         for one in self.launches:
             found += one(leaves, merged)
         return [found[k] for k in self.order]
+
+    def recipes(self) -> list[tuple[list[int], Recipe | None]] | None:
+        """Which results each launch makes, and how it is launched again; None where something else is done too."""
+        if self.picks:
+            return None
+        found, first = [], 0
+        for one in self.launches:
+            count = len(one.outputs)
+            found.append(([self.order.index(first + k) for k in range(count)], one.recipe() if one.grid else None))
+            first += count
+        return found
 
 
 class Parted:

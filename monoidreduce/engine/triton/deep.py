@@ -65,7 +65,10 @@ def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
             found[(kept, folded, "deep")] = product(v, kept, folded)
     lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
     cuts = {key: [f"{name}_{k}" for k in range(STRIPS)] for key, name in found.items()}
-    lines += [f"{', '.join(cuts[key])} = quartered({name})" for key, name in found.items()]
+    for key, name in found.items():
+        lines += [f"{name}_first, {name}_last = halved({name})"]
+        lines += [f"{', '.join(cuts[key][:2])} = halved({name}_first)"]
+        lines += [f"{', '.join(cuts[key][2:])} = halved({name}_last)"]
     for k in range(STRIPS):
         v.loop(v.masked)
         v.inner |= {key: names[k] for key, names in cuts.items()}
@@ -89,8 +92,12 @@ def product(v: Values, kept: Expr, folded: Expr) -> str:
     else:
         _by_pointers(v, kept, folded, total)
     if rounds(v.spec):
-        v.inside.append(f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it")
+        v.inside.append(rounded(total))
     return total
+
+
+def rounded(total: str) -> str:
+    return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 
 def _loop(total: str, width: int, blocks: list[str]) -> list[str]:

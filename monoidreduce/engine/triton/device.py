@@ -305,25 +305,9 @@ def floor_divide(a, b):
         return tl.where((a - q * b != 0) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def paired_tanh(x):
-    # one instruction for two numbers, in float16: exact to 2**-10, which is less than products of bfloat16 lose
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.f32 both, $3, $2; tanh.approx.f16x2 both, both; "
-        "mov.b32 {low, high}, both; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-        "=f,=f,f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
-
-
-def quartered(x):
-    # the columns of a tile in four runs
-    first, last = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-    a, b = tl.split(tl.permute(tl.reshape(first, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
-    c, d = tl.split(tl.permute(tl.reshape(last, [x.shape[0], 2, x.shape[1] // 4]), (0, 2, 1)))
-    return a, b, c, d
+def halved(x):
+    # the columns of a tile in two runs
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 def highest(a, b):

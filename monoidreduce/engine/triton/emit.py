@@ -55,7 +55,6 @@ class Kernel:
     state_width: int = 0  # features of the running sums
     kept_blocks: int = 0
     exact: bool = True  # whether its float32 products are
-    few_width: int = 0  # features of the running sums that are held one by one
     powers: bool = False  # whether it raises powers
     bounds: bool = False  # whether it is told which tiles to visit
     short: bool = False  # whether walks are: several conditions, or data, say what is seen
@@ -119,7 +118,6 @@ def kernel(spec: Spec) -> Kernel:
         v.state_width,
         len(kept),
         spec.exact,
-        v.few_width,
         "tl.exp2(" in text,
         spec.bounds,
         any(e.op == "logical_and" or (e.op == "leaf" and spec.folds(e)) for e in topological(truths)),
@@ -380,7 +378,9 @@ def _copied(text: str) -> list[str]:
     wanted: set[str] = set()
     stack = [text]
     while stack:
-        new = library.keys() & set(re.findall(r"(?<![\w.])\w+", stack.pop())) - wanted
+        here = re.sub("#.*", "", stack.pop())
+        named = set(re.findall(r"(?<![\w.])(\w+)[()]", here))  # called, or given to a reduction
+        new = library.keys() & named - wanted
         wanted |= new
         stack += [library[name] for name in new]
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]

@@ -28,18 +28,19 @@ from .late import Late, late
 from .plan import KernelPlan
 from .rest import Rest
 from .spec import WIDEST, Spec
-from .write import PIECES, Task, kernel, reads
+from .write import BY_ROWS, HALVES, Task, kernel, reads
 
 # A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
-# while the other writes. (Of 768 features these took 2 to 5 % less of all, of 2304 and 4096 no less.)
+# while the other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)
 PLANS = {
     "write_known": KernelPlan(128, 256, 8, 4),
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
+    "pick_own": KernelPlan(1, 1024, 4, 1),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-SHALLOW = {"write_known": KernelPlan(128, 128, 8, 3), "write_guessed": KernelPlan(128, 128, 4, 3)}
+SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
@@ -98,10 +99,12 @@ class _Ready:
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
         plan = self.plans["write_guessed" if whole.guesses else "write_known"]
         self.turns = -(-here.cols // plan.block_folded)
-        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // PIECES))
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES))
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width)
+        if name == "pick_own":
+            return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
         return replace(found, block_kept=kept, block_folded=folded)
@@ -115,13 +118,15 @@ class _Ready:
         guesses, picked, factors, hits = empty(4, padded, dtype=torch.float32)[:, :rows]
         marks, targets = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
         tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
+        late = self.whole.task.late
         self._launch("guess_peaks", [guesses], values)
-        self._launch("write_guessed", [box, guesses, tops, sums, padded, picked], values)
+        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
+        if late is not None and late.target is not None:
+            self._launch("pick_own", [picked], values)
         close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
         self._launch("close_rows", close, values, self.turns)
         values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
         self._launch("write_spare", [out, out.stride(0), marks], values)
-        late = self.whole.task.late
         if late is None or late.hit is None:
             return Rest(factors)
         return Rest(factors, hits, targets, late.distinct)
@@ -140,13 +145,21 @@ class _Ready:
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
-        task, here, plan = self.whole.task, self.here, self.plans[name]
-        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in reads(name, task))
+        plan = self.plans[name]
+        written = kernel(name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
+        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
+        order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
+        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
+
+    def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
+        here = self.here
+        wanted = reads(name, self.whole.task)
+        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
         under = set(topological(numbers))
         fold = Fold(tuple(e for e in values if e in under), numbers)
         types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
-        copied = () if name == "close_rows" else self.copied
-        spec = Spec(
+        copied = () if name in BY_ROWS else self.copied
+        return Spec(
             fold,
             "cols",
             types,
@@ -162,10 +175,6 @@ class _Ready:
             raw=self.whole.guesses,
             boxes=tuple(() if e in copied else None for e in fold.leaves),
         )
-        written = kernel(name, task, spec, masked=here.cols % plan.block_folded != 0)
-        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
-        order = tuple(e for e in written.leaves if e in copied)
-        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
 
 
 @functools.lru_cache(maxsize=1024)

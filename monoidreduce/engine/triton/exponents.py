@@ -146,8 +146,7 @@ class Exponents:
         text = None if core is whole or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
         if e.op == "div":
             return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
-        text = self._primitive(e, [text or self.argument(whole, "float")])
-        return text.replace("native", "paired") if self.spec.narrow == "bfloat16" else text
+        return self._primitive(e, [text or self.argument(whole, "float")])
 
     def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
         """A constant times (or over) numbers, as a literal or a name bound before the loop."""
@@ -155,3 +154,25 @@ class Exponents:
             return literal(constant)
         text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
         return self.bind(("factor", constant, numbers), text, False)
+
+    # Distances
+
+    def gap(self, a: Expr, want: str) -> str | None:
+        """The distance of a kept index from a folded one, or how far it lies above it, where float32 is wanted.
+
+        Both count from the tile's first index, so that float32 holds them; beyond 2²⁴ a distance is rounded anyway."""
+        if want != "float" or self.spec.narrow is None:
+            return None
+        if a.op == "abs":
+            gap = self.gap(a.args[0], want)
+            return gap and f"tl.abs({gap})"
+        if a.op != "sub" or a.args[1].op not in ("row_index", "col_index"):
+            return None
+        at, index = a.args
+        if not self.spec.folds(index) or not self.spec.keeps(at) or self.spec.folds(at):
+            return None
+        return self.bind((a, "gap"), self.apart(self.number(at)), True)
+
+    def apart(self, at: str) -> str:
+        """Kept indices less those of a tile, as float32."""
+        return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"

@@ -31,7 +31,7 @@ class Late:
     target: Expr | None
     hit: Expr | None
 
-    @property
+    @functools.cached_property
     def distinct(self) -> bool:
         """Whether no two rows have the same target: it is the row's own index."""
         return self.target is not None and self.target in (index("row"), apply("add", index("row"), FIRST["row"]))

@@ -25,6 +25,7 @@ from . import boxes, deep, describe, emit, recent, skip, source, staged, topk
 from .exponents import LOG2E
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
+from .tape import Leaf, Recipe
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
@@ -166,6 +167,17 @@ class Launch:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)
         return True
+
+    def recipe(self) -> Recipe | None:
+        """How it is launched again, where that takes nothing but the leaves' addresses and numbers."""
+        made = self.again is None or self.merged or self.shifts or self.boxes or self.spec.split or self.lists
+        if made or (self.spec.bounds and self.edges is None):
+            return None
+        assert self.again is not None
+        arguments = [*self.template, *((self.edges or ()) if self.spec.bounds else ())]
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = Leaf(leaf, is_tensor)
+        return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def _converted(self, values: Values) -> list[Any]:
         found = describe.converted(values, self.casts, self.batch, self.sizes)

@@ -22,19 +22,36 @@ from ...program.expr import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
 from .. import combine, hardware
-from ..evaluate import Sizes
+from ..evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..panel import ALIGN, Part, cut_evenly
+from ..sides import Gathered, gather
 from ..walks import Walk, fed
-from . import epilogue, filtered, sweep, topk
+from . import epilogue, filtered, sides, sweep, topk
 from .joint import PLACES, joint, placed
 from .rest import Rest
 from .room import Room
+from .spec import Unsupported
 
 
 class KernelStep(Room):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
 
     splits = True  # softmax means of vectors come as a softmax and a sum
+
+    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
+        """Numbers of all rows in one kernel: a torch call each would keep the device waiting."""
+        for side, fed_with, outputs in _gathered(numbers):
+            leaves = [from_layout(whole(e), e) for e in fed_with]
+            key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
+            key += tuple((sweep.specialized(v), getattr(v, "shape", None)) for v in leaves)
+            try:
+                launch = _SIDES.get(key) or sides.Launch(side, leaves, self.sizes)
+            except Unsupported:
+                continue
+            _SIDES[key] = launch
+            while len(_SIDES) > _MOST:
+                del _SIDES[next(iter(_SIDES))]
+            whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, launch(leaves), strict=True)}
 
     def begin(self, panel: panels.Panels) -> None:
         self.panel, self.written = panel, _written(self.walk)
@@ -49,6 +66,8 @@ class KernelStep(Room):
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
+        self.fed = [dict(fed(stage)) for stage in self.walk.stages]
+        self.heres: dict[tuple[int, int], Sizes] = {}
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
         width = -(-self.panel.cols // ALIGN) * ALIGN
@@ -107,7 +126,10 @@ class KernelStep(Room):
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
     def _here(self, part: Part) -> Sizes:
-        return replace(self.sizes, rows=part.rows.stop - part.rows.start, cols=part.cols.stop - part.cols.start)
+        lengths = part.rows.stop - part.rows.start, part.cols.stop - part.cols.start
+        if lengths not in self.heres:
+            self.heres[lengths] = replace(self.sizes, rows=lengths[0], cols=lengths[1])
+        return self.heres[lengths]
 
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
@@ -226,28 +248,25 @@ class KernelStep(Room):
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
         rows, cols = part.rows, part.cols
-        stage = self.walk.stages[key[0]]
-        vectors: dict[Expr | None, Tensor] = {
-            e: part.feed(f) for e, f in fed(stage) if any(c.vector is e for c in products)
-        }
+        vectors = [part.feed(self.fed[key[0]][c.vector]) for c in products if c.vector is not None]
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
-        width = vectors[products[0].vector].shape[-1]
+        width = vectors[0].shape[-1]
         shape = (kept.stop - kept.start, width)
         if alone:
             out = self._alone(key, rows, width)
         else:
             out = self._total(key, over, kept, width)
-        for k, c in enumerate(products):
-            weight, vector = weights[c.weight], vectors[c.vector]
+        for k, (c, vector) in enumerate(zip(products, vectors, strict=True)):
+            weight = weights[c.weight]
             rest = self.rest if over == "rows" else None
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
             self.contract(out, weight, vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
-            self.rest.add(out, vectors[products[0].vector])
+            self.rest.add(out, vectors[0])
         if alone:
-            return self.rest.complete(out, vectors[products[0].vector]) if self.rest else out
+            return self.rest.complete(out, vectors[0]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
@@ -306,6 +325,15 @@ class KernelStep(Room):
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
+
+
+_MOST = 256
+_SIDES: dict[tuple, sides.Launch] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathered(numbers: tuple[Expr, ...]) -> list[Gathered]:
+    return gather(numbers, frozenset())
 
 
 @functools.lru_cache(maxsize=256)

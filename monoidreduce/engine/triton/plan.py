@@ -43,7 +43,8 @@ def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
 
 def overrides() -> tuple:
     """What ``use_plan`` asks for, as a key."""
-    return tuple((_override.get() or {}).items())
+    found = _override.get()
+    return () if found is None else tuple(found.items())
 
 
 def choose(
@@ -126,7 +127,7 @@ def _widest(kernel: Kernel) -> int:
 def _kind(kernel: Kernel, item: int) -> str:
     """What a kernel holds, in the words of the table."""
     if not kernel.folded_width and not kernel.state_width:
-        return "numbers" if kernel.few_width <= 1 else "few features"
+        return "few features"
     widest = _widest(kernel)
     if item == 8:
         return "float64" if widest <= 128 else "float64, wide"

@@ -23,6 +23,16 @@ import triton.language as tl
 
 
 @triton.jit
+def scale_rows(out, vectors, vectors_s, vectors_f, factors, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors + row)
+    for start in range(0, WIDTH, LANES):
+        lane = start + tl.arange(0, LANES)
+        own = tl.load(vectors + row * vectors_s + lane * vectors_f, mask=lane < WIDTH, other=0).to(tl.float32)
+        tl.store(out + row * WIDTH + lane, own * factor, mask=lane < WIDTH)
+
+
+@triton.jit
 def complete_rows(
     out, factors, hits, targets, vectors, vectors_s, vectors_f,
     HITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
@@ -43,7 +53,7 @@ def complete_rows(
 @triton.jit
 def add_labels(
     out, hits, targets, vectors, vectors_s, vectors_f, rows,
-    DISTINCT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    DISTINCT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) // BLOCKS
     lane = tl.program_id(0) % BLOCKS * LANES + tl.arange(0, LANES)
@@ -52,20 +62,21 @@ def add_labels(
     before = 0
     after = 0
     if not DISTINCT:
-        for start in range(0, rows, 1024):
-            other = start + tl.arange(0, 1024)
-            same = (tl.load(targets + other, mask=other < rows, other=-1) == target) & (other < rows)
-            same = same & (tl.load(hits + other, mask=other < rows, other=0.0) != 0.0)
-            before += tl.sum((same & (other < row)).to(tl.int32))
-            after += tl.sum((same & (other > row)).to(tl.int32))
+        if hit != 0.0:
+            for start in range(0, rows, 1024):
+                other = start + tl.arange(0, 1024)
+                same = tl.load(targets + other, mask=other < rows, other=-1) == target
+                same = same & (tl.load(hits + other, mask=same, other=0.0) != 0.0)
+                before += tl.sum((same & (other < row)).to(tl.int32))
+                after += tl.sum((same & (other > row)).to(tl.int32))
     if (hit != 0.0) & (before == 0):
         place = out + target * WIDTH + lane
         value = tl.load(place, mask=lane < WIDTH, other=0).to(tl.float32)
         own = vectors + row.to(tl.int64) * vectors_s + lane * vectors_f
         value += hit * tl.load(own, mask=lane < WIDTH, other=0).to(tl.float32)
         if after > 0:
-            for start in range(row + 1, rows, 32):
-                other = start + tl.arange(0, 32)
+            for start in range(row + 1, rows, ROWS):
+                other = start + tl.arange(0, ROWS)
                 there = tl.load(hits + other, mask=other < rows, other=0.0)
                 there = tl.where(tl.load(targets + other, mask=other < rows, other=-1) == target, there, 0.0)
                 if tl.max(tl.abs(there)) > 0.0:
@@ -89,7 +100,10 @@ class Rest:
 
     def scaled(self, vectors: Tensor, kind: torch.dtype) -> Tensor:
         """A row's vectors times its factor."""
-        return torch.mul(vectors, self.factors[:, None], out=torch.empty_like(vectors, dtype=kind))
+        out = torch.empty(vectors.shape, dtype=kind, device=vectors.device)
+        constants = dict(WIDTH=vectors.shape[1], LANES=1024)
+        _run("scale_rows", vectors.shape[0], (out, vectors, *vectors.stride(), self.factors), constants)
+        return out
 
     def complete(self, sums: Tensor, vectors: Tensor) -> Tensor:
         """Sums over columns, in place; ``vectors``: what was summed, of all columns."""
@@ -103,8 +117,8 @@ class Rest:
         """Sums over rows, in place, once the weights are in them; ``vectors``: of these rows, not scaled."""
         if self.hits is None or self.targets is None:
             return
-        width, lanes = sums.shape[1], 512
-        constants = dict(DISTINCT=self.distinct, WIDTH=width, LANES=lanes, BLOCKS=-(-width // lanes))
+        width, lanes = sums.shape[1], 2048  # every block of lanes looks for rows of the same label
+        constants = dict(DISTINCT=self.distinct, WIDTH=width, LANES=lanes, BLOCKS=-(-width // lanes), ROWS=8)
         arguments = (sums, self.hits, self.targets, vectors, *vectors.stride(), vectors.shape[0])
         _run("add_labels", vectors.shape[0] * constants["BLOCKS"], arguments, constants)
 

@@ -5,6 +5,8 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...plan import panels, tail
@@ -13,10 +15,38 @@ from .. import filtering, hardware
 from ..evaluate import Sizes
 from ..walks import Walk
 from . import epilogue
-from .joint import Parts, groups, parts
+from .joint import groups, parts
 from .spec import WIDEST
 
 _ROW = 32  # bytes: the numbers of a row of a panel
+
+
+@functools.lru_cache(maxsize=1024)
+def _homes(
+    walk: Walk, at: int, panel: torch.dtype, compute: torch.dtype
+) -> list[tuple[torch.dtype, Expr | int | None]]:
+    """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
+
+    None for a weight that is a product itself, and is multiplied where it lies. ``panel``: the type of a panel's
+    products, in which weights are multiplied too; a number per pair that is sorted keeps its digits."""
+    stage, cut = walk.stages[at], parts(walk.stages[at])
+    product = dict(stage.products)
+    multiplied = {c.weight for _, _, cs in cut.sums for c in cs}
+    kinds = [panel if w in product or w in multiplied else compute for w in cut.weights]
+    plain = [w in product and kind == panel for w, kind in zip(cut.weights, kinds, strict=True)]
+    kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
+    free = [f for f in walk.dying(at) if f not in kept]
+    found: list[tuple[torch.dtype, Expr | int | None]] = []
+    extra = 0
+    for kind, is_plain in zip(kinds, plain, strict=True):
+        if is_plain:
+            found.append((kind, None))
+        elif free and kind.itemsize <= panel.itemsize:
+            found.append((kind, free.pop(0)))
+        else:
+            found.append((kind, extra))
+            extra += 1
+    return found
 
 
 class Room:
@@ -31,36 +61,8 @@ class Room:
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
         self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
         self.kind = self.stored or sizes.compute
-        self.homes = [self._homes(at) for at in range(len(walk.stages))]
+        self.homes = [_homes(walk, at, self.kind, sizes.compute) for at in range(len(walk.stages))]
         self.fused: dict[bool, epilogue.Epilogue | None] = {}
-
-    def _homes(self, at: int) -> list[tuple[torch.dtype, Expr | int | None]]:
-        """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
-
-        None for a weight that is a product itself, and is multiplied where it lies.
-        """
-        stage, cut = self.walk.stages[at], self.parts[at]
-        product = dict(stage.products)
-        kinds = [self.kind if w in product else self._weight_type(w, cut) for w in cut.weights]
-        plain = [w in product and kind == self.kind for w, kind in zip(cut.weights, kinds, strict=True)]
-        kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
-        free = [f for f in self.walk.dying(at) if f not in kept]
-        found: list[tuple[torch.dtype, Expr | int | None]] = []
-        extra = 0
-        for kind, is_plain in zip(kinds, plain, strict=True):
-            if is_plain:
-                found.append((kind, None))
-            elif free and kind.itemsize <= self.kind.itemsize:
-                found.append((kind, free.pop(0)))
-            else:
-                found.append((kind, extra))
-                extra += 1
-        return found
-
-    def _weight_type(self, w: Expr, cut: Parts) -> torch.dtype:
-        """The type in which a weight is multiplied; a number per pair that is sorted keeps its digits."""
-        multiplied = any(c.weight is w for _, _, cs in cut.sums for c in cs)
-        return self.stored if multiplied and self.stored else self.sizes.compute
 
     def _fused(self, moved: bool) -> epilogue.Epilogue | None:
         """The whole walk as one product that writes weights over what would be its own place.

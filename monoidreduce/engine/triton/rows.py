@@ -101,7 +101,7 @@ def share(labels: Tensor, ignored: int) -> Tensor | None:
     key = (labels.dtype, labels.device, labels.data_ptr() % 16)
     launch = _again.get(key)
     if launch is not None:
-        launch(out, labels, ignored, size)
+        launch(out.data_ptr(), labels.data_ptr(), ignored, size)
         return out
     with source.on(labels.device):
         compiled = source.load(_TEXT).share[(1,)](out, labels, ignored, size, 1024)

@@ -21,6 +21,7 @@ from ..sides import Side
 from . import emit, launch
 from .plan import KernelPlan
 from .spec import Spec, Unsupported, padded
+from .tape import Leaf, Recipe
 from .values import Values
 
 _WIDEST = 1024
@@ -34,7 +35,7 @@ import triton.language as tl
 
 {helpers}
 @triton.jit(do_not_specialize={unspecialized!r})
-def side({signature}):
+def {name}({signature}):
 {body}
 '''
 
@@ -75,6 +76,10 @@ class _Lines(Values):
         lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
         return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
 
+    def summed(self, k: int, e: Expr) -> str:
+        text = f"tl.broadcast_to({self.number(e)}, [KEPT, 1])"
+        return f"tl.store(out{k}, tl.sum(tl.where(kept_in[:, None], {text}, 0)))"
+
     def stored(self, k: int, e: Expr) -> str:
         text = self.number(e)
         place = "(out_at + kept_lane)[:, None]"
@@ -86,9 +91,9 @@ class _Lines(Values):
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(spec: Spec, outputs: tuple[Expr, ...]) -> emit.Kernel:
+def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> emit.Kernel:
     lines = _Lines(spec)
-    stores = [lines.stored(k, e) for k, e in enumerate(outputs)]
+    stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
     names, unspecialized = emit._arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
     opening = [line for line in emit._opening(spec) if not line.startswith("folded_lane")]
@@ -96,21 +101,24 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...]) -> emit.Kernel:
     text = "\n".join(f"    {line}" for line in body)
     helpers, constants = "\n".join(emit._copied(text)), [f"{c}: tl.constexpr" for c in emit.CONSTANTS]
     signature = ", ".join([*names, *constants])
-    whole = _TEXT.format(helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
-    return emit.Kernel("side", whole, spec.fold.leaves)
+    name = "total" if total else "side"
+    whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
+    return emit.Kernel(name, whole, spec.fold.leaves)
 
 
 class Launch:
-    """A side on leaves of given types, shapes, strides and alignment: its kernel, made once."""
+    """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
-    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes):
+    ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, total: bool = False):
         over = "cols" if side.axis == "rows" else "rows"
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
             raise Unsupported("a kernel's own numbers are float32")
         rank = len(sizes.batch)
-        shape = torch.broadcast_shapes((1,) * rank, *(v.shape[:rank] for v in tensors))
-        batch, views = batching.merge(tuple(shape), tensors)
+        shape = functools.reduce(batching.broadcast, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
+        batch, views = batching.merge(shape, tensors)
         letters = tuple(sorted(sizes.letters.items()))
         types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
         rooms = (0,) * len(leaves)
@@ -120,13 +128,18 @@ class Launch:
         widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
         if max(widths, default=1) > _WIDEST:
             raise Unsupported("more features than a block holds")
-        kept = max(1, _BLOCK // max([16, *widths]))
-        self.kernel, self.plan = _kernel(spec, side.outputs), KernelPlan(kept, 1, 4, 1)
-        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
         length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
+        kept = padded(length) if total else max(1, _BLOCK // max([16, *widths]))
         tiles = -(-length // kept)
         self.grid = tiles * torch.Size(batch).numel()
-        self.rooms = [Room(self._form(e, tuple(shape), length, sizes), sizes.device) for e in side.outputs]
+        numbers = all(e.feature is None and e.dtype == "float" for e in side.outputs)
+        alone = kept * max([1, *widths]) <= _BLOCK and torch.Size(sizes.batch).numel() == 1
+        if total and not (numbers and alone):
+            raise Unsupported("more rows than one program instance adds up, or other than numbers")
+        self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
+        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
+        forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        self.rooms = [Room(form, sizes.device) for form in forms]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         self.template: list[Any] = []
         self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
@@ -159,3 +172,12 @@ class Launch:
             again = launch.execute(call)
             self.again = again if small else None
         return outputs
+
+    def recipe(self) -> Recipe | None:
+        """How it is launched again, with integers that fit in 32 bits."""
+        if self.again is None:
+            return None
+        arguments = self.template.copy()
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = Leaf(leaf, is_tensor)
+        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments))

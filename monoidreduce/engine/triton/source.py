@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -84,28 +85,75 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Callable[..., None] | None:
-    """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none.
+def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Again | None:
+    """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
+    there = hasattr(compiled, "packed_metadata") and repeats(device)
+    return Again(compiled, grid, constants, device) if there else None
 
-    It is right only for arguments of the same types, the same integers and pointers of the same alignment.
-    """
-    if not hasattr(compiled, "packed_metadata") or version() < (3, 4):  # interpreted, or constants not passed
+
+def repeats(device: torch.device) -> bool:
+    """Whether kernels are launched again there by addresses: not by the interpreter, nor by an older Triton, whose
+    launchers take no constants."""
+    return device.type == "cuda" and version() >= (3, 4)
+
+
+class Again:
+    """Launches a compiled kernel with other arguments.
+
+    It is right only for arguments of the same types, the same integers and pointers of the same alignment. ``start`` is
+    called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
+
+    def __init__(self, compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device):
+        self.constants, self.device, self.before = constants, device, (grid, 1, 1)
+        after = (compiled.function, compiled.packed_metadata, None, None, None)
+        found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
+        self.start, self.after = found
+        self.watched, self.stream = compiled[self.before], stream(device)
+
+    def __call__(self, *arguments: Any) -> None:
+        found = self.stream()
+        if found is not None:
+            self.start(*self.before, found, *self.after, *arguments, *self.constants)
+            return
+        with on(self.device):
+            self.watched(*arguments, *self.constants)
+
+
+def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
+    """The compiled function that one of Triton's launchers calls, and what it gives it between stream and arguments;
+    None where a launch does more than that. Found by a copy that calls something else."""
+    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 0):
+        return None  # memory is allocated for each launch
+    seen: list[tuple] = []
+    spy, stream, argument = copy.copy(launcher), object(), object()
+    spy.launch = lambda *given: seen.append(given)
+    try:
+        spy(*before, stream, *after, argument)
+        (given,) = seen
+    except Exception:  # of another make
         return None
+    count = len(before) + 1
+    plain = given[:count] == (*before, stream) and given[-1] is argument and stream not in given[count:]
+    return (launcher.launch, given[count:-1]) if plain else None
+
+
+@functools.cache
+def stream(device: torch.device) -> Callable[[], int | None]:
+    """Says the current stream of a device; None where another device is the current one, or launches are watched."""
     triton = importlib.import_module("triton")
-    runtime, stream = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
-    start, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    watched, here = compiled[(grid, 1, 1)], device.index
+    runtime, current, now = (
+        triton.knobs.runtime,
+        triton.runtime.driver.active.get_current_stream,
+        torch._C._cuda_getDevice,
+    )
+    here = device.index
 
-    def run(*arguments: Any) -> None:
-        if torch.cuda.current_device() != here:  # kernels are launched where the current device is
-            with on(device):
-                run(*arguments)
-        elif _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
-            watched(*arguments, *constants)
-        else:
-            start(grid, 1, 1, stream(here), function, packed, None, None, None, *arguments, *constants)
+    def found() -> int | None:
+        if now() != here or _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
+            return None
+        return current(here)
 
-    return run
+    return found
 
 
 def _is_hooked(hook: Any) -> bool:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...program.build import ZERO
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
-from ...program.philox import DRAWS
 from . import emit, skip, source, staged_text
 from .describe import asked, processors
 from .exponents import literal
@@ -30,6 +30,7 @@ from .values import Values, is_one
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
+_RINGS = 2  # of numbers, at most: shared memory has room for no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 _WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
 
@@ -50,10 +51,9 @@ def takes(plan: KernelPlan, device: torch.device) -> bool:
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
     """Whether a fold with this many kept indices in all has such a kernel, keeps the device busy, and gains by it.
 
-    Measured on an H200: coins take the time that turns would hide (dropout 1.66 ms, else 1.37), and walks as short as
-    those within documents end before they pay for their beginning (0.44, else 0.30)."""
-    draws = any(e.op in DRAWS for e in topological(spec.fold.reductions))
-    gains = not draws and not (spec.bounds and asked(spec.fold))
+    Measured on an H200: walks as short as those within documents end before they pay for their beginning (0.44 ms,
+    else 0.28)."""
+    gains = not (spec.bounds and asked(spec.fold))
     return on(device) and gains and length >= 2 * _OWNED * processors(device) and kernel(spec) is not None
 
 
@@ -96,6 +96,10 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     if plain.shifts:
         return None
     v = _Values(spec)
+    (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
+    weight = factored(part).weight
+    v.ringed, above = _ringed(spec), _above(weight)
+    v.left = 1.0 if above is None else weight.args[1].const
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
@@ -104,11 +108,11 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
         "whole": (8, _turn(soft, truths, False, near)),
         "other": (12, _turn(soft, {}, True, near)),
-        "again": (12, _turn(soft, {}, True, near=False)),
+        "again": (12, _turn(soft, {}, True, near=False, alone=True)),
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
-    fields = _fields(spec, found, near and soft.sloped) | _state(soft)
+    fields = _fields(spec, found, near and soft.sloped) | _state(soft) | _rings(spec, v.ringed)
     helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
         return None
@@ -122,6 +126,11 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "before": _inside(v.before, 4),
         "results": _inside(_results(soft, spec), 4),
     }
+    fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
+    weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
+    fields["weights"] = f"packed({weights})" if spec.bounds else weights
+    used = fields["held"] + fields["weights"] + arithmetic
+    fields["own"] = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used).format(above=above)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
@@ -129,8 +138,27 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     return replace(plain, text=text, guesses=False, staged=True)
 
 
+def _ringed(spec: Spec) -> tuple[Expr, ...]:
+    """The numbers of folded indices that the copying warp fetches: every thread of a group needs a quarter of them."""
+    numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
+    return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:_RINGS]
+
+
 class _Values(Values):
     """Numbers of pairs whose product was made before them."""
+
+    ringed: tuple[Expr, ...] = ()
+    left = 1.0  # a factor of all weights that is left to the end
+    alone = False  # whether this turn is of a group that fetches its tiles by itself
+
+    def _leaf(self, e: Expr) -> str:
+        if e not in self.ringed or self.alone:
+            return super()._leaf(e)
+        x = e.attrs[0]
+        return f"numbers({x}_ring, {x}_full, turn, tl.SliceLayout(0, SCORES))[None, :]"
+
+    def apart(self, at: str) -> str:
+        return f"apart(tl.sum({at}, 1), start, score)"
 
     def product(self, x: Expr, y: Expr) -> str:
         return "score"
@@ -142,13 +170,16 @@ class _Values(Values):
         return f"lanes({name})"
 
     def divided(self, block: str, name: str) -> str:
-        return f"{block} * tl.convert_layout(1.0 / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+        return f"{block} * tl.convert_layout({literal(self.left)} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
-def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False) -> list[str]:
+def _turn(
+    soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False, alone: bool = False
+) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first."""
     v, n = soft.v, soft.name
     v.loop(masked)
+    v.alone = alone
     soft.guessing = near
     logit, value = (known(a, truths) for a in soft.reduction.args)
     if near and first:
@@ -157,8 +188,22 @@ def _turn(soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first:
     soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
-    part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+    if _above(weight) is not None:
+        row, col = weight.args[0].args[0].args
+        part = v.seen(f"tossed({n}_weight, {v.number(row)}, {v.number(col)})", "0.0")
+    else:
+        part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
     return [*v.inside, f"{n}_part = {part}"]
+
+
+def _above(weight: Expr) -> int | None:
+    """Where a weight is a number if a coin is no less than another, else 0: what the product of its words then exceeds.
+
+    The number is left to the end (``_Values.divided``)."""
+    if weight.op != "where" or weight.args[1].op != "const" or weight.args[2] is not ZERO or weight.args[0].op != "ge":
+        return None
+    coin, least = weight.args[0].args
+    return 2 * least.const - 1 if coin.op == "coin" and least.op == "const" and least.const > 0 else None
 
 
 def _state(soft: Soft) -> dict[str, str]:
@@ -175,6 +220,29 @@ def _state(soft: Soft) -> dict[str, str]:
         "shrunk": "" if soft.level else f"\n{_inside([shrunk], 8)}",
         "shrunk_other": "" if soft.level else f"\n{_inside([shrunk], 12)}",
         "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
+    }
+
+
+def _rings(spec: Spec, ringed: tuple[Expr, ...]) -> dict[str, str]:
+    """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
+    names = [str(e.attrs[0]) for e in ringed]
+    lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([4], [32], [1], [0]))"
+    fetched = [lane, "folded_in = folded_at < folded_size"] if ringed else []
+    kept, made, begun = [], [], []
+    for x, e in zip(names, ringed, strict=True):
+        base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
+        fetched.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
+        kept += [f"{x}_ring.index(slot).store({x})", f"mbarrier.arrive({x}_full.index(slot))"]
+        room = f"tl.{spec.type_of[e]}, [2, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
+        made.append(f"{x}_ring = tl.allocate_shared_memory({room})")
+        made.append(f"{x}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())")
+        begun.append(f"mbarrier.init({x}_full.index(k), count=1)")
+    return {
+        "rings": "".join(f", {x}_ring, {x}_full" for x in names),
+        "fetched": "".join(f"\n        {line}" for line in fetched),
+        "kept": "".join(f"\n        {line}" for line in kept),
+        "made": "".join(f"    {line}\n" for line in made),
+        "begun": "".join(f"\n        {line}" for line in begun),
     }
 
 
@@ -213,7 +281,8 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     if sloped:
         away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
-        round_ = re.sub(r"\bturn\b", "((turn + nearest) % tl.maximum(wholes, 1))", place["at_whole"])
+        around = "(turn + nearest - tl.where(turn + nearest < wholes, 0, wholes))"  # a division would be waited for
+        round_ = re.sub(r"\bturn\b", around, place["at_whole"])
         place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
     boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]

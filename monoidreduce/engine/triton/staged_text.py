@@ -20,7 +20,7 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 
 # Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty"
+_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
 
 # What a group does where a guess of the maximum stood in for the running one.
 JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
@@ -41,14 +41,76 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             score = warpgroup_mma(room, block.permute((1, 0)), blank, use_acc=False)
 {again}
             {n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]
-            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            weights = {weights}
             mbarrier.expect(came, {x2}_box.block_type.nbytes)
             copy({x2}_box, [{spot2}start, 0], came, {spare2})
             mbarrier.wait(came, 1)
             {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
 """
 
-KERNEL = """
+# What only some kernels need, by name.
+OWN = {
+    "numbers": """
+@gluon.jit
+def numbers(ring, full, turn, LAYOUT: tl.constexpr):
+    # of a tile's folded indices; their place is given back with the block that is summed
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    return ring.index(turn % 2).load(LAYOUT)
+""",
+    # where conditions cut tiles
+    "packed": """
+@gluon.jit
+def packed(weights):
+    # two to a register from turn to turn too: the compiler would take them apart, and put them together again
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
+""",
+    # where none do; else there are not the registers for it
+    "weighed": """
+@gluon.jit
+def weighed(total):
+    # the assembler is free to wait for the sums before it raises powers, and does: it may not pass what can stop here
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; "
+        "@p nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }}",
+        "=r,=r,r,r",
+        [total],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=2,
+    )
+""",
+    "apart": """
+@gluon.jit
+def apart(at, start, like):
+    # how far kept indices lie above a tile's folded ones: of eight, and each further eight by a constant less
+    KEPT: tl.constexpr = like.shape[0]
+    EIGHTS: tl.constexpr = like.shape[1] // 8
+    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
+    eight: tl.constexpr = tl.SliceLayout(1, LAYOUT)
+    above = tl.convert_layout((at - start).to(tl.float32), tl.SliceLayout(1, eight))
+    above = above[:, None] - tl.arange(0, 8, tl.SliceLayout(0, eight)).to(tl.float32)[None, :]
+    less = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))).to(tl.float32) * 8.0
+    gap = above[:, None, :] - less[None, :][:, :, None]
+    return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
+""",
+    # a coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a
+    # thread would wait in registers that there are not
+    "tossed": """
+@gluon.jit
+def tossed(weight, row, col):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; "
+        "selp.f32 $0, $1, 0f00000000, p; }}",
+        "=f,f,r,r",
+        [weight, row, col],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+""",
+}
+
+KERNEL = """{own}
 @gluon.jit
 def copies(
 {names},
@@ -60,13 +122,13 @@ def copies(
     for turn in range(0, visits):
         start = ({at_any}) * FOLDED
         slot = turn % 2
-        phase = (turn // 2) & 1
+        phase = (turn // 2) & 1{fetched}
         mbarrier.wait({x1}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x1}_full.index(slot), {x1}_box.block_type.nbytes)
         copy({x1}_box, [{spot1}start, 0], {x1}_full.index(slot), {x1}_ring.index(slot))
         mbarrier.wait({x2}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x2}_full.index(slot), {x2}_box.block_type.nbytes)
-        copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot))
+        copy({x2}_box, [{spot2}start, 0], {x2}_full.index(slot), {x2}_ring.index(slot)){kept}
 
 
 @gluon.jit
@@ -132,7 +194,7 @@ def computes(
 {first}
     else:
 {first_whole}
-    weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+    weights = {weights}
 
     # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers
     {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
@@ -143,10 +205,10 @@ def computes(
         mbarrier.arrive({x1}_empty.index(turn % 2))
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
-{whole}
+{whole}{held}
         {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
         mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
-        weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+        weights = {weights}
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
@@ -160,7 +222,7 @@ def computes(
 {other}
             {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
             mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
-            weights = tl.convert_layout({n}_part.to({narrow}), WEIGHTS)
+            weights = {weights}
     {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
 {judged}
     # results
@@ -183,7 +245,7 @@ def {name}(
     {x1}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x2}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
     {x2}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for k in tl.static_range(2):
+{made}    for k in tl.static_range(2):{begun}
         mbarrier.init({x1}_full.index(k), count=1)
         mbarrier.init({x2}_full.index(k), count=1)
         mbarrier.init({x1}_empty.index(k), count=2)

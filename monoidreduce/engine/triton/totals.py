@@ -24,8 +24,6 @@ class Total:
         if feature is not None and not self.tiny:
             v.lane(feature)
             v.state_width += padded(self.width)
-        elif self.tiny:
-            v.few_width += self.width
 
     def waits(self, parts: list[Contraction]) -> bool:
         """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""

@@ -42,7 +42,6 @@ class Values(Exponents):
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
         self.state_width = 0  # features of all running sums that are blocks
-        self.few_width = 0  # and of those that are held one by one
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
@@ -186,7 +185,7 @@ class Values(Exponents):
     def argument(self, a: Expr, want: str) -> str:
         if a.dtype == want:
             return self.number(a)
-        return self.convert(self.number(a), a, want)
+        return self.gap(a, want) or self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
         """A number of one class as one of another."""

@@ -2,9 +2,9 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials, and the
-product at each row's own column. A tile whose greatest lies far from the guess is summed from its own, so that totals
-are exact whatever was guessed.
+``pick_own``: the product at each row's own column.
+``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
+greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
@@ -13,12 +13,14 @@ guess could not bear are marked.
 from __future__ import annotations
 
 import functools
+import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...program.expr import Expr, topological
 from ...program.reductions import KINDS
-from . import emit, kinds
+from . import deep, emit, kinds
 from .exponents import LOG2E, literal
 from .late import Late
 from .matched import Matched
@@ -27,7 +29,11 @@ from .sweep import RowValues
 from .values import Values
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
-PIECES = 4  # in which a tile is stored
+# A tile is weighed and written in halves: the first is on its way to memory while the powers of the second are raised.
+# Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
+# picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
+HALVES = 2
+BY_ROWS = ("pick_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -54,7 +60,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
     """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
     v = RowValues(spec)
     v.loop(masked)
-    if name != "close_rows":  # first of all: what else is read waits until it is there
+    if name not in BY_ROWS:  # first of all: what else is read waits until it is there
         v.number(_product(task))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
     outs, lines = _WRITERS[name](v, task, first)
@@ -82,8 +88,9 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
         return (task.weight,)
     if name == "close_rows":
         return (*task.folds[1:], task.weight, late.late)
-    target = () if late.target is None else (late.target,)
-    return (task.folds[0].args[0], late.early, *target) if name == "write_guessed" else (task.folds[0].args[0],)
+    if name == "pick_own":
+        return (_product(task), *(() if late.target is None else (late.target,)))
+    return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
 
 
 # The lines of each
@@ -94,6 +101,7 @@ def _every_tile(lines: list[str], flatten: bool) -> list[str]:
     tile before are done with."""
     return [
         "turns = tl.cdiv(folded_size, FOLDED)",
+        f"HALF: tl.constexpr = FOLDED // {HALVES}",
         f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
         "    tile, turn = grouped(program, tiles, turns)",
         "    start = turn * FOLDED",
@@ -113,21 +121,40 @@ _PLACES = [
 
 
 def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    weight = v.full(task.weight)
-    return ["out_box"], _every_tile([*first, *v.before, *v.inside, *_stored(weight)], True)
+    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight))
 
 
-def _stored(weight: str) -> list[str]:
-    """A tile of weights to the panel, in four pieces: the room that takes is the next product's."""
-    halved = "{0}, {1} = tl.split(tl.permute(tl.reshape({2}, [KEPT, 2, {3}]), [0, 2, 1]))"
-    return [
-        halved.format("left", "right", f"{weight}.to(tl.bfloat16)", "FOLDED // 2"),
-        *(halved.format(f"{side}0", f"{side}1", side, f"FOLDED // {PIECES}") for side in ("left", "right")),
-        *(
-            f"out_box.store([tile * KEPT, start + {k} * (FOLDED // {PIECES})], {piece})"
-            for k, piece in enumerate(("left0", "left1", "right0", "right1"))
-        ),
-    ]
+def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str]) -> list[str]:
+    """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
+    key, lines = (*_sides(_product(task)), "deep"), [*v.inside]
+    rounded = deep.rounded(v.inner[key]) if deep.rounds(v.spec) else ""
+    first = [line for line in first if line != rounded]  # but by halves
+    lines.append(f"scores0, scores1 = halved({v.inner[key]})")
+    for k in range(HALVES):
+        v.loop(v.masked)
+        v.inner[key] = f"scores{k}"
+        weight = weigh(k)
+        lines += [
+            f"start = turn * FOLDED + {k} * HALF",
+            "half_lane = tl.arange(0, HALF).to(INT)",
+            "half_at = start + tl.arange(0, HALF)",
+            *(["half_in = half_at < folded_size"] if v.masked else []),
+            *([deep.rounded(f"scores{k}")] if rounded else []),
+            *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
+            f"out_box.store([tile * KEPT, start], {weight}.to(tl.bfloat16))",
+        ]
+    numbers = any(e.cols and e.feature is None for e in v.spec.fold.leaves)  # of columns: these take registers
+    return _every_tile([*v.before, *first, *lines], not numbers)
+
+
+_NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
+_IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
+
+
+def _sides(product: Expr) -> tuple[Expr, Expr]:
+    """What is multiplied, the rows' side first."""
+    x, y = product.args
+    return (x, y) if x.rows else (y, x)
 
 
 def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
@@ -160,40 +187,53 @@ def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
+    late = task.late
     n, s, factor = _soft(v, task)
+    guess = v.bind(f"{n} guess", "tl.load(guesses + kept_at, mask=kept_in, other=0.0)", False, f"{n}_guess")
     v.inside += [
         f"{n}_most = (tl.max({s}, 1){factor}).to(tl.bfloat16)",
         "place = turn.to(tl.int64) * tops_r + kept_at",
         f"tl.store(tops + place, {n}_most, mask=kept_in)",
         f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
-        f"{n}_ref = measured({n}_most, {n}_guess, {FAR})",
-        f"{n}_weight = tl.exp2({s}{factor} - {n}_ref[:, None])",
-        f"tl.store(sums + place, tl.sum({n}_weight, 1), mask=kept_in)",
-        f"{n}_near = tl.where({n}_most < {n}_guess - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+        f"{n}_ref = measured({n}_most, {guess}, {FAR})[:, None]",
+        f"{n}_near = tl.where({n}_most < {guess} - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+        f"{n}_half0, {n}_half1 = halved({s})",
+        f"{n}_total = tl.zeros([KEPT], tl.float32)",
     ]
-    v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
-    stored = _stored(v.full(task.late.early))
-    guess = f"{n}_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)"
-    lines = [*first, guess, *_picked(v, task), *v.before, *v.inside, *stored]
-    return ["out_box", "guesses", "tops", "sums", "tops_r", "picked"], _every_tile(lines, True)
+
+    def weigh(k: int) -> str:
+        v.inside += [
+            f"{n}_weight = tl.exp2({n}_half{k}{factor} - {n}_ref)",
+            f"{n}_total += tl.sum({n}_weight, 1)",
+        ]
+        v.inner[late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+        return v.full(late.early)
+
+    lines = _written(v, task, first, weigh)
+    lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
+    return ["out_box", "guesses", "tops", "sums", "tops_r"], lines
 
 
-def _picked(v: Values, task: Task) -> list[str]:
-    """The product at each row's own column, where it is in this tile."""
-    if task.late is None or task.late.target is None:
-        return []
-    before, v.before = v.before, []
+def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    """The product at each row's own column, by itself: among the others it would take registers that they need."""
+    assert task.late is not None and task.late.target is not None
     target = v.number(task.late.target)
-    bound, v.before = v.before, before
-    return [
-        *bound,
-        f"target = tl.where(({target} >= start) & ({target} < folded_size), {target} - start, -1).to(tl.int32)",
-        "own = folded_lane[None, :] == target",
-        "here = (target >= 0) & (target < FOLDED)",
-        "if tl.max(here.to(tl.int32)) > 0:",
-        f"    taken = tl.sum(tl.where(own, {v.number(_product(task))}, 0.0), 1)",
-        "    tl.store(picked + kept_at, taken, mask=kept_in & tl.reshape(here, [KEPT]))",
+    product = _product(task)
+    x, y = (str(e.attrs[0]) for e in _sides(product))
+    width = v.spec.width(product.args[0].feature)
+    lines = [
+        *v.before,
+        f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)",
+        "taken = tl.zeros([KEPT, FOLDED], tl.float32)",
+        f"for d in range(0, {width}, FOLDED):",
+        "    lane = d + tl.arange(0, FOLDED)[None, :]",
+        f"    inside = kept_in[:, None] & (lane < {width})",
+        f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
+        f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
+        "    taken += x.to(tl.float32) * y.to(tl.float32)",
+        "tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)",
     ]
+    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
 
 
 def _product(task: Task) -> Expr:
@@ -282,6 +322,7 @@ _WRITERS = {
     "write_known": _write_known,
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
+    "pick_own": _pick_own,
     "write_guessed": _write_guessed,
     "close_rows": _close_rows,
 }

@@ -1,0 +1,159 @@
+"""A program's launches, one behind the other: what is left of a call whose kernels are known.
+
+Steps that are nothing but launches are written out as one Python function: it allocates what is returned, one buffer
+for what is kept for a backward and one for what lies between, and starts each kernel with the addresses in their
+places. There is no look-up and no loop: at small sizes the host is what is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..evaluate import Form, Room
+from . import source
+
+_ALIGNED = 128  # bytes: where parts of a buffer begin
+
+
+class Leaf(NamedTuple):
+    """A place among a launch's arguments for one of its leaves."""
+
+    at: int
+    is_tensor: bool
+
+
+class Recipe(NamedTuple):
+    """How a kernel is launched again: the forms of its outputs, and what comes after them."""
+
+    again: Callable[..., None]
+    outputs: tuple[Form, ...]
+    arguments: tuple[Any, ...]
+
+
+class Launched(NamedTuple):
+    """A launch in a program: what its leaves (names, or numbers) and its outputs are called there."""
+
+    recipe: Recipe
+    feeds: tuple[str | float, ...]
+    outputs: tuple[str, ...]
+
+
+class Recorded(NamedTuple):
+    """The launches of a program, in order, and what the results of its one fold are called."""
+
+    launches: list[Launched]
+    results: tuple[str, ...]
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Of everything that is launched for, by name."""
+        pairs = [zip(one.outputs, one.recipe.outputs, strict=True) for one in self.launches]
+        return {name: form for found in pairs for name, form in found}
+
+
+class Buffer:
+    """Several tensors in one allocation, one behind the other."""
+
+    def __init__(self, forms: dict[str, Form], device: torch.device):
+        self.forms, self.places, size = forms, dict[str, int](), 0
+        for name, (shape, dtype) in forms.items():
+            self.places[name] = size
+            size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
+        self.room = Room(((size,), torch.uint8), device)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The tensors in it; those of one that came back in another place, where numbers cannot begin, in a copy."""
+        whole = whole.clone() if whole.storage_offset() % _ALIGNED else whole
+        return {
+            name: whole[at : at + _bytes(*self.forms[name])].view(self.forms[name][1]).view(self.forms[name][0])
+            for name, at in self.places.items()
+        }
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class Tape:
+    """``inputs``: the names of what it is given, ``tensors`` those of them that are tensors and are read, ``parts``
+    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None), and
+    what is kept."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        inputs: Sequence[str],
+        tensors: Sequence[str],
+        returned: Sequence[str | None],
+        kept: Sequence[str],
+        device: torch.device,
+        parts: Mapping[str, tuple[str, int]] | None = None,
+    ):
+        forms, shown = recorded.forms, [name for name in returned if name is not None]
+        self.kept = Buffer({name: forms[name] for name in kept}, device)
+        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *kept)}, device)
+        self.scope: dict[str, Any] = {"empty": torch.empty_like}
+        self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
+        self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
+        opening = [f"{name}_at = {name}.data_ptr()" for name in tensors]
+        opening += [line for name in shown for line in self._allocated(name, Room(forms[name], device))]
+        for owner, buffer in (("kept", self.kept), ("between", self.between)):
+            if buffer.places:
+                opening += self._allocated(owner, buffer.room)
+                self.places |= {name: f"{owner}_at + {at}" for name, at in buffer.places.items()}
+        found = ", ".join([*(str(name) for name in returned), ""])
+        closing = f"return ({found}), {'kept' if self.kept.places else None}"
+        self.text = self._written(recorded.launches, ", ".join(inputs), opening, closing, device)
+        exec(compile(self.text, "<tape>", "exec"), self.scope)
+        self.run: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]] = self.scope.get("run", self.scope["plainly"])
+
+    def _written(
+        self, launches: Sequence[Launched], given: str, opening: list[str], closing: str, device: torch.device
+    ) -> str:
+        """``plainly`` launches kernels as anybody would; ``run`` starts them, where nobody watches."""
+        lines = [f"def plainly({given}):", *opening, *(self._call(one) for one in launches), closing]
+        text = "\n    ".join(lines)
+        if not all(isinstance(one.recipe.again, source.Again) for one in launches):
+            return text
+        self.scope["stream"] = source.stream(device)
+        lines = [f"def run({given}):", "s = stream()", "if s is None:", f"    return plainly({given})", *opening]
+        return text + "\n\n\n" + "\n    ".join([*lines, *(self._start(one) for one in launches), closing])
+
+    def _allocated(self, name: str, room: Room) -> list[str]:
+        return [f"{name} = empty({self._held(room.model)})", f"{name}_at = {name}.data_ptr()"]
+
+    def _held(self, thing: Any) -> str:
+        name = f"k{len(self.scope)}"
+        self.scope[name] = thing
+        return name
+
+    def _arguments(self, one: Launched) -> list[str]:
+        found = [self.places[name] for name in one.outputs]
+        for given in one.recipe.arguments:
+            leaf = one.feeds[given.at] if isinstance(given, Leaf) else None
+            if isinstance(given, Leaf) and given.is_tensor:
+                found.append(self.places[str(leaf)])
+            elif isinstance(leaf, str):
+                found.append(leaf)
+            else:
+                found.append(self._constant(given if leaf is None else leaf))
+        return found
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            self._held(value)  # what is given is its address alone
+            value = value.data_ptr()
+        return repr(value) if type(value) is int else self._held(value)
+
+    def _call(self, one: Launched) -> str:
+        return f"{self._held(one.recipe.again)}({', '.join(self._arguments(one))})"
+
+    def _start(self, one: Launched) -> str:
+        again: Any = one.recipe.again
+        fixed = [self._constant(v) for v in (*again.before, *again.after)]
+        given = [*fixed[:3], "s", *fixed[3:], *self._arguments(one), *map(self._held, again.constants)]
+        return f"{self._held(again.start)}({', '.join(given)})"

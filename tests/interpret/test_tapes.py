@@ -1,0 +1,233 @@
+"""Programs replayed as tapes of launches: the same results and gradients, whatever is asked and however tensors lie."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import Col, Row, ops
+from monoidreduce.engine import replay, rewind
+from monoidreduce.engine.triton import source
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FORWARD, BACKWARD = ["fold_over_cols"], ["side", "fold_over_cols", "fold_over_rows"]
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k, v)
+
+
+@mr.op
+def several(x: Row["d"], y: Col["d"], b: Row):
+    """Three outputs: of numbers, of indices, and one that knows nothing of b."""
+    s = x @ y
+    return mr.logsumexp(s) * b, mr.argmax(s), torch.tanh(mr.logsumexp(s) * 0.5)
+
+
+@mr.op
+def loss(x: Row["d"], w: Col["d"], label: Row, share: float):
+    s = x @ w
+    return (mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == label, s, 0.0))) * share
+
+
+def drawn(*shapes, dtype=torch.float32):
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=gen, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def heads(dtype=torch.float32):
+    return drawn((2, 7, 16), (2, 9, 16), (2, 9, 5), dtype=dtype)
+
+
+def grads(y, args, **more):
+    return torch.autograd.grad(y, args, torch.cos(y.detach()), **more)
+
+
+def by_torch(q, k, v):
+    y = torch.softmax(q @ k.mT, -1) @ v
+    return [y, *grads(y, (q, k, v))]
+
+
+def assert_close(found, wanted, atol=2e-5):
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape and torch.allclose(got.double(), want.double(), atol=atol)
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with mr.use(engine="triton"):
+        yield
+
+
+def test_graphs_are_used_twice_and_gradients_added(by_address):
+    args = heads()
+    _, *wanted = by_torch(*args)
+    y = attention(*args)
+    y.backward(torch.cos(y.detach()), retain_graph=True)
+    y.backward(torch.cos(y.detach()))
+    assert by_address == [*FORWARD, *BACKWARD, *BACKWARD]
+    assert_close([a.grad for a in args], [2 * w for w in wanted], 5e-5)
+
+
+def test_what_is_asked_for(by_address):
+    q, k, v = heads()
+    _, dq, dk, dv = by_torch(q, k, v)
+    for asked, wanted in (((q,), [dq]), ((k, v), [dk, dv]), ((v,), [dv])):
+        given = [t if any(t is a for a in asked) else t.detach() for t in (q, k, v)]
+        for _ in range(2):
+            assert_close(grads(attention(*given), asked), wanted)
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert not by_address.count("fold_over_rows") < 4
+
+
+@pytest.mark.parametrize("turn", ["unaligned", "transposed", "float64"])
+def test_what_is_kept_comes_back_otherwise(by_address, turn):
+    """Hooks may give what a backward needs another alignment, other strides, or even another type."""
+    turned = {
+        "unaligned": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+        "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+        "float64": lambda t: t.double() if t.is_floating_point() else t,
+    }[turn]
+    args = heads()
+    _, *wanted = by_torch(*args)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(turned, lambda t: t):
+            y = attention(*args)
+        assert_close([g.float() for g in grads(y, args)], wanted)
+
+
+def test_cotangents_of_every_form(by_address):
+    args = heads()
+    y = attention(*args)
+    wanted = torch.autograd.grad(y, args, torch.ones(2, 7, 5), retain_graph=True)
+    for one in (torch.ones(()).expand(2, 7, 5), torch.ones(2, 5, 7).mT, torch.ones(2, 7, 10)[..., ::2]):
+        assert_close(torch.autograd.grad(y, args, one, retain_graph=True), wanted)
+
+
+def test_a_gradient_to_be_summed_is_walked(by_address):
+    q, k, v = drawn((2, 7, 16), (9, 16), (9, 5))
+    y = torch.softmax(q @ k.mT, -1) @ v
+    for _ in range(2):
+        assert_close(grads(attention(q, k, v), (q, k, v)), grads(y, (q, k, v), retain_graph=True), 5e-5)
+
+
+def test_outputs_and_cotangents_that_are_left_out(by_address):
+    x, y, b = drawn((7, 16), (9, 16), (7,))
+    for _ in range(2):
+        first, best, third = several(x, y, b)
+        s = x @ y.mT
+        z = s.logsumexp(-1)
+        assert not best.requires_grad and torch.equal(best, s.argmax(-1))
+        assert_close(grads(first, (x, y, b)), grads(z * b, (x, y, b), retain_graph=True))
+        first, best, third = several(x, y, b)
+        assert_close(grads(third, (x, y)), grads(torch.tanh(s.logsumexp(-1) * 0.5), (x, y)))
+        assert torch.autograd.grad(several(x, y, b)[2].sum(), b, allow_unused=True)[0].eq(0).all()
+    first, _, third = several(x.detach(), y.detach(), b)
+    assert first.requires_grad and not third.requires_grad
+
+
+def test_second_derivatives(by_address):
+    args = heads(dtype=torch.float64)
+    found = []
+    for y in (attention(*args), torch.softmax(args[0] @ args[1].mT, -1) @ args[2]):
+        first = grads(y, args, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), args)])
+    assert_close(*found, 1e-12)
+    assert by_address.count("fold_over_cols") > 2
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_the_sum_of_a_loss(by_address, batch):
+    x, w = drawn((*batch, 7, 16), (9, 16))
+    label, share = torch.arange(7), torch.tensor(0.25, requires_grad=True)
+    logits = (x @ w.mT).flatten(0, -2)
+    wanted = F.cross_entropy(logits, label.repeat(max(1, len(x) * len(batch))), reduction="sum") * 0.25
+    expected = torch.autograd.grad(wanted * 3, (x, w), retain_graph=True)
+    for _ in range(2):
+        found = loss.total(x, w, label, 0.25)
+        assert found.shape == () and torch.allclose(found, wanted)
+        assert_close(torch.autograd.grad(found * 3, (x, w)), expected)
+    assert by_address.count("total") == 2 * (not batch)
+    found = loss.total(x, w, label, share)
+    assert torch.allclose(torch.autograd.grad(found, share)[0], wanted * 4)
+    (gx,) = torch.autograd.grad(loss.total(x, w, label, 0.25), x, create_graph=True)
+    (again,) = torch.autograd.grad(gx.square().sum(), w)
+    (gx,) = torch.autograd.grad(wanted, x, create_graph=True)
+    assert_close([again], torch.autograd.grad(gx.square().sum(), w), 1e-4)
+
+
+def test_a_ready_loss_forgets_nobody(by_address):
+    """Ignored rows, wrong labels, a mean: as by torch, in few launches."""
+    x, w = drawn((8, 16), (12, 16))
+    target = torch.tensor([0, 3, -100, 11, 5, -100, 2, 7])
+    wanted = F.cross_entropy(x @ w.T, target)
+    expected = torch.autograd.grad(wanted, (x, w))
+    for _ in range(2):
+        by_address.clear()
+        found = ops.cross_entropy(x, w, target)
+        assert_close([found, *torch.autograd.grad(found, (x, w))], [wanted, *expected])
+    with pytest.raises(mr.LabelError):
+        ops.cross_entropy(x, w, target + 100)
+    with pytest.raises(mr.ShapeError):
+        ops.cross_entropy(x, w, target[:-1])
+    with pytest.raises(mr.ArgumentError):
+        ops.cross_entropy(x, w, target, reduction="median")
+
+
+def test_memory_that_runs_out(by_address, monkeypatch):
+    """A tape that finds no memory leaves the call to the ordinary road, forward and backward."""
+    args = heads()
+    wanted = by_torch(*args)
+    one = grads(y := attention(*args), args, retain_graph=True) and y.grad_fn.kept[0]
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(one.tape, "run", full)
+    y = attention(*args)
+    assert_close([y, *grads(y, args)], wanted)
+    monkeypatch.undo()
+    with mr.use(engine="triton"):
+        y = attention(*args)
+        for tape in one.rewind.tapes.values():
+            monkeypatch.setattr(tape, "run", full)
+        assert_close([y, *grads(y, args)], wanted)
+
+
+def test_so_many_kinds_are_kept(by_address, monkeypatch):
+    monkeypatch.setattr(rewind, "_MOST", 1)
+    monkeypatch.setattr(replay, "_MOST", 1)
+    args = drawn((2, 6, 16), (2, 9, 16), (2, 9, 5))
+    _, *wanted = by_torch(*args)
+    for precision in ("ieee", "tf32x3"):
+        with mr.use(engine="triton", precision=precision):
+            y = attention(*args)
+            for stride in (1, 2):
+                one = torch.empty(2, 6, 5 * stride)[..., ::stride].copy_(torch.cos(y.detach()))
+                assert_close(torch.autograd.grad(y, args, one, retain_graph=True), wanted)
+
+
+class Launcher:
+    """As Triton's own are made."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self):
+        self.seen = []
+        self.launch = lambda *given: self.seen.append(given)
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.launch(x, y, z, stream, function, False, True, None, None, *args)
+
+
+def test_what_a_launcher_calls():
+    launcher, after = Launcher(), ("function", "metadata", None, None, None)
+    start, between = source._under(launcher, (5, 1, 1), after)
+    start(5, 1, 1, "stream", *between, "out", 3)
+    launcher(5, 1, 1, "stream", *after, "out", 3)
+    assert launcher.seen[0] == launcher.seen[1] and len(launcher.seen) == 2
+    launcher.global_scratch_size = 16
+    assert source._under(launcher, (5, 1, 1), after) is None
+    assert source._under(lambda *given: None, (5, 1, 1), after) is None
