@@ -40,7 +40,8 @@ LEAST = 8192  # points of either side from which this pays; at half, all pairs t
 
 ROUNDING = 1e-5  # relative: more than the arithmetic of a pair loses
 RELATIVE = ("sqdist", "neg", "mul", "div", "sqrt", "where")  # what leaves a relative error relative
-STEPS = torch.cat([torch.exp2(torch.arange(-800, 801, dtype=torch.float64) / 8), torch.tensor([INF])])
+# squared distances at which numbers are looked at, and beyond them NaN: nothing is farther than that
+STEPS = torch.tensor([*(2 ** (n / 8) for n in range(-800, 801)), math.nan], dtype=torch.float64, device="cpu")
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -> list[Tensor] | None:
@@ -114,7 +115,7 @@ def _ladder(r: Expr, numbers: tuple[tuple[Expr, float], ...]) -> Tensor | None:
     assert distance is not None
     known = {e: (float(v), float(v)) for e, v in numbers}
     ends = [interval(r.args[0], {**known, distance: (s, INF)}) for s in STEPS[:-1].tolist()]
-    best = torch.tensor([-high if largest else low for low, high in ends], dtype=torch.float64)
+    best = torch.tensor([-high if largest else low for low, high in ends], dtype=torch.float64, device="cpu")
     best = best.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).flip(0).cummin(0).values.flip(0)
     return best if best[-1] > best[0] else None
 
@@ -132,7 +133,7 @@ class Near(Chunk):
         ladder: Tensor,
     ):
         tiles = tiles or plan.choose(1, sizes.rows, sizes.cols)
-        elements = tiles.rows * tiles.cols
+        elements = max(tiles.rows * tiles.cols, KEPT * FOLDED)
         numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
         code = code_of(Fold(fold.leaves, (r,)), frozenset(numbers))
         buffers = Buffers(elements, sizes.compute, sizes.device, numbers)
@@ -146,7 +147,7 @@ class Near(Chunk):
         self.points, folded = points
         self.kept, self.folded = order(self.points, KEPT), order(folded, FOLDED)
         self.low, self.high = _boxes(folded, self.folded)
-        self.most = max(1, elements // (KEPT * FOLDED))  # blocks of a tile
+        self.most = elements // (KEPT * FOLDED)  # blocks of a tile
 
     def run(self) -> list[Tensor]:
         self.walk()
@@ -193,7 +194,7 @@ class Near(Chunk):
                 return reached
 
     def _reach(self, edge: Tensor) -> Tensor:
-        """The squared distance at which nothing reaches an edge any more."""
+        """The squared distance at which nothing reaches an edge any more; NaN where everything does."""
         edge = (-edge if self.largest else edge).double()
         edge = (edge + edge.abs() * ROUNDING).nan_to_num(nan=INF, posinf=INF, neginf=-INF)
         return (STEPS[torch.searchsorted(self.ladder, edge, right=True)] * (1 + ROUNDING)).to(self.sizes.compute)
@@ -201,7 +202,7 @@ class Near(Chunk):
     def _meet(self, at: slice, block: Tensor, values: dict[Expr, Any], chosen: Tensor) -> int:
         """Fold the pairs of a block and the points of some blocks of the other side; how many points those were."""
         count = len(self.folded)
-        places = (chosen.unsqueeze(-1) * FOLDED + torch.arange(FOLDED)).flatten()
+        places = (chosen.unsqueeze(-1) * FOLDED + torch.arange(FOLDED, device=chosen.device)).flatten()
         others = self.folded[places[places < count]].sort().values
         by_rows = self.over == "cols"
         shape = (1, len(block), len(others)) if by_rows else (1, len(others), len(block))
@@ -239,10 +240,10 @@ def order(points: Tensor, block: int) -> Tensor:
     wide = (sample[len(sample) - 1 - tenth] - sample[tenth]).double().nan_to_num(0.0, 0.0, 0.0).clamp_(min=0)
     sorted_by = wide.sort(descending=True, stable=True)
     widths = [w for w in sorted_by.values.tolist() if w > 0]
-    found, slabs = torch.arange(count), 1
+    found, slabs = torch.arange(count, device=points.device), 1
     for n, (feature, width) in enumerate(zip(sorted_by.indices.tolist(), widths, strict=False)):
         key = points[found, feature].argsort(stable=True)
-        slab = torch.arange(count) * slabs // count
+        slab = torch.arange(count, device=points.device) * slabs // count
         found = found[key[slab[key].argsort(stable=True)]]
         left = max(1.0, count / block / slabs)
         edge = math.exp((math.fsum(map(math.log, widths[n:])) - math.log(left)) / (len(widths) - n))

@@ -13,6 +13,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engine import accumulate, nearest
+from monoidreduce.plan.choice import Choice, follow
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,17 @@ def test_points_without_a_place(wrong: float, side: str) -> None:
     assert torch.equal(found.indices, expected.indices)
 
 
+@mr.op
+def closeness(x: Row["d"], y: Col["d"], k: int):
+    return mr.topk(1 / mr.sqdist(x, y), k).values
+
+
+def test_infinitely_far_is_not_worst() -> None:
+    x, y = points(100, 2), torch.cat([points(6, 2), torch.full((100, 2), 1e30)])
+    found, expected, _ = both(lambda: closeness(x, y, 9))
+    assert torch.equal(found, expected) and (found[:, 6:] == 0).all()
+
+
 @pytest.mark.parametrize("make", [torch.zeros, torch.ones])
 def test_all_in_one_place(make: Callable[..., Tensor]) -> None:
     found, expected, _ = both(lambda: ops.kmeans_assign(make(70, 3), make(90, 3)))
@@ -188,3 +200,11 @@ def test_a_place_found_by_runs_is_the_first(size: int, kind: str) -> None:
         }[kind]
         expected = (made.argmax if largest else made.argmin)(dim, keepdim=True)
         assert torch.equal(accumulate._first(made, dim, largest), expected)
+
+
+def test_small_tiles_are_filled() -> None:
+    x, y = points(300, 3), points(300, 3)
+    found, expected, _ = both(lambda: ops.knn(x, y, 3))
+    with from_points(1), mr.use(engine="auto"), follow(Choice("flash", (("tile", (1, 3, 3)),))):
+        assert torch.equal(ops.knn(x, y, 3).values, expected.values)
+    assert torch.equal(found.values, expected.values)
