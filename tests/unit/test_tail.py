@@ -58,14 +58,15 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
 @pytest.mark.parametrize(
     ("length", "features", "room"), [(32_768, 512, 64_000_000), (65_536, 768, 64_000_000), (5000, 300, 10**7)]
 )
-def test_blocks_are_as_long_as_wide_and_fit(length, features, room):
-    """Column totals are rounded a few times at most; of the ways to cut, the one with the longest shorter side."""
+def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
+    """Column totals are rounded four times where that fits; of the ways to cut, the one with the longest shorter side."""
     found = panels.blocks(length, length, 2, room, 4 * features)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
-    assert 2 <= found.count(length) <= panels.ADDS
-    for count in range(2, panels.ADDS + 1):
+    few = (length // 4) * 4 * features <= room // 2
+    counts = range(2, panels.BLOCKS + 1) if few else range(panels.BLOCKS + 1, panels.ADDS + 1)
+    assert found.count(length) in counts
+    for count in counts:
         rows = -(-length // count // 128) * 128
         cols = (room - rows * 4 * features) // (2 * rows)
-        assert (
-            rows * 4 * features > room // 2 or min(rows, cols) < min(found.rows, found.cols) + 256
-        )  # but for rounding
+        fits = rows * 4 * features <= room // 2
+        assert not fits or min(rows, cols) < min(found.rows, found.cols) + 256  # but for rounding
