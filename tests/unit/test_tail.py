@@ -59,7 +59,7 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
     ("length", "features", "room"), [(32_768, 512, 64_000_000), (65_536, 768, 64_000_000), (5000, 300, 10**7)]
 )
 def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
-    """Column totals are rounded four times where that fits; of the ways to cut, the one with the longest shorter side."""
+    """Column totals are rounded four times where that fits; of the ways to cut, that with the longest shorter side."""
     found = panels.blocks(length, length, 2, room, 4 * features)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
     few = (length // 4) * 4 * features <= room // 2
