@@ -168,8 +168,16 @@ def step_of(op: Any, args: list[Tensor]) -> Step:
 
 
 def graphed(step: Step) -> Step:
-    """A step as a captured graph: its kernels alone, without the host."""
-    return captured(step)[0].replay
+    """A step as a captured graph: its kernels alone, without the host.
+
+    The graph reads what the step holds (its cotangents), so that this is kept with it: the next capture gives all
+    memory back that nobody holds, and a graph that reads it then takes the device with it."""
+    graph, _ = captured(step)
+
+    def replay(kept: Step = step) -> None:
+        graph.replay()
+
+    return replay
 
 
 def _captured(step: Step) -> Step:
