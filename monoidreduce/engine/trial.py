@@ -164,11 +164,16 @@ def seconds(run: Callable[[], Any], device: torch.device, spend: float | None = 
     """The median time of a call that has run before: a few calls, or as many as ``spend`` seconds hold.
 
     ``best``: of what it is compared with."""
-    clock, usual = (_GpuClock(), 0.005) if device.type == "cuda" else (_cpu_clock, 0.03)
+    clock = _GpuClock() if device.type == "cuda" else _cpu_clock
     first = clock(run)
-    spend = 0.0 if first > FAR * best else usual if spend is None else spend
+    spend = 0.0 if first > FAR * best else usual(device) if spend is None else spend
     count = max(2, min(25, int(spend / max(first, 1e-7)))) if first < 1.0 else 0
     return statistics.median([first, *(clock(run) for _ in range(count))])
+
+
+def usual(device: torch.device) -> float:
+    """Seconds that are spent on the time of one plan."""
+    return 0.005 if device.type == "cuda" else 0.03
 
 
 def _cpu_clock(run: Callable[[], Any]) -> float:

@@ -33,6 +33,7 @@ _process = Variable(VARIABLE)
 CLOSE = 4.0  # candidates that the model thinks so many times slower than its best are not tried
 MOST = 16  # nor more than so many at a time
 FINAL = 1.1  # those that take at most so many times the best one's time are timed again, in turns
+LONGER = 3  # for so many times as long: they differ by a few per cent
 GAIN = 0.98  # a winner takes at most this share of the safe plan's time: less is noise
 Call = tuple[Fold, Sequence[Any], Sizes]  # one fold, its leaves and its sizes
 _sessions: dict[store.Key, Session] = {}
@@ -180,16 +181,19 @@ class Session:
     def _timed(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Trial:
         return Trial(choice, self._seconds(choice, fold, leaves, sizes))
 
-    def _seconds(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> float:
-        best = min(self.times.values(), default=math.inf)
-        return trial.seconds(lambda: planner.perform(choice, fold, leaves, sizes), self.device, best=best)
+    def _seconds(
+        self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, spend: float | None = None
+    ) -> float:
+        run = lambda: planner.perform(choice, fold, leaves, sizes)
+        return trial.seconds(run, self.device, spend, self.times.get(self.best, math.inf))
 
     def _won(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Tuned:
         """The best few against the safe plan once more, in turns, since devices warm up; remembered either way."""
         final = [*self._finalists(), self.safe]
         times = {self.safe: self.times[self.safe]}
         if len(final) > 1:
-            turns = [[self._seconds(c, fold, leaves, sizes) for c in final] for _ in range(3)]
+            spend = LONGER * trial.usual(self.device)
+            turns = [[self._seconds(c, fold, leaves, sizes, spend) for c in final] for _ in range(3)]
             times = {c: min(column) for c, column in zip(final, zip(*turns, strict=True), strict=True)}
         winner, safe = min(times, key=lambda c: times[c]), times[self.safe]
         winner = winner if times[winner] < GAIN * safe else self.safe
