@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plan import budget, cost, panels, tiles
 from ..plan.choice import Choice
-from ..plan.work import Case, directions
+from ..plan.work import Case
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import batching, chunk, eager, hardware, library, panel, tally
+from . import batching, chunk, eager, hardware, library, panel, tally, triton
 from .combine import combine
 from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale, forms
@@ -48,16 +48,18 @@ def peak(noted: Noted, choice: Choice) -> int:
 def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
     """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into.
 
-    One direction runs after the other, beside what was made before it.
+    One runs after the other, beside what was made before it.
     """
     sizes = noted.sizes
     made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
     bytes_of = lambda found: sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found)
-    ways = directions(noted.fold)
-    done = peak = bytes_of(m for (r, _), m in made.items() if r.attrs[1] not in ways)
-    for over in ways:
-        own = tuple(r for r in noted.fold.reductions if r.attrs[1] == over)
-        fold, parts = Fold(noted.fold.leaves, own), cost.parts_of(case, over, choice.tile(over) or _OWN)
+    done = peak = 0
+    picks, folds = triton.kernels(noted.fold, sizes)
+    for r in picks:
+        peak = max(peak, done + _picked(noted, r))
+        done += bytes_of([made[r, 0]])
+    for over, fold in folds:
+        parts = cost.parts_of(case, over, choice.tile(over) or _OWN)
         if parts > 1:
             peak = max(peak, done + _combined(fold, sizes, parts))
         done += bytes_of(made[o] for o in fold.outputs)
@@ -75,6 +77,27 @@ def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
         shapes = [form(r, k, small) for r, k in fold.outputs]
         made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
         combine(fold, made, [1] * scale.down(parts), ordered=True, faster={"soft": united.room})
+    return alive.peak
+
+
+def _picked(noted: Noted, r: Expr) -> int:
+    """Bytes alive while the numbers of one column of every row (or the other way round) are gathered, in chunks."""
+    sizes = noted.sizes
+    merged, _ = batching.merge(sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
+    matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
+    length = max(1, tiles.ELEMENTS // (merged[-1] * matches * widest))
+    scale = Scale(sizes, tiles=(length,))
+    small = scale.sizes(sizes)
+    leaves = [_filled(v, scale) for v in noted.leaves]
+    with _watched(scale, leaves) as alive:
+        batch, views = batching.merge(small.batch, [v for v in leaves if isinstance(v, Tensor)])
+        given = iter(views)
+        values = {
+            e: next(given) if isinstance(v, Tensor) else v for e, v in zip(noted.fold.leaves, leaves, strict=True)
+        }
+        elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
+        triton.pick(r, values, batch, small, elements)
     return alive.peak
 
 

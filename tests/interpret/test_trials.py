@@ -1,13 +1,18 @@
 """Candidates of the tuner as generated kernels: right ones pass its check, wrong ones never do."""
 
+import gc
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import trial, triton
+from monoidreduce.engine import inside, planner, trial, triton
+from monoidreduce.engine.alive import Alive
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, describe, source, use_plan
+from monoidreduce.engine.rehearse import Noted
+from monoidreduce.engine.triton import KernelPlan, describe, launch, source, use_plan
 from monoidreduce.plan.choice import Choice
 from tests.wrong_kernels import CHANGES, wrong
 
@@ -75,3 +80,32 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     choice = Choice("flash", tuple(plans.items()))
     assert trial.wrong(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))
+
+
+@mr.op
+def gated(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"]):
+    return mr.sum(F.silu(x @ gate) * (x @ up) * down)
+
+
+@mr.op
+def pooling(x: Row["d"], y: Col["d"]):
+    return mr.max(x @ y)
+
+
+@pytest.mark.parametrize(("op", "columns"), [(attention, 2), (gated, 3), (pooling, 1)], ids=lambda p: str(p))
+def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
+    """Several kernels one after the other, each cut into parts; gathers before them."""
+    execute = launch.execute
+    monkeypatch.setattr(launch, "execute", lambda call: (execute(call), gc.collect())[0])  # the interpreter holds on
+    torch.manual_seed(0)
+    args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[50] * columns)]
+    cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))
+    with mr.use(engine="triton"):
+        folds = tuning.recorded(op, args, {}, backward=True).folds
+    assert len(folds) == 2
+    for fold, leaves, sizes in folds:
+        noted = Noted(fold, tuple(leaves), sizes, True, 0)
+        with torch.no_grad(), Alive([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
+            found = perform(cut, fold, leaves, sizes)
+        predicted = inside.of_kernels(noted, planner.case_of(fold, leaves, sizes), cut)
+        assert found and predicted == pytest.approx(alive.peak, rel=0.05)

@@ -216,12 +216,8 @@ class Ready:
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
         values, self.batch = self.merged(leaves)
-        self.picks = [r for _, _, picks in _directions(fold) for r in picks]
-        self.launches = [
-            launch.Launch(part, over, values, self.batch, sizes)
-            for over, folds, _ in _directions(fold)
-            for part in _held(folds, sizes)
-        ]
+        self.picks, parts = kernels(fold, sizes)
+        self.launches = [launch.Launch(part, over, values, self.batch, sizes) for over, part in parts]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
@@ -235,7 +231,7 @@ class Ready:
         merged = _Once(lambda: self.merged(leaves)[0])
         found: list[Tensor] = []
         for r in self.picks:
-            picked = _pick(r, merged(), self.batch, self.sizes)
+            picked = pick(r, merged(), self.batch, self.sizes)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
             found += one(leaves, merged)
@@ -305,6 +301,12 @@ class _Once:
         return self._made
 
 
+def kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
+    """In the order in which they run: what is gathered, and then what each kernel folds, with its axis."""
+    found = _directions(fold)
+    return [r for *_, picks in found for r in picks], [(o, f) for o, part, _ in found for f in _held(part, sizes)]
+
+
 def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
     """A fold as one kernel, or as several where its running sums do not fit in registers together: to compute pairs
     again costs less than to keep sums in memory."""
@@ -334,8 +336,10 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
     return tuple(found)
 
 
-def _pick(r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    """A gather needs no kernel of ours; each row's own column is not even that."""
+def pick(
+    r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes, elements: int = tiles.ELEMENTS
+) -> Tensor:
+    """A gather needs no kernel of ours; each row's own column is not even that. ``elements``: of a chunk."""
     target, value, vector = r.args
     own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
     if own and value is ONE and sizes.rows <= sizes.cols:
@@ -346,5 +350,5 @@ def _pick(r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
     for where in batching.outer(batch):
         part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
-        run_pick(r, part, sizes, batch[-1], out[where], tiles.ELEMENTS)
+        run_pick(r, part, sizes, batch[-1], out[where], elements)
     return out
