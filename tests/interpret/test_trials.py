@@ -98,7 +98,7 @@ def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     execute = launch.execute
     monkeypatch.setattr(launch, "execute", lambda call: (execute(call), gc.collect())[0])  # the interpreter holds on
     torch.manual_seed(0)
-    args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[50] * columns)]
+    args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[70] * columns)]
     cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))
     with mr.use(engine="triton"):
         folds = tuning.recorded(op, args, {}, backward=True).folds
