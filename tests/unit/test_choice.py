@@ -123,7 +123,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
         def run(sizes, *given):
             raise torch.OutOfMemoryError("planted")
 
-        return whole.Script((), (), run, "")
+        return whole.Script((), (), run, "", None, (), ())
 
     monkeypatch.setattr(roads.whole, "whole", failing)
     released = []
