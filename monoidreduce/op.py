@@ -109,7 +109,8 @@ class Op(compiled.Compiled):
         key, plan = self._plans.find(form, given, "total")
         if plan is None and not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
-            return _summed(self(*args, **kwargs)) if plan is None else plan(given)
+            if plan is None:
+                return _summed(self(*args, **kwargs))
         if plan is not None:
             return plan(given)
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)

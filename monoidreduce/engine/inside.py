@@ -23,6 +23,7 @@ from ..program.lower import Fold
 from . import batching, chunk, eager, hardware, library, panel, tally, triton
 from .combine import combine
 from .evaluate import Sizes, form
+from .pick import chunk_of
 from .rehearse import Enlarged, Noted, Scale, forms
 from .tilecode import Code
 from .triton import united
@@ -83,19 +84,15 @@ def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
 def _picked(noted: Noted, r: Expr) -> int:
     """Bytes alive while the numbers of one column of every row (or the other way round) are gathered, in chunks."""
     sizes = noted.sizes
-    merged, _ = batching.merge(sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    _, whole = triton.merged(noted.fold, noted.leaves, sizes)
     widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = max(1, tiles.ELEMENTS // (merged[-1] * matches * widest))
+    length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
     scale = Scale(sizes, tiles=(length,))
     small = scale.sizes(sizes)
     leaves = [_filled(v, scale) for v in noted.leaves]
     with _watched(scale, leaves) as alive:
-        batch, views = batching.merge(small.batch, [v for v in leaves if isinstance(v, Tensor)])
-        given = iter(views)
-        values = {
-            e: next(given) if isinstance(v, Tensor) else v for e, v in zip(noted.fold.leaves, leaves, strict=True)
-        }
+        values, batch = triton.merged(noted.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
         triton.pick(r, values, batch, small, elements)
     return alive.peak

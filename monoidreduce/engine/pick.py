@@ -37,7 +37,7 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
     t = t.unsqueeze(-1) if target.feature is None else t
     t = t.expand(batch, side, t.shape[-1])
     widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
-    chunk = max(1, elements // (batch * t.shape[-1] * widest))
+    chunk = chunk_of(elements, batch, t.shape[-1], widest)
     value, vector = _one_number_per_match((value, vector), target)
     for at in range(0, side, chunk):
         part = slice(at, min(at + chunk, side))
@@ -62,6 +62,11 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
             out[:, part] += weight.sum(2)
         else:
             _scatter(out, safe, weight)
+
+
+def chunk_of(elements: int, batch: int, matches: int, widest: int) -> int:
+    """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
+    return max(1, elements // (batch * matches * widest))
 
 
 def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:

@@ -44,21 +44,19 @@ def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
     """What ``run`` returns, at the first or the second attempt; ``fold``: whose results it makes, where it is one."""
-    try:
-        return run(*given)
-    except Exception as error:
-        if not ran_out(error):
-            raise
-    release(sizes.device)
-    try:
-        with budget.less():
-            return run(*given)
-    except Exception as error:
-        if not isinstance(error, BudgetError) and not ran_out(error):
-            raise
-        reason = str(error)
-    release(sizes.device)
-    raise _error(reason, sizes, fold)
+
+    def smaller(*given: Any) -> Any:
+        try:
+            with budget.less():
+                return run(*given)
+        except Exception as error:
+            if not isinstance(error, BudgetError) and not ran_out(error):
+                raise
+            reason = str(error)
+        release(sizes.device)
+        raise _error(reason, sizes, fold)
+
+    return instead(run, smaller, given, sizes)
 
 
 def typed(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:

@@ -73,7 +73,7 @@ def _shown(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CHOICES = frozenset({bool, int, float, str, type(None)})
 _MOST = 256
 
 
@@ -104,7 +104,7 @@ def _looked(given: tuple) -> tuple | None:
         kind = type(value)
         if kind in PLAIN:
             found += (value.dtype, value.shape, value.device)
-        elif kind in _PLAIN:
+        elif kind in _CHOICES:
             found += (kind, value)
         else:
             return None

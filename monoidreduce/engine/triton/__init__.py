@@ -215,26 +215,20 @@ class Ready:
         if any(e.is_pair for e in fold.leaves):
             raise Unsupported("an argument is given per pair")
         self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
-        values, self.batch = self.merged(leaves)
+        values, self.batch = merged(fold, leaves, sizes)
         self.picks, parts = kernels(fold, sizes)
         self.launches = [launch.Launch(part, over, values, self.batch, sizes) for over, part in parts]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
 
-    def merged(self, leaves: Sequence[Any]) -> tuple[dict[Expr, Any], tuple[int, ...]]:
-        """The leaves, tensors with as few batch dimensions as they allow."""
-        given = [e for e, v in zip(self.fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
-        batch, views = batching.merge(self.sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
-        return dict(zip(self.fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
-
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
-        merged = _Once(lambda: self.merged(leaves)[0])
+        views = _Once(lambda: merged(self.fold, leaves, self.sizes)[0])
         found: list[Tensor] = []
         for r in self.picks:
-            picked = pick(r, merged(), self.batch, self.sizes)
+            picked = pick(r, views(), self.batch, self.sizes)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:
-            found += one(leaves, merged)
+            found += one(leaves, views)
         return [found[k] for k in self.order]
 
     def recipes(self) -> list[tuple[list[int], Recipe | None]] | None:
@@ -283,7 +277,7 @@ class Parted:
         start = rest.data_ptr()
         for n, k in enumerate(self.rest):
             places[k] = start + n * self.step
-        one.launched(places, leaves, _Once(lambda: self.ready.merged(leaves)[0]))
+        one.launched(places, leaves, _Once(lambda: merged(self.ready.fold, leaves, self.ready.sizes)[0]))
         return shown, [rest]
 
 
@@ -299,6 +293,13 @@ class _Once:
         if self._made is None:
             self._made = self._make()
         return self._made
+
+
+def merged(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
+    """The leaves of a fold, tensors with as few batch dimensions as they allow; and those."""
+    given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
+    batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    return dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
 
 def kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
