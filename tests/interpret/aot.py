@@ -30,7 +30,6 @@ from monoidreduce.engine.triton import (
     epilogue,
     launch,
     plan,
-    rest,
     source,
     staged,
     use_plan,
@@ -211,13 +210,13 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
     ]
     with (
         mock.patch.object(launch, "execute", found.append),
+        mock.patch.object(source, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
-        mock.patch.object(rest, "_run", lambda *arguments: None),
         mock.patch.object(staged, "on", lambda device: capability == 90),
         mock.patch.object(describe, "has_tanh", lambda device: True),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
