@@ -14,6 +14,9 @@ import torch
 
 from monoidreduce.engine import triton
 from monoidreduce.engine.triton import launch, source
+from tests.interpret.quick import quicken
+
+quicken()
 
 
 @pytest.fixture
