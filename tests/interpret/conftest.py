@@ -16,7 +16,16 @@ from monoidreduce.engine import triton
 from monoidreduce.engine.triton import launch, source
 from tests.interpret.quick import quicken
 
-quicken()
+QUICKENED = pytest.MonkeyPatch()
+quicken(QUICKENED)
+
+
+@pytest.fixture
+def as_it_is():
+    """Triton's own interpreter."""
+    QUICKENED.undo()
+    yield
+    quicken(QUICKENED)
 
 
 @pytest.fixture
