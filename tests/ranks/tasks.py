@@ -21,7 +21,7 @@ class _Patch:
     setattr = staticmethod(setattr)
 
 
-use_small_tiles(_Patch())  # type: ignore[arg-type]
+use_small_tiles(_Patch(), 16, 32)  # type: ignore[arg-type]
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:
