@@ -1,0 +1,130 @@
+"""A GPU that is not there: calls take the road that they would take on an H200, and nothing is computed.
+
+Tensors lie on the CPU. All that asks for a device is told of an H200, kernels and the vendor's products do nothing, and
+everything else is what runs: so what is allocated, in which order, and when it is let go, is what a GPU's allocator
+would be asked for. For a process of its own: what is planned here is planned for that GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
+import triton.language as tl
+
+import monoidreduce as mr
+from monoidreduce.engine import early, gradients, hardware, planner, replay, roads
+from monoidreduce.engine.alive import Alive
+from monoidreduce.engine.triton import boxes, describe, epilogue, source, staged
+from monoidreduce.plan import ceilings, defaults
+
+_FREE = 139 * 2**30  # bytes
+_BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
+_CPU = torch.device("cpu")
+
+
+class _Kernels:
+    """A module of kernels that do nothing."""
+
+    tl = tl
+
+    def __getattr__(self, name: str) -> Any:
+        nothing = lambda *arguments, **constants: None
+        return type("Kernel", (), {"__getitem__": lambda self, grid: nothing})()
+
+
+@contextlib.contextmanager
+def h200() -> Iterator[None]:
+    """Calls inside the block run as they would on an H200."""
+    nothing: Callable[..., None] = lambda *given, **more: None
+    bare, form, line = planner.bare, early.form, boxes.line
+    there = {
+        boxes: dict(on=lambda device: True, line=lambda *given: line(*given[:-1], _CPU)),
+        ceilings: dict(of=lambda device: ceilings.GPUS["hopper"]),
+        describe: dict(family=lambda device: defaults.family(9, 0), has_tanh=lambda device: True, processors=_many),
+        early: dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton")),
+        epilogue: dict(on=lambda device: True),
+        gradients: dict(straight=lambda: True),
+        hardware: dict(free_memory=lambda device: _FREE, panel_into=nothing, contract_into=nothing),
+        planner: dict(_by_kernels=lambda device: True, bare=lambda *given: replace(bare(*given), gpu=True)),
+        replay: dict(straight=lambda: True),
+        roads: dict(may_be_dense=lambda program, sizes: False),
+        source: dict(load=lambda text, functions=(): _Kernels(), again=_again, repeats=lambda device: True),
+        staged: dict(on=lambda device: True, processors=_many),
+    }
+    token = hardware.rehearsed.set(True)
+    with contextlib.ExitStack() as stack:
+        for module, names in there.items():
+            stack.enter_context(mock.patch.multiple(module, **names))
+        yield
+    hardware.rehearsed.reset(token)
+
+
+def _many(device: torch.device) -> int:
+    return 132
+
+
+def _again(*given: Any) -> Callable[..., None]:
+    return lambda *arguments: None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes alive at once, and what they were: the largest first."""
+
+    peak: int
+    largest: tuple[tuple[int, tuple[int, ...], str], ...]  # bytes, shape, who asked for it
+
+
+class _Blocks(Alive):
+    """What a GPU's allocator would have handed out, and to whom."""
+
+    def __init__(self, given: list[Tensor]):
+        super().__init__(given)
+        self.whose: dict[int, tuple] = {}
+        self.then: tuple = ()
+
+    def size(self, t: Tensor) -> int:
+        return -(-super().size(t) // _BLOCK) * _BLOCK
+
+    def grew(self, t: Tensor, size: int) -> None:
+        self.whose[id(t.untyped_storage())] = (size, tuple(t.shape), f"{str(t.dtype)[6:]}")
+        if self.total == self.peak:
+            self.then = tuple(self.whose[k] for k in self.live)
+
+
+def counted(op: Any, args: list[Tensor], backward: bool = True) -> Found:
+    """A call, and its backward, as they are measured on a GPU: what is kept from call to call is not counted."""
+    wanted = [t for t in args if t.requires_grad]
+
+    def step() -> None:
+        found = op(*args)
+        results = [found] if isinstance(found, Tensor) else list(found)
+        if backward:
+            ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in results]
+            torch.autograd.grad(results, wanted, ones)
+
+    with mr.use(engine="auto"):
+        for _ in range(2):
+            step()
+        with _Blocks(args) as alive:
+            step()
+    return Found(alive.peak, tuple(sorted(alive.then, reverse=True)))
+
+
+def predicted(op: Any, args: list[Tensor], backward: bool = True) -> Any:
+    """What is said of the same call on a GPU."""
+    like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in args]
+    given = [t.requires_grad_(a.requires_grad) for t, a in zip(like, args, strict=True)]
+    with mr.use(engine="auto"):
+        return op.cost(*given, device="cuda", backward=backward).chosen
