@@ -16,10 +16,9 @@ from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
-from . import autograd, hardware, inside, known, panel, planner, whole
+from . import autograd, hardware, inside, known, panel, planner, script, whole
 from .evaluate import Sizes
 from .rehearse import Noted, Rehearsal, rehearse
-from .script import script
 from .walks import split_means, walks
 
 DENSE = 8 * 2**20  # bytes of one matrix of pairs up to which a call may run dense where no budget was given
@@ -71,10 +70,9 @@ def asking(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Rehearsal:
     """A rehearsal of the call as passes: folds noted, all else counted."""
     numbers = frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor))
-    made = script(program, numbers)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return made.run(here, autograd.Walk(autograd.REHEARSAL), *(given[n] for n in made.inputs))
+        return autograd.walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in script.inputs(program)))
 
     return rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
 
