@@ -131,7 +131,7 @@ def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
     """Bytes that a fold holds at once, looked at closely; of panels on a GPU as the model has it."""
     if not case.gpu:
         return inside.peak(noted, choice)
-    return inside.of_kernels(noted, case, choice) if choice.schedule != "panel" else otherwise
+    return (inside.of_panels if choice.schedule == "panel" else inside.of_kernels)(noted, case, choice)
 
 
 # Over ranks

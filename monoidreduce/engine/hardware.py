@@ -183,7 +183,7 @@ def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
         torch.mm(x, y.mT, out=out)
     elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
-    else:  # raised a few columns at a time
+    elif not out.is_meta:  # raised a few columns at a time
         x = x.to(out.dtype)
         for at in range(0, y.shape[0], _RAISED):
             part = slice(at, at + _RAISED)
@@ -202,7 +202,7 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
             torch.ops.aten.addmm.dtype_out(out, weights, vectors, out.dtype, out=out)
         else:
             torch.ops.aten.mm.dtype_out(weights, vectors, out.dtype, out=out)
-    else:
+    elif not out.is_meta:
         product = weights.to(out.dtype) @ vectors.to(out.dtype)
         out.add_(product) if add else out.copy_(product)
 

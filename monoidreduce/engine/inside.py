@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..plan import budget, cost, panels, tiles
 from ..plan.choice import Choice
@@ -21,6 +22,7 @@ from ..plan.work import Case
 from ..program.expr import Expr
 from ..program.lower import Fold
 from . import batching, chunk, eager, hardware, library, panel, tally, triton
+from .alive import Alive
 from .combine import combine
 from .evaluate import Sizes, form
 from .pick import chunk_of
@@ -29,7 +31,7 @@ from .tilecode import Code
 from .triton import united
 from .walks import Walk, as_program, walks
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def peak(noted: Noted, choice: Choice) -> int:
@@ -68,6 +70,23 @@ def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
 
 
 _OWN = (64, 64, 4, 2, 0)
+
+
+def of_panels(noted: Noted, case: Case, choice: Choice) -> int:
+    """The same of panels on a GPU: they are gone through on tensors without numbers, kernels at rest."""
+    batch, sizes = torch.Size(noted.sizes.batch).numel(), replace(noted.sizes, batch=())
+    (room,) = choice.tile("room") or (0,)
+
+    class Step(_Resting):
+        real, space = sizes, room
+
+    one = _of_batch(noted, 1)
+    leaves = [v[0] if isinstance(v, Tensor) else v for v in one.leaves]
+    with _disable_current_modes(), torch.no_grad(), tally.nobody(), triton.resting(), _Meta(leaves) as alive:
+        panel.run(noted.fold, leaves, replace(sizes, device=_META), Step, 1)
+    made = forms(noted.fold, noted.leaves, noted.sizes, sizes.device)
+    results = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in made)
+    return alive.peak if batch == 1 else max(alive.peak + results - results // batch, 2 * results)
 
 
 def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
@@ -195,6 +214,60 @@ class _SmallStep(panel.TorchStep):
     def cut(self, panel: panels.Panels) -> tiles.Tiles:
         found = self.twin.cut(self.found)
         return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
+
+
+class _Resting(triton.KernelStep):
+    """Does to panels without numbers what kernels would do to real ones; of panels that are alike, to one."""
+
+    real: ClassVar[Sizes]
+    space: ClassVar[int]
+
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
+        super().__init__(walk, sizes, kinds)
+        self.twin = triton.KernelStep(walk, self.real, kinds)
+        self._fused = self.twin._fused
+
+    def choose(self, room: int) -> panels.Panels | None:
+        free = lambda: hardware.free_memory(self.real.device)
+        return super().choose(self.space or budget.limit(free, self.least()))
+
+    def walk_panels(self) -> Iterator[tuple[slice, slice]]:
+        seen = set()
+        for rows, cols in super().walk_panels():
+            kind = (rows.stop - rows.start, cols.stop - cols.start, self.over, self.buffers is self.own)
+            if kind not in seen:
+                seen.add(kind)
+                yield rows, cols
+
+
+class _Meta(Alive):
+    """Bytes that tensors without numbers would take.
+
+    torch has their shapes from Python, for most operations, and imports its compiler for it: seconds. So what is
+    written somewhere is taken for written, and of what is done number by number only the form is made."""
+
+    def __init__(self, leaves: list[Any]):
+        super().__init__([v for v in leaves if isinstance(v, Tensor)])
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func._schema.is_mutable:
+            return kwargs.get("out", args[0] if args else None)
+        if torch.Tag.pointwise not in func.tags:
+            return func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        one = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype), (args, kwargs))
+        made: Tensor = func(*one[0], **one[1])
+        return torch.empty(_broadcast(given), dtype=made.dtype, device=_META)
+
+    def size(self, t: Tensor) -> int:
+        return t.untyped_storage().nbytes() if t.is_meta else 0
+
+
+def _broadcast(given: list[Tensor]) -> tuple[int, ...]:
+    """The shape of what is done to all of these, number by number."""
+    longest = max(t.dim() for t in given)
+    shapes = [(1,) * (longest - t.dim()) + tuple(t.shape) for t in given]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*shapes, strict=True))
 
 
 def _filled(v: Any, scale: Scale) -> Any:

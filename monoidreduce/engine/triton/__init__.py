@@ -35,6 +35,7 @@ from .describe import as_for
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .record import record
+from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
 from .tape import Buffer, Recipe, Recorded, Tape
 
@@ -54,6 +55,7 @@ __all__ = [
     "overrides",
     "ready",
     "record",
+    "resting",
     "run",
     "run_deep",
     "runs_on",
