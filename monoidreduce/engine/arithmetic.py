@@ -15,7 +15,6 @@ from .gradients import Gradient, Ready, Walker, asks
 from .script import script
 from .sides import Side
 
-
 Run = Callable[[Sequence[Any]], list[Tensor]]
 
 

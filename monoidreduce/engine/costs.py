@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MonoidReduceError
+from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, ceilings, communication, cost
 from ..plan.choice import Choice
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
-from . import autograd, hardware, inside, known, panel, planner, script, whole
+from . import autograd, hardware, inside, known, launched, panel, planner, script, whole
 from .evaluate import Sizes
 from .rehearse import Noted, Rehearsal, rehearse
 from .walks import split_means, walks
@@ -71,8 +72,10 @@ def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwar
     """A rehearsal of the call as passes: folds noted, all else counted."""
     numbers = frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor))
 
+    names = script.inputs(program)
+
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return autograd.walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in script.inputs(program)))
+        return autograd.walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in names))
 
     return rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
 
@@ -128,10 +131,10 @@ def _scheduled(
 
 
 def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
-    """Bytes that a fold holds at once, looked at closely; of panels on a GPU as the model has it."""
-    if not case.gpu:
-        return inside.peak(noted, choice)
-    return (inside.of_panels if choice.schedule == "panel" else inside.of_kernels)(noted, case, choice)
+    """Bytes that a fold holds at once, looked at closely; as the model has it where a budget leaves no room."""
+    with contextlib.suppress(BudgetError):
+        return (launched.peak(noted, case, choice) if case.gpu else None) or inside.peak(noted, choice)
+    return otherwise
 
 
 # Over ranks

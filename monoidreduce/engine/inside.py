@@ -14,24 +14,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..plan import budget, cost, panels, tiles
+from ..plan import budget, panels, tiles
 from ..plan.choice import Choice
-from ..plan.work import Case
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import batching, chunk, eager, hardware, library, panel, tally, triton
-from .alive import Alive
-from .combine import combine
-from .evaluate import Sizes, form
-from .pick import chunk_of
-from .rehearse import Enlarged, Noted, Scale, forms
+from . import batching, chunk, eager, hardware, library, panel, tally
+from .evaluate import Sizes
+from .rehearse import Enlarged, Noted, Scale
 from .tilecode import Code
-from .triton import united
 from .walks import Walk, as_program, walks
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+_CPU = torch.device("cpu")
 
 
 def peak(noted: Noted, choice: Choice) -> int:
@@ -40,84 +34,15 @@ def peak(noted: Noted, choice: Choice) -> int:
     made = library.shapes(noted.fold, list(noted.leaves), noted.sizes)
     results = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in made)
     if choice.schedule == "panel":
-        one = _in_panels(_of_batch(noted, 1), choice)
+        one = _in_panels(of_batch(noted, 1), choice)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # stacked in the end
     tile = tiles.Tiles(*(choice.tile("tile") or (1, tiles.ROWS, tiles.COLS)))
     merged, _ = batching.merge(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
     together = max(1, min(tile.batch, merged[-1]))  # what cannot be merged is walked
-    return _in_tiles(_of_batch(noted, together), tile) + results - results * together // batch
+    return _in_tiles(of_batch(noted, together), tile) + results - results * together // batch
 
 
-def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
-    """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into.
-
-    One runs after the other, beside what was made before it.
-    """
-    sizes = noted.sizes
-    made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
-    bytes_of = lambda found: sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found)
-    done = peak = 0
-    picks, folds = triton.kernels(noted.fold, sizes)
-    for r in picks:
-        peak = max(peak, done + _picked(noted, r))
-        done += bytes_of([made[r, 0]])
-    for over, fold in folds:
-        parts = cost.parts_of(case, over, choice.tile(over) or _OWN)
-        if parts > 1:
-            peak = max(peak, done + _combined(fold, sizes, parts))
-        done += bytes_of(made[o] for o in fold.outputs)
-    return max(peak, done)
-
-
-_OWN = (64, 64, 4, 2, 0)
-
-
-def of_panels(noted: Noted, case: Case, choice: Choice) -> int:
-    """The same of panels on a GPU: they are gone through on tensors without numbers, kernels at rest."""
-    batch, sizes = torch.Size(noted.sizes.batch).numel(), replace(noted.sizes, batch=())
-    (room,) = choice.tile("room") or (0,)
-
-    class Step(_Resting):
-        real, space = sizes, room
-
-    one = _of_batch(noted, 1)
-    leaves = [v[0] if isinstance(v, Tensor) else v for v in one.leaves]
-    with _disable_current_modes(), torch.no_grad(), tally.nobody(), triton.resting(), _Meta(leaves) as alive:
-        panel.run(noted.fold, leaves, replace(sizes, device=_META), Step, 1)
-    made = forms(noted.fold, noted.leaves, noted.sizes, sizes.device)
-    results = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in made)
-    return alive.peak if batch == 1 else max(alive.peak + results - results // batch, 2 * results)
-
-
-def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
-    """Bytes alive while the results of parts are put together."""
-    scale = Scale(sizes, tiles=(parts,))
-    small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
-    with _watched(scale, []) as alive:
-        shapes = [form(r, k, small) for r, k in fold.outputs]
-        made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
-        combine(fold, made, [1] * scale.down(parts), ordered=True, faster={"soft": united.room})
-    return alive.peak
-
-
-def _picked(noted: Noted, r: Expr) -> int:
-    """Bytes alive while the numbers of one column of every row (or the other way round) are gathered, in chunks."""
-    sizes = noted.sizes
-    _, whole = triton.merged(noted.fold, noted.leaves, sizes)
-    widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
-    matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
-    scale = Scale(sizes, tiles=(length,))
-    small = scale.sizes(sizes)
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
-        values, batch = triton.merged(noted.fold, leaves, small)
-        elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
-        triton.pick(r, values, batch, small, elements)
-    return alive.peak
-
-
-def _of_batch(noted: Noted, batch: int) -> Noted:
+def of_batch(noted: Noted, batch: int) -> Noted:
     """The same fold for some elements of its batch."""
     old = len(noted.sizes.batch)
 
@@ -136,8 +61,8 @@ def _in_tiles(noted: Noted, tile: tiles.Tiles) -> int:
     rows, cols = min(tile.rows, sizes.rows), min(tile.cols, sizes.cols)
     scale = Scale(sizes, tiles=(rows, cols))
     small = tiles.Tiles(*map(scale.down, (sizes.batch[0], rows, cols)))
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
         eager.run(noted.fold, leaves, scale.sizes(sizes), small, _Both)
     return alive.peak
 
@@ -153,8 +78,8 @@ def _in_panels(noted: Noted, choice: Choice) -> int:
     class Small(_SmallStep):
         real, space, by = one, room, scale
 
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
         panel.run(noted.fold, leaves, scale.sizes(sizes), Small, 1)
     return alive.peak
 
@@ -216,61 +141,7 @@ class _SmallStep(panel.TorchStep):
         return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
 
 
-class _Resting(triton.KernelStep):
-    """Does to panels without numbers what kernels would do to real ones; of panels that are alike, to one."""
-
-    real: ClassVar[Sizes]
-    space: ClassVar[int]
-
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        super().__init__(walk, sizes, kinds)
-        self.twin = triton.KernelStep(walk, self.real, kinds)
-        self._fused = self.twin._fused
-
-    def choose(self, room: int) -> panels.Panels | None:
-        free = lambda: hardware.free_memory(self.real.device)
-        return super().choose(self.space or budget.limit(free, self.least()))
-
-    def walk_panels(self) -> Iterator[tuple[slice, slice]]:
-        seen = set()
-        for rows, cols in super().walk_panels():
-            kind = (rows.stop - rows.start, cols.stop - cols.start, self.over, self.buffers is self.own)
-            if kind not in seen:
-                seen.add(kind)
-                yield rows, cols
-
-
-class _Meta(Alive):
-    """Bytes that tensors without numbers would take.
-
-    torch has their shapes from Python, for most operations, and imports its compiler for it: seconds. So what is
-    written somewhere is taken for written, and of what is done number by number only the form is made."""
-
-    def __init__(self, leaves: list[Any]):
-        super().__init__([v for v in leaves if isinstance(v, Tensor)])
-
-    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if func._schema.is_mutable:
-            return kwargs.get("out", args[0] if args else None)
-        if torch.Tag.pointwise not in func.tags:
-            return func(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        one = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype), (args, kwargs))
-        made: Tensor = func(*one[0], **one[1])
-        return torch.empty(_broadcast(given), dtype=made.dtype, device=_META)
-
-    def size(self, t: Tensor) -> int:
-        return t.untyped_storage().nbytes() if t.is_meta else 0
-
-
-def _broadcast(given: list[Tensor]) -> tuple[int, ...]:
-    """The shape of what is done to all of these, number by number."""
-    longest = max(t.dim() for t in given)
-    shapes = [(1,) * (longest - t.dim()) + tuple(t.shape) for t in given]
-    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*shapes, strict=True))
-
-
-def _filled(v: Any, scale: Scale) -> Any:
+def filled(v: Any, scale: Scale) -> Any:
     """A small leaf of many different numbers: a distance that is 0 is computed in another way."""
     if not isinstance(v, Tensor):
         return v
@@ -282,7 +153,7 @@ def _filled(v: Any, scale: Scale) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
+def watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
     """Bytes alive inside the block beside the leaves; nobody else takes notice of what runs there."""
     given = [v for v in leaves if isinstance(v, Tensor)]
     with _disable_current_modes(), torch.no_grad(), tally.nobody(), Enlarged(scale, given) as alive:
