@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
@@ -26,6 +27,7 @@ from monoidreduce.engine import early, gradients, hardware, planner, replay, roa
 from monoidreduce.engine.alive import Alive
 from monoidreduce.engine.triton import boxes, describe, epilogue, rows, source, staged
 from monoidreduce.plan import ceilings, defaults
+from monoidreduce.plan.cost import Scheduled
 
 _FREE = 139 * 2**30  # bytes
 _BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
@@ -107,28 +109,33 @@ class _Blocks(Alive):
             self.then = tuple(self.whose[k] for k in self.live)
 
 
-def counted(op: Any, args: list[Tensor], backward: bool = True) -> Found:
+def counted(op: Any, args: Sequence[Any], backward: bool = True) -> Found:
     """A call, and its backward, as they are measured on a GPU: what is kept from call to call is not counted."""
-    wanted = [t for t in args if t.requires_grad]
+    given = [t for t in args if isinstance(t, Tensor)]
+    wanted = [t for t in given if t.requires_grad]
 
     def step() -> None:
         found = op(*args)
-        results = [found] if isinstance(found, Tensor) else list(found)
-        if backward:
+        results = [v for v in tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
+        if results:
             ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in results]
-            torch.autograd.grad(results, wanted, ones)
+            torch.autograd.grad(results, wanted, ones, allow_unused=True)
 
-    with mr.use(engine="auto"):
+    with mr.use(engine="auto"), torch.set_grad_enabled(backward):
         for _ in range(2):
             step()
-        with _Blocks(args) as alive:
+        with _Blocks(given) as alive:
             step()
     return Found(alive.peak, tuple(sorted(alive.then, reverse=True)))
 
 
-def predicted(op: Any, args: list[Tensor], backward: bool = True) -> Any:
+def predicted(op: Any, args: Sequence[Any], backward: bool = True) -> Scheduled:
     """What is said of the same call on a GPU."""
-    like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in args]
-    given = [t.requires_grad_(a.requires_grad) for t, a in zip(like, args, strict=True)]
     with mr.use(engine="auto"):
-        return op.cost(*given, device="cuda", backward=backward).chosen
+        return op.cost(*map(_without_numbers, args), device="cuda", backward=backward).chosen
+
+
+def _without_numbers(v: Any) -> Any:
+    if not isinstance(v, Tensor):
+        return v
+    return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta").requires_grad_(v.requires_grad)

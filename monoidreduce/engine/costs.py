@@ -17,7 +17,7 @@ from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
-from . import autograd, hardware, inside, known, launched, panel, planner, script, whole
+from . import autograd, hardware, inside, known, launched, panel, planner, script, triton, whole
 from .evaluate import Sizes
 from .rehearse import Noted, Rehearsal, rehearse
 from .walks import split_means, walks
@@ -55,8 +55,8 @@ def of_program(
         found.append(dense)
     if ranks > 1 and found:
         found += _divided(found[0], passes, ranks, roof)
-    limit = budget.asked()
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, DENSE, backward)
+    most = None if triton.launches_on(sizes.device) else DENSE
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, budget.asked(), most, backward)
 
 
 def asking(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

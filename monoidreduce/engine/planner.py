@@ -92,7 +92,7 @@ def _told(how: Choice) -> contextlib.AbstractContextManager[Any]:
 
 
 def _by_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and triton.runs_on(device)
+    return triton.launches_on(device)
 
 
 def _maker(device: torch.device) -> panel.Maker:

@@ -69,7 +69,7 @@ class Cost:
     schedules: tuple[Scheduled, ...]
     ceilings: Ceilings
     budget: int | None
-    dense: int  # bytes of one matrix of pairs that may be built where no budget was given
+    dense: int | None  # bytes of one matrix of pairs that may be built where no budget was given; None: none at all
     backward: bool
 
     @property
@@ -86,6 +86,8 @@ class Cost:
     def allows(self, scheduled: Scheduled) -> bool:
         """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
         if scheduled.schedule == "dense":
+            if self.dense is None:
+                return False
             return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
         return self.budget is None or scheduled.held <= self.budget
 

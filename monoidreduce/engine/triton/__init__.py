@@ -52,6 +52,7 @@ __all__ = [
     "available",
     "is_deep",
     "kind",
+    "launches_on",
     "overrides",
     "ready",
     "record",
@@ -87,6 +88,11 @@ def available() -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
     return (device.type == "cuda" or _interpreted.said() == "1") and available()
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether kernels run there, and not in an interpreter."""
+    return device.type == "cuda" and runs_on(device)
 
 
 def run(
