@@ -36,8 +36,10 @@ def peak(noted: Noted, choice: Choice) -> int:
     if choice.schedule == "panel":
         one = _in_panels(of_batch(noted, 1), choice)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # stacked in the end
-    tile = tiles.Tiles(*(choice.tile("tile") or (1, tiles.ROWS, tiles.COLS)))
     merged, _ = batching.merge(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    told, sizes = choice.tile("tile"), noted.sizes
+    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.width(noted.fold, sizes))
+    tile = own if told is None else tiles.Tiles(*told)
     together = max(1, min(tile.batch, merged[-1]))  # what cannot be merged is walked
     return _in_tiles(of_batch(noted, together), tile) + results - results * together // batch
 

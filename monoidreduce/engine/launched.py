@@ -6,7 +6,8 @@ do it, in its order; only kernels rest, and tensors have no numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,64 +16,76 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..plan import cost, tiles
+from ..plan import tiles
 from ..plan.choice import Choice
-from ..plan.work import Case
 from ..program.expr import Expr
-from ..program.lower import Fold
-from . import hardware, panel, tally, triton
+from . import hardware, panel, planner, tally, triton
 from .alive import Alive
 from .combine import combine
 from .evaluate import Form, Sizes, form
 from .inside import filled, of_batch, watched
 from .pick import chunk_of
 from .rehearse import Noted, Scale, forms
-from .triton import epilogue, united
+from .triton import epilogue, topk, united
 from .walks import Walk
 
 _META = torch.device("meta")
 
 
-def peak(noted: Noted, case: Case, choice: Choice) -> int | None:
+def peak(noted: Noted, choice: Choice) -> int | None:
     """Bytes alive at once in a fold, its results among them; None where it has no kernels, and torch runs it."""
     deep = triton.is_deep(noted.fold, noted.leaves, noted.sizes)
     if choice.schedule == "panel" and not deep:
         return _of_panels(noted, choice)
-    ready = triton.ready(noted.fold, list(noted.leaves), noted.sizes)
-    if ready is None:  # but for the best of a product, a few rows at a time
-        return _rested(noted, lambda leaves, sizes: triton.run_deep(noted.fold, leaves, sizes)) if deep else None
-    own = {one.over: one.parts for one in ready.launches}
-    told = {over: cost.parts_of(case, over, tile) for over, tile in choice.tiles if over in own}
-    return _of_kernels(noted, own | told)
+    how = Choice("flash") if choice.schedule == "panel" else choice
+    ready = planner.launches(how, noted.fold, noted.leaves, noted.sizes)
+    if ready is not None:
+        return _of_kernels(noted, ready)
+    # the best of a product, a few rows at a time, or nothing
+    return _rested(noted, lambda leaves, sizes: triton.run_deep(noted.fold, leaves, sizes)) if deep else None
 
 
-def _of_kernels(noted: Noted, parts: Mapping[str, int]) -> int:
-    """Generated kernels hold their results, and those of the parts that an axis was cut into: by its direction.
-
-    One runs after the other, beside what was made before it.
-    """
+def _of_kernels(noted: Noted, ready: triton.Ready) -> int:
+    """Gathers and kernels one after the other, beside what was made before them."""
     sizes = noted.sizes
     made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
     done = peak = 0
-    picks, folds = triton.kernels(noted.fold, sizes)
-    for r in picks:
+    for r in ready.picks:
         peak = max(peak, done + _picked(noted, r))
         done += _bytes([made[r, 0]])
-    for over, fold in folds:
-        if parts[over] > 1:
-            peak = max(peak, done + _combined(fold, sizes, parts[over]))
-        done += _bytes(made[o] for o in fold.outputs)
+    for one in ready.launches:
+        peak = max(peak, done + _launched(noted, one))
+        if one.parts > 1 or one.lists:
+            peak = max(peak, done + _completed(one, sizes))
+        done += _bytes(made[o] for o in one.fold.outputs)
     return max(peak, done)
 
 
-def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
-    """Bytes alive while the results of parts are put together."""
-    scale = Scale(sizes, tiles=(parts,))
+def _launched(noted: Noted, one: Any) -> int:
+    """Bytes alive while a kernel runs: what leaves were converted to, and what it writes."""
+    spare = copy.copy(one)
+    spare.sizes, spare.again = replace(noted.sizes, device=_META), lambda *arguments: None
+    spare._bounds = lambda *given: []  # which tiles are visited is found out once for a condition's data
+
+    def run(leaves: list[Any], sizes: Sizes) -> None:
+        outputs = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in one.outputs]
+        spare.launched(outputs, leaves, lambda: triton.merged(noted.fold, leaves, sizes)[0])
+
+    return _rested(noted, run)
+
+
+def _completed(one: Any, sizes: Sizes) -> int:
+    """Bytes alive while the results of parts are put together, and lists of the best sorted."""
+    parts, scale = one.parts, Scale(sizes, tiles=(one.parts,))
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
     with watched(scale, []) as alive:
-        shapes = [form(r, k, small) for r, k in fold.outputs]
-        made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
-        combine(fold, made, [1] * scale.down(parts), ordered=True, faster={"soft": united.room})
+        count = scale.down(parts)
+        shapes = [form(r, k, small) for r, k in one.fold.outputs]
+        made = [torch.zeros((count, *shape) if parts > 1 else shape, dtype=dtype) for shape, dtype in shapes]
+        if parts > 1:
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster={"soft": united.room})
+        for at in one.lists:
+            made[at : at + 2] = topk.tidy(one.fold.outputs[at][0], *made[at : at + 2])
     return alive.peak
 
 
