@@ -80,9 +80,10 @@ class Work:
     large: tuple[Size, ...]  # on a GPU
     exact: bool = False  # float32 on a GPU too
 
-    def args(self, size: Size, device: str) -> list[Tensor]:
+    def args(self, size: Size, device: str, meant: str = "") -> list[Tensor]:
+        """The arguments of a size; ``meant``: the device that this one stands for."""
         lengths = dict(zip("MNd", size, strict=True))
-        dtype = torch.bfloat16 if device == "cuda" and not self.exact else torch.float32
+        dtype = torch.bfloat16 if (meant or device) == "cuda" and not self.exact else torch.float32
         made = []
         for side in self.sides.split():
             shape = [lengths[letter] for letter in side]

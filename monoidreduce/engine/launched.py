@@ -30,6 +30,9 @@ from .triton import epilogue, topk, united
 from .walks import Walk
 
 _META = torch.device("meta")
+# bytes of a place that is scattered to, which torch sorts on a GPU: where it is and whose, and both again, twice, while
+# they are sorted (an H200 was seen to take 49)
+_SORTED = 6 * 8
 
 
 def peak(noted: Noted, choice: Choice) -> int | None:
@@ -103,7 +106,9 @@ def _picked(noted: Noted, r: Expr) -> int:
         values, batch = triton.merged(noted.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
         triton.pick(r, values, batch, small, elements)
-    return alive.peak
+    side = "rows" if r.attrs[2] == ("col",) else "cols"  # which holds the places
+    places = min(length, sizes.here(side)) * whole[-1] * matches
+    return alive.peak + (_SORTED * places if r.attrs[1] == side else 0)  # scattered, not gathered
 
 
 def _bytes(found: Iterable[Form]) -> int:
