@@ -37,15 +37,15 @@ _SORTED = 6 * 8
 
 def peak(noted: Noted, choice: Choice) -> int | None:
     """Bytes alive at once in a fold, its results among them; None where it has no kernels, and torch runs it."""
-    deep = triton.is_deep(noted.fold, noted.leaves, noted.sizes)
-    if choice.schedule == "panel" and not deep:
-        return _of_panels(noted, choice)
-    how = Choice("flash") if choice.schedule == "panel" else choice
-    ready = planner.launches(how, noted.fold, noted.leaves, noted.sizes)
-    if ready is not None:
-        return _of_kernels(noted, ready)
-    # the best of a product, a few rows at a time, or nothing
-    return _rested(noted, lambda leaves, sizes: triton.run_deep(noted.fold, leaves, sizes)) if deep else None
+    fold, leaves, sizes = noted.fold, noted.leaves, noted.sizes
+    if choice.schedule == "panel":
+        if not triton.is_deep(fold, leaves, sizes):
+            return _of_panels(noted, choice)
+        if topk.factors(fold, leaves, sizes):  # a few rows at a time, by the vendor's product
+            return _rested(noted, lambda given, meant: triton.run_deep(fold, given, meant))
+        choice = Choice("flash")
+    ready = planner.launches(choice, fold, leaves, sizes)
+    return None if ready is None else _of_kernels(noted, ready)
 
 
 def _of_kernels(noted: Noted, ready: triton.Ready) -> int:
