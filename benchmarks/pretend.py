@@ -4,7 +4,7 @@ Tensors lie on the CPU. All that asks for a device is told of an H200, kernels a
 everything else is what runs: so what is allocated, in which order, and when it is let go, is what a GPU's allocator
 would be asked for. For a process of its own: what is planned here is planned for that GPU.
 
-    python -m benchmarks.pretend [--only WORD ...] [--part N] [--json]
+    python -m benchmarks.pretend [--only WORD ...] [--part N]
 
 shows of the planner's cases (``planner_works.py``) what is predicted to be held at once, and what is. Of 13 that were
 measured on an H200, 12 are counted to 0.02 %; one scatters, and torch's sort inside of it is not seen: 4 % of it.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from monoidreduce.engine.triton import boxes, describe, epilogue, rows, source, 
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
 
-from .planner_works import cases
+from .planner_works import Size, Work, cases
 
 _FREE = 139 * 2**30  # bytes
 _BLOCK = 512  # bytes: what torch's allocator on a GPU rounds up to
@@ -131,24 +130,24 @@ def _without_numbers(v: Any) -> Any:
     return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta").requires_grad_(v.requires_grad)
 
 
+def case(work: Work, size: Size) -> tuple[Scheduled, Found]:
+    """One of the planner's cases."""
+    args = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape, dtype in work.forms(size, "cuda")]
+    return predicted(work.op, args), counted(work.op, args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--part", type=int, default=1, help="of the rows and columns, one in so many")
-    parser.add_argument("--json", action="store_true", help="names, sizes and bytes as data")
-    asked, rows = parser.parse_args(), []
+    asked = parser.parse_args()
     with h200():
         for work, (m, n, d) in cases("cuda", 3, asked.only):
             size = (-(-m // asked.part), -(-n // asked.part), d)
-            args = work.args(size, "cpu", "cuda")
-            told, found = predicted(work.op, args), counted(work.op, args)
-            rows.append({"work": work.name, "size": size, "predicted": told.peak, "counted": found.peak})
-            if not asked.json:
-                held = ", ".join(f"{b:,} {kind} {shape}" for b, shape, kind in found.largest[:6])
-                share = told.peak / found.peak
-                print(f"{work.name} {size} {told.schedule}: {told.peak:,} of {found.peak:,}, {share:.3f} ({held})")
-    if asked.json:
-        print(json.dumps(rows))
+            told, found = case(work, size)
+            held = ", ".join(f"{b:,} {kind} {shape}" for b, shape, kind in found.largest[:6])
+            share = told.peak / found.peak
+            print(f"{work.name} {size} {told.schedule}: {told.peak:,} of {found.peak:,} bytes, {share:.3f} ({held})")
 
 
 if __name__ == "__main__":

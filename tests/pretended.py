@@ -1,5 +1,5 @@
-"""Calls on a GPU that is not there (``benchmarks/pretend.py``), run by ``interpret/test_memory_kernels.py`` in a process
-of their own: of each, what is predicted to be held at once, and what is, as JSON."""
+"""Calls on a GPU that is not there (``benchmarks/pretend.py``): of each, what is predicted to be held at once, and what
+is, as JSON. Run by ``interpret/test_memory_kernels.py`` in a process of its own."""
 
 import json
 from typing import no_type_check
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from benchmarks.pretend import counted, h200, predicted
+from benchmarks.planner_works import cases
+from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row
 
 B, S = torch.bfloat16, torch.float32
@@ -109,15 +110,19 @@ CASES = {
 }
 
 
-def main():
-    found = {}
-    with h200():
-        for name, (op, args) in CASES.items():
-            for backward in (True, False):
-                how = "forward and backward" if backward else "forward"
-                found[f"{name}, {how}"] = predicted(op, args, backward).peak, counted(op, args, backward).peak
-    print(json.dumps(found))
+def calls():
+    for name, (op, args) in CASES.items():
+        for backward in (True, False):
+            how = "forward and backward" if backward else "forward"
+            yield f"{name}, {how}", (predicted(op, args, backward).peak, counted(op, args, backward).peak)
+
+
+def planners():
+    for work, size in cases("cuda", 3, []):
+        told, found = case(work, size)
+        yield f"{work.name} {list(size)}", (told.peak, found.peak)
 
 
 if __name__ == "__main__":
-    main()
+    with h200():
+        print(json.dumps({"calls": dict(calls()), "planners": dict(planners())}))
