@@ -117,6 +117,15 @@ def calls():
             yield f"{name}, {how}", (predicted(op, args, backward).peak, counted(op, args, backward).peak)
 
 
+def budgets():
+    """Panels cut along one axis, along both, and in the column gradients' own memory."""
+    for name in ("wide gated", "wide labels", "wide labels, float32", "wide both ways"):
+        for budget in ("16MB", "1MB"):
+            with mr.budget(budget):
+                op, args = CASES[name]
+                yield f"{name}, {budget}", (predicted(op, args).peak, counted(op, args).peak)
+
+
 def planners():
     for work, size in cases("cuda", 3, []):
         told, found = case(work, size)
@@ -125,4 +134,4 @@ def planners():
 
 if __name__ == "__main__":
     with h200():
-        print(json.dumps({"calls": dict(calls()), "planners": dict(planners())}))
+        print(json.dumps({"calls": dict(calls()), "budgets": dict(budgets()), "planners": dict(planners())}))

@@ -19,8 +19,8 @@ from ..plan import budget, panels, tiles
 from ..plan.choice import Choice
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import batching, chunk, eager, hardware, library, panel, tally
-from .evaluate import Sizes
+from . import batching, chunk, eager, hardware, library, nearest, panel, tally
+from .evaluate import Sizes, form
 from .rehearse import Enlarged, Noted, Scale
 from .tilecode import Code
 from .walks import Walk, as_program, walks
@@ -40,6 +40,10 @@ def peak(noted: Noted, choice: Choice) -> int:
     told, sizes = choice.tile("tile"), noted.sizes
     own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.width(noted.fold, sizes))
     tile = own if told is None else tiles.Tiles(*told)
+    bounds = nearest.ladders(noted.fold, noted.leaves, sizes)
+    if bounds is not None:
+        one = _by_distance(of_batch(noted, 1), tile, bounds)
+        return one if batch == 1 else max(one + results - results // batch, 2 * results)  # joined in the end
     together = max(1, min(tile.batch, merged[-1]))  # what cannot be merged is walked
     return _in_tiles(of_batch(noted, together), tile) + results - results * together // batch
 
@@ -67,6 +71,30 @@ def _in_tiles(noted: Noted, tile: tiles.Tiles) -> int:
     with watched(scale, leaves) as alive:
         eager.run(noted.fold, leaves, scale.sizes(sizes), small, _Both)
     return alive.peak
+
+
+def _by_distance(noted: Noted, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
+    """Points are sorted, and a block of them meets as many others as a tile holds."""
+    sizes, kept = noted.sizes, nearest.KEPT
+    scale = Scale(sizes, tiles=(kept, tile.rows * tile.cols // kept))
+    small = tiles.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
+        nearest.by_distance(noted.fold, leaves, scale.sizes(sizes), small, bounds, _OneBlock)
+    lists = {r: 0 for r in noted.fold.reductions}  # of the best: kept block by block, until all are joined
+    for r, k in noted.fold.outputs:
+        shape, dtype = form(r, k, sizes)
+        lists[r] += torch.Size(shape).numel() * dtype.itemsize if r.attrs[0] == "topk" else 0
+    return alive.peak + max(lists.values())
+
+
+class _OneBlock(nearest.Near):
+    """Of all blocks the first, which meets all that it can at once."""
+
+    def walk(self) -> None:
+        at = slice(0, self.tiles.rows)
+        values = self.side(self.kept[at], self.over == "cols")
+        self.fold_pairs(at, self.kept[at], values, self.folded[: self.tiles.cols])
 
 
 def _in_panels(noted: Noted, choice: Choice) -> int:

@@ -40,6 +40,11 @@ def test_predicted_memory_is_what_is_allocated(told):
     assert_near(told["calls"])
 
 
+def test_predicted_memory_within_a_budget_is_what_is_allocated(told):
+    assert len(told["budgets"]) == 8
+    assert_near(told["budgets"])
+
+
 def test_predicted_memory_of_the_planners_cases_is_what_is_allocated(told):
     assert len(told["planners"]) == 3 * len(WORKS)
     assert_near(told["planners"])
