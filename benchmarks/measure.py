@@ -51,6 +51,7 @@ Held = tuple[int, str]  # bytes, and who asked for them
 
 def held_at_peak(step: Callable[[], object]) -> list[Held]:
     """What a step on a GPU holds when it holds most, the largest first, as torch's allocator tells it."""
+    step()  # what is kept from one to the next
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history("all", stacks="python")
     try:

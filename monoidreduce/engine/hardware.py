@@ -208,8 +208,9 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on a device now; on none, on the one that is meant."""
-    device = rehearsed.get().device if device.type == "meta" else device
+    """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
+    meant = rehearsed.get()
+    device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused

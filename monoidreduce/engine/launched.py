@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..plan import tiles
+from ..plan import budget, cost, tiles
 from ..plan.choice import Choice
 from ..program.expr import Expr
 from . import hardware, panel, planner, tally, triton
@@ -121,7 +121,8 @@ def _bytes(found: Iterable[Form]) -> int:
 def _of_panels(noted: Noted, choice: Choice) -> int:
     batch, alone = torch.Size(noted.sizes.batch).numel(), replace(noted.sizes, batch=())
     own = [v[0] if isinstance(v, Tensor) else v for v in of_batch(noted, 1).leaves]
-    (room,) = choice.tile("room") or (0,)
+    there = budget.asked() is not None or torch.cuda.is_available()
+    (room,) = choice.tile("room") or (0 if there else cost.ROOM,)  # of a device elsewhere nobody knows what is free
 
     class Step(_Resting):
         real = alone

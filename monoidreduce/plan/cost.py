@@ -258,7 +258,7 @@ def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
 
 
 def _panel(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (min(_ROOM, budget.asked() or _ROOM),)
+    (room,) = choice.tile("room") or (min(ROOM, budget.asked() or ROOM),)
     return panels(case, count(case), room)
 
 
@@ -269,7 +269,7 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     """
     roof, pairs = case.ceilings, case.batch * case.rows * case.cols
     item = case.item if case.gpu else case.wide
-    row, room = max(1, case.cols * item), room or _ROOM
+    row, room = max(1, case.cols * item), room or ROOM
     tiles = 0 if case.gpu else min(room // 4, tiling.ELEMENTS * tiling.HELD)
     rows = max(1, min(case.rows, (room - tiles) // row))
     number, tile = -(-case.rows // rows), max(1, min(rows * case.cols, tiles // tiling.HELD))
@@ -284,4 +284,4 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     return Estimate(work.flops * pairs, traffic, seconds, held, held + _results(case, work) + case.fixed)
 
 
-_ROOM = 256 * 2**20  # bytes of panels where nothing else is said
+ROOM = 256 * 2**20  # bytes of panels where nothing else is said
