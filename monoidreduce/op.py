@@ -156,7 +156,7 @@ class Op(compiled.Compiled):
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
             return None
-        plan = Plan.of(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
         return plan
 
@@ -274,7 +274,7 @@ class Op(compiled.Compiled):
     ) -> tuple[Plan, Sequence[Any]]:
         """A plan by the long way, through every check, and the values in its order."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.of(traced, self.parameters, bound, sizes, out, engine, order)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order)
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
     # An op is its function: a copy is itself, and it is pickled by name, as functions are

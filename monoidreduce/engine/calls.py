@@ -50,7 +50,7 @@ class Plan:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @staticmethod
-    def of(
+    def made(
         traced: Traced,
         parameters: dict[str, Parameter],
         values: dict[str, Any],
@@ -90,9 +90,16 @@ class Plan:
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        given = tuple([values[at] if view is None else view(values[at]) for at, view in self.given])
-        found = recover.typed(self.run, given, self.sizes)
-        return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
+        return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
+
+    def of(self, *inputs: Any) -> list[Tensor]:
+        """The same, of the values as the program is given them."""
+        found = recover.typed(self.run, inputs, self.sizes)
+        for k, (shape, dtype) in enumerate(self.outputs):
+            value = found[k]
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
+                found[k] = _as_given(value, self.outputs[k], self.sizes)
+        return found
 
 
 def _walk(

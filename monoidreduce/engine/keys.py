@@ -40,10 +40,10 @@ class Readers:
     def key(self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = "") -> tuple | None:
         """The key of an ordinary call that gives ``count`` values by position; ``asked``: what else it depends on."""
         reader = self.known.get((count, *names, *map(type, values))) or self._met(count, names, values)
-        if reader is None or not gradients.straight() or autocast.anywhere() or agree.current() is not None:
+        if reader is None or not gradients.straight() or autocast.anywhere() or agree.is_divided():
             return None
-        kernels = reader.first is not None and triton.runs_on(values[reader.first].device)
-        read = reader.on_kernels if kernels else reader.elsewhere
+        on_kernels, elsewhere, first = reader
+        read = elsewhere if first is None or not triton.runs_on(values[first].device) else on_kernels
         try:
             return read(registry.engine(), asked, *values)
         except RuntimeError:  # one is not dense, or has no memory of its own

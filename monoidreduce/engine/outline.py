@@ -45,8 +45,9 @@ class Planned(Protocol):
     """A plan of an op (``calls.py``)."""
 
     traced: Any
+    given: Sequence[tuple[int, Callable[[Any], Any] | None]]
 
-    def results(self, values: Sequence[Any]) -> list[Tensor]: ...
+    def of(self, *inputs: Any) -> list[Tensor]: ...
 
 
 class Outline(TorchFunctionMode):
@@ -73,18 +74,20 @@ class Outline(TorchFunctionMode):
 
     def ran(self, plan: Planned, values: Sequence[Any]) -> Any:
         """An op's plan is run: one step, whatever it does."""
+        inputs = [values[at] if view is None else self.done(view, (values[at],)) for at, view in plan.given]
         with self._apart():
-            found = plan.results(values)
-        name = self._write(plan.results, (tuple(values),), {})
+            found = plan.of(*inputs)
+        name = self._write(plan.of, inputs, {})
         for k, result in enumerate(found):
             self.named(result, f"{name}[{k}]")
         return plan.traced.pack(found)
 
-    def done(self, run: Callable[..., Tensor], given: tuple) -> Tensor:
-        """A function of ours is called: one step likewise."""
+    def done(self, run: Callable[..., Any], given: Sequence[Any]) -> Any:
+        """A function of ours is called: one step likewise, unless it makes no tensor."""
         with self._apart():
             found = run(*given)
-        self.named(found, self._write(run, given, {}))
+        if isinstance(found, Tensor):
+            self.named(found, self._write(run, given, {}))
         return found
 
     def function(self, result: Any) -> Callable[..., Any] | None:
@@ -109,7 +112,7 @@ class Outline(TorchFunctionMode):
         finally:
             self.inside = before
 
-    def _write(self, run: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    def _write(self, run: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         self.broken = self.broken or torch.is_grad_enabled() != self.grads
         name = f"r{len(self.lines)}"
         given = [*map(self._said, args), *(f"{key}={self._said(value)}" for key, value in kwargs.items())]

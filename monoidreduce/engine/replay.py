@@ -106,12 +106,20 @@ class Replay:
     def __init__(self, program: Program, sizes: Sizes, tape: triton.Tape, rewind: Rewind):
         self.program, self.sizes, self.tape, self.rewind = program, sizes, tape, rewind
 
-    def __call__(self, values: Sequence[Any]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """The outputs, and what is kept for a backward (None also where memory ran out)."""
+    def __call__(self, values: Sequence[Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
+        numbers."""
         return recover.instead(self.tape.run, self._plainly, values, self.sizes)
 
-    def _plainly(self, *values: Any) -> tuple[Sequence[Tensor], None]:
-        return self.program.plainly(self.sizes, *values), None
+    def _plainly(self, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        output, program = tuple(self.program.plainly(self.sizes, *values)), self.program
+        tensors = tuple(values[k] for k in program.tensors)
+        return output, (*tensors, *output), tuple(values[k] for k in program.numbers)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many tensors a backward needs."""
+        return len(self.program.tensors) + len(self.program.steps.program.outputs) + bool(self.tape.kept.places)
 
 
 class _Replayed(torch.autograd.Function):
@@ -119,15 +127,12 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, *values: Any) -> tuple[Tensor, ...]:
-        found, kept = replay(values)
-        program, output = replay.program, tuple(found)
-        numbers = tuple([values[k] for k in program.numbers])
-        ctx.kept = replay, numbers, kept is not None or not replay.tape.kept.places, filtering.asked()
+        output, saved, numbers = replay(values)
+        ctx.kept = replay, numbers, len(saved) == replay.count, filtering.asked()
         ctx.set_materialize_grads(False)
-        if not program.whole:
-            ctx.mark_non_differentiable(*[output[k] for k in program.fixed(values)])
-        tensors = [values[k] for k in program.tensors]
-        ctx.save_for_backward(*tensors, *output, *(() if kept is None else (kept,)))
+        if not replay.program.whole:
+            ctx.mark_non_differentiable(*[output[k] for k in replay.program.fixed(values)])
+        ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
@@ -140,8 +145,8 @@ class _Replayed(torch.autograd.Function):
         if tape is None:
             return _road(replay, needs, saved, plain, skipped)
         given = (*saved.tensors, *cotangents, *numbers)
-        road = lambda *_: (_road(replay, needs, saved, plain, skipped),)
-        return recover.instead(tape.run, road, given, replay.sizes)[0]
+        road = lambda *_: _road(replay, needs, saved, plain, skipped)
+        return recover.instead(tape.run, road, given, replay.sizes)
 
 
 def _road(replay: Replay, needs: tuple[bool, ...], saved: Saved, kept: bool, skipped: Any) -> tuple:

@@ -309,7 +309,7 @@ def together(layer: Layer) -> Layer:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return layer(*args, **kwargs)
-        if agree.current() is None:
+        if not agree.is_divided():
             return outlines(args, kwargs)
         try:
             return layer(*args, **kwargs)

@@ -7,7 +7,7 @@ places. There is no look-up and no loop: at small sizes the host is what is wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +78,15 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _tuple(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
 class Tape:
     """``inputs``: the names of what it is given, ``tensors`` those of them that are tensors and are read, ``parts``
-    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None), and
-    what is kept."""
+    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None); where
+    something is ``kept`` (a sequence, perhaps empty), then also what a backward needs: the tensors with what is returned
+    and the buffer of what is kept behind them, and the other inputs."""
 
     def __init__(
         self,
@@ -89,13 +94,13 @@ class Tape:
         inputs: Sequence[str],
         tensors: Sequence[str],
         returned: Sequence[str | None],
-        kept: Sequence[str],
+        kept: Sequence[str] | None,
         device: torch.device,
         parts: Mapping[str, tuple[str, int]] | None = None,
     ):
         forms, shown = recorded.forms, [name for name in returned if name is not None]
-        self.kept = Buffer({name: forms[name] for name in kept}, device)
-        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *kept)}, device)
+        self.kept = Buffer({name: forms[name] for name in kept or ()}, device)
+        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *(kept or ()))}, device)
         self.scope: dict[str, Any] = {"empty": torch.empty_like}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
@@ -105,11 +110,14 @@ class Tape:
             if buffer.places:
                 opening += self._allocated(owner, buffer.room)
                 self.places |= {name: f"{owner}_at + {at}" for name, at in buffer.places.items()}
-        found = ", ".join([*(str(name) for name in returned), ""])
-        closing = f"return ({found}), {'kept' if self.kept.places else None}"
+        found = [_tuple(map(str, returned))]
+        if kept is not None:
+            found.append(_tuple([*tensors, *shown, *(["kept"] if self.kept.places else [])]))
+            found.append(_tuple(name for name in inputs if name not in tensors))
+        closing = f"return {', '.join(found)}"
         self.text = self._written(recorded.launches, ", ".join(inputs), opening, closing, device)
         exec(compile(self.text, "<tape>", "exec"), self.scope)
-        self.run: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]] = self.scope.get("run", self.scope["plainly"])
+        self.run: Callable[..., tuple] = self.scope.get("run", self.scope["plainly"])
 
     def _written(
         self, launches: Sequence[Launched], given: str, opening: list[str], closing: str, device: torch.device
