@@ -60,8 +60,11 @@ class Rewind:
         kind = saved.kind()
         if kind is None:
             return None
-        key = (needs, *kind)
-        if key not in self.tapes and len(self.tapes) < _MOST:
+        found: Any = self.tapes.get((needs, *kind), self)  # None: there is no tape
+        return self._met((needs, *kind), needs, saved) if found is self else found
+
+    def _met(self, key: tuple, needs: Needs, saved: Saved) -> triton.Tape | None:
+        if len(self.tapes) < _MOST:
             with asked.again(self.settings):
                 self.tapes[key] = recover.instead(self._tape, lambda *_: None, (needs, saved), self.sizes)
         return self.tapes.get(key)

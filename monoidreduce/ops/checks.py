@@ -290,6 +290,8 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
         return value
     if how == "sum":
         return agree.over(axis, value.sum())
+    if share is None and undivided():
+        return value.mean()
     count = torch.ones_like(value) if share is None else share
     return agree.over(axis, value.sum()) / agree.over(axis, count.sum())
 
