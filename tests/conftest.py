@@ -16,6 +16,9 @@ os.environ.setdefault("MONOIDREDUCE_CACHE", tempfile.mkdtemp(prefix="monoidreduc
 if not torch.cuda.is_available():
     os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
+from monoidreduce.engine.outline import Outlines
+from monoidreduce.ops import checks
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # No deadline: the first call of a test may compile or tune. The blob reproduces a failure exactly.
@@ -29,6 +32,18 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "big")
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch):
+    """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
+    did: not in this test, where it changes."""
+
+    def say(looks: bool) -> None:
+        monkeypatch.setattr(checks, "visible", lambda t: looks)
+        monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
+
+    return say
 
 
 def pytest_collection_finish():

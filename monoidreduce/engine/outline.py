@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ _DONE = frozenset(
     _methods("__add__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__radd__")
     | _methods("__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "add", "div", "mul", "sub")
     | _methods("argmax", "clamp", "detach", "double", "expand", "flatten", "float", "log", "long", "mean", "neg")
-    | _methods("new_full", "new_zeros", "reshape", "squeeze", "sum", "to", "transpose", "unflatten", "unsqueeze", "view")
+    | _methods("new_full", "new_zeros", "reshape", "squeeze", "sum", "to", "transpose", "unflatten", "unsqueeze")
     | {torch.full, torch.ones_like, torch.zeros_like}
 )
 
@@ -44,9 +45,10 @@ _DONE = frozenset(
 class Planned(Protocol):
     """A plan of an op (``calls.py``)."""
 
-    traced: Any
-    given: Sequence[tuple[int, Callable[[Any], Any] | None]]
-
+    @property
+    def traced(self) -> Any: ...
+    @property
+    def given(self) -> Sequence[tuple[int, Callable[[Any], Any] | None]]: ...
     def of(self, *inputs: Any) -> list[Tensor]: ...
 
 
@@ -63,7 +65,7 @@ class Outline(TorchFunctionMode):
         self.scope: dict[str, Any] = {}
         self.grads, self.inside = torch.is_grad_enabled(), False
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if not self.inside and func not in _ASKED:
             if func in _DONE and isinstance(found, Tensor):
@@ -169,6 +171,7 @@ class Outlines:
         self.readers = Readers(lambda count, names: (CHOICE,) * (count + len([*names])))
         self.seen: set[tuple] = set()  # once: numbers that change in every call are not worth an outline
         self.kept: dict[tuple, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         values = (*args, *kwargs.values()) if kwargs else args
@@ -179,11 +182,13 @@ class Outlines:
         return self._met(key, args, kwargs) if call is None else call(*values)
 
     def _met(self, key: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A call of a kind that has no outline yet; one that is wrong leaves nothing behind."""
         if key not in self.seen:
             result = self.layer(*args, **kwargs)
-            if len(self.seen) >= _MOST:
-                self.seen.clear()
-            self.seen.add(key)  # only of a call that was right
+            with self._lock:
+                if len(self.seen) >= _MOST:
+                    self.seen.clear()
+                self.seen.add(key)
             return result
         outline = Outline((*args, *kwargs.values()))
         token = watching.set(outline)
@@ -192,9 +197,11 @@ class Outlines:
                 result = self.layer(*args, **kwargs)
         finally:
             watching.reset(token)
-        while len(self.kept) >= _MOST:
-            del self.kept[next(iter(self.kept))]
-        self.kept[key] = outline.function(result) or self._plainly(len(args), tuple(kwargs))
+        call = outline.function(result) or self._plainly(len(args), tuple(kwargs))
+        with self._lock:
+            while len(self.kept) >= _MOST:
+                del self.kept[next(iter(self.kept))]
+            self.kept[key] = call
         return result
 
     def _plainly(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -84,9 +84,9 @@ def _tuple(names: Iterable[str]) -> str:
 
 class Tape:
     """``inputs``: the names of what it is given, ``tensors`` those of them that are tensors and are read, ``parts``
-    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None); where
-    something is ``kept`` (a sequence, perhaps empty), then also what a backward needs: the tensors with what is returned
-    and the buffer of what is kept behind them, and the other inputs."""
+    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None). Where
+    something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that one needs: the
+    tensors, what is returned and the buffer of what is kept; and the inputs that are numbers."""
 
     def __init__(
         self,
