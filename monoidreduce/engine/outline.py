@@ -157,7 +157,7 @@ def step(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(run)
     def noted(*given: Any) -> Tensor:
-        watched = watching.get()
+        watched = None if torch.compiler.is_dynamo_compiling() else watching.get()
         return run(*given) if watched is None else watched.done(run, given)
 
     return noted
