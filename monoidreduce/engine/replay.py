@@ -38,6 +38,7 @@ class Program:
         names = steps.script.inputs
         self.numbers = tuple(k for k, name in enumerate(names) if name in steps.numbers)
         self.tensors = tuple(k for k, name in enumerate(names) if name not in steps.numbers)
+        self.counted: triton.Counted | None = None
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Replay | None] = {}
 
@@ -54,9 +55,10 @@ class Program:
         if now is None:
             return None
         if self.store is not triton.store():
-            self.kept, self.store = {}, triton.store()
+            self.kept, self.store, self.counted = {}, triton.store(), self.steps.counted(sizes)
         if self.numbers:
-            now += triton.signs([values[k] for k in self.numbers])
+            numbers = [values[k] for k in self.numbers]
+            now += triton.signs(numbers if self.counted is None else (*numbers, *self.counted(*numbers)))
         found = self.kept.get(now, self)  # None: there is no tape
         return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
 
@@ -73,7 +75,7 @@ class Program:
             return None
         kept = [name for name in recorded.results if name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
-        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes.device)
+        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
 
     @functools.cached_property

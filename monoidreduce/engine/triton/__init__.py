@@ -36,10 +36,11 @@ from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .record import record
 from .spec import TINY, WIDEST, Unsupported, padded
-from .tape import Buffer, Recipe, Recorded, Tape
+from .tape import Buffer, Counted, Recipe, Recorded, Tape
 
 __all__ = [
     "Buffer",
+    "Counted",
     "KernelPlan",
     "KernelStep",
     "Parted",

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..evaluate import Form, Room
+from ..evaluate import Form, Room, Sizes
+from ..script import Step, number
 from . import source
 
 _ALIGNED = 128  # bytes: where parts of a buffer begin
+_MOST = 64  # numbers that are remembered
 
 
 class Leaf(NamedTuple):
@@ -42,11 +44,39 @@ class Launched(NamedTuple):
     outputs: tuple[str, ...]
 
 
+class Counted:
+    """A program's arithmetic of numbers alone, found again for the same numbers. ``names`` are those of the inputs that
+    are numbers, in their order; what it gives is called ``results``."""
+
+    def __init__(self, steps: Sequence[Step], names: Sequence[str], sizes: Sizes):
+        self.steps, self.names, self.sizes = steps, names, sizes
+        self.results = [str(step.results[0]) for step in steps]
+        self.kept: dict[tuple[str, ...], tuple] = {}
+
+    def __call__(self, *given: Any) -> tuple:
+        key = tuple(map(repr, given))  # tells -0.0 from 0.0 and 1 from True
+        found = self.kept.get(key)
+        return self._met(key, given) if found is None else found
+
+    def _met(self, key: tuple[str, ...], given: tuple) -> tuple:
+        known = dict(zip(self.names, given, strict=True))
+        for step, name in zip(self.steps, self.results, strict=True):
+            e: Any = step.what
+            feeds = tuple(known[feed] if isinstance(feed, str) else feed for feed in step.feeds)
+            known[name] = self.sizes.of(e.attrs[0]) if e.op == "size" else number(e, feeds)
+        if len(self.kept) >= _MOST:
+            self.kept.clear()
+        found = self.kept[key] = tuple(known[name] for name in self.results)
+        return found
+
+
 class Recorded(NamedTuple):
-    """The launches of a program, in order, and what the results of its one fold are called."""
+    """The launches of a program, in order, what the results of its one fold are called, and the arithmetic of numbers
+    that comes before them."""
 
     launches: list[Launched]
     results: tuple[str, ...]
+    counted: Counted | None = None
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -95,16 +125,18 @@ class Tape:
         tensors: Sequence[str],
         returned: Sequence[str | None],
         kept: Sequence[str] | None,
-        device: torch.device,
+        sizes: Sizes,
         parts: Mapping[str, tuple[str, int]] | None = None,
     ):
-        forms, shown = recorded.forms, [name for name in returned if name is not None]
+        forms, shown, device = recorded.forms, [name for name in returned if name is not None], sizes.device
         self.kept = Buffer({name: forms[name] for name in kept or ()}, device)
         self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *(kept or ()))}, device)
-        self.scope: dict[str, Any] = {"empty": torch.empty_like}
+        self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
-        opening = [f"{name}_at = {name}.data_ptr()" for name in tensors]
+        counted = recorded.counted
+        opening = [] if counted is None else [f"{_tuple(counted.results)} = counted({', '.join(counted.names)})"]
+        opening += [f"{name}_at = {name}.data_ptr()" for name in tensors]
         opening += [line for name in shown for line in self._allocated(name, Room(forms[name], device))]
         for owner, buffer in (("kept", self.kept), ("between", self.between)):
             if buffer.places:
