@@ -16,9 +16,6 @@ os.environ.setdefault("MONOIDREDUCE_CACHE", tempfile.mkdtemp(prefix="monoidreduc
 if not torch.cuda.is_available():
     os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
-from monoidreduce.engine.outline import Outlines
-from monoidreduce.ops import checks
-
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # No deadline: the first call of a test may compile or tune. The blob reproduces a failure exactly.
@@ -38,6 +35,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 def looking(monkeypatch: pytest.MonkeyPatch):
     """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
     did: not in this test, where it changes."""
+
+    from monoidreduce.engine.outline import Outlines  # not above: Triton may not be imported before its interpreter
+    from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
 
     def say(looks: bool) -> None:
         monkeypatch.setattr(checks, "visible", lambda t: looks)
