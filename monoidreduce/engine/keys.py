@@ -50,11 +50,11 @@ class Readers:
             return None
 
     def _met(self, count: int, names: Mapping[str, Any], values: Sequence[Any]) -> Reader | None:
-        declared = self.declared(count, names)
-        form = (count, *names, *map(type, values))
-        kinds = tuple(map(type, values))
+        """The reader of a call like this, written; None where there is none."""
+        declared, kinds = self.declared(count, names), tuple(map(type, values))
         if declared is None:
             return None
+        form = (count, *names, *kinds)
         made = [_written(form, kinds, declared, tensors) for tensors in (_ON_KERNELS, _ELSEWHERE)]
         if made[0] is None or made[1] is None:
             return None

@@ -30,7 +30,8 @@ _methods = lambda *names: {getattr(Tensor, name) for name in names}
 # What is decided by the kind of a tensor
 _ASKED = frozenset(
     _got("device", "dtype", "is_cuda", "layout", "ndim", "shape")
-    | _methods("__len__", "data_ptr", "dim", "is_complex", "is_floating_point", "numel", "size", "stride")
+    | _methods("__len__", "dim", "is_complex", "is_floating_point", "numel", "size")
+    | _methods("data_ptr", "stride")  # asked for an op's key, which holds them where they decide anything
 )
 # What makes a tensor of tensors, in a form that their kinds decide
 _DONE = frozenset(
