@@ -37,10 +37,11 @@ from .plan import KernelPlan, overrides, use_plan
 from .record import record
 from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
-from .tape import Buffer, Recipe, Recorded, Tape
+from .tape import Buffer, Counted, Recipe, Recorded, Tape
 
 __all__ = [
     "Buffer",
+    "Counted",
     "KernelPlan",
     "KernelStep",
     "Parted",
