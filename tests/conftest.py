@@ -42,6 +42,21 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch):
+    """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
+    did: not in this test, where it changes."""
+
+    from monoidreduce.engine.outline import Outlines  # not above: Triton may not be imported before its interpreter
+    from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
+
+    def say(looks: bool) -> None:
+        monkeypatch.setattr(checks, "visible", lambda t: looks)
+        monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
+
+    return say
+
+
 def pytest_collection_finish():
     """Ten thousand tests live to the end of a run: the garbage collector need not look at them again each time."""
     gc.collect()

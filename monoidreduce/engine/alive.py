@@ -46,12 +46,16 @@ class Alive(TorchDispatchMode):
             with self:
                 result = func.decompose(*args, **(kwargs or {}))
         else:
-            result = func(*args, **(kwargs or {}))
+            result = self.run(func, args, kwargs or {})
             self.noted(func, args, kwargs or {}, result)
         for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(t, Tensor):
                 self._see(t)
         return result
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
 
     def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """What else is to be known of an operation."""
