@@ -15,8 +15,8 @@ from monoidreduce.engine.triton import plan
 from tests.interpret.aot import CASES, FAMILIES, calls
 
 # Bytes that may spill. Two accumulators of 128 x 128, or one of 128 x 256, and the tiles in flight: smaller tiles would
-# not spill, and are 4 to 30 % slower (benchmarks/tiles.py on an H200). 264 are 256 where Triton finds the kernel
-# compiled already, and the assembler is asked again without Triton's options.
+# not spill, and are 4 to 30 % slower (benchmarks/tiles.py on an H200). 264 where the kernel is compiled anew; the count
+# is lower where Triton finds it compiled already, and the assembler alone is asked again.
 SPILLS = {"attention 128": 256, "causal attention 128": 264, "capped attention 64": 256, "cross-entropy 256": 128}
 SPILLS |= {"wide cross-entropy": 128, "wide contrastive": 64}  # of tiles that are compared with labels
 STAGED = {True: ["causal attention 128", "attention 128"], False: ["attention 128, float16"]}
