@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import inside, planner, trial, triton
-from monoidreduce.engine.alive import Alive
+from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.rehearse import Noted
+from monoidreduce.engine.planning import inside, planner, trial
+from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.engine.planning.rehearse import Noted
 from monoidreduce.engine.triton import KernelPlan, describe, launch, source, use_plan
 from monoidreduce.plan.choice import Choice
 from tests.wrong_kernels import CHANGES, wrong

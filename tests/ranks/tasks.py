@@ -8,7 +8,8 @@ from torch import Tensor
 
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
-from monoidreduce.engine import agree, registry
+from monoidreduce.engine import registry
+from monoidreduce.engine.ranks import agree
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.layers_memory import Watch

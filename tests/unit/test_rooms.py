@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries, one file each
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # the doors of the house: they may import any room, and the package itself
-ENGINES = {"reference", "eager", "triton", "distributed"}  # engine/<name>.py, engine/<name>_*.py or engine/<name>/
+ENGINES = {"reference", "eager", "triton", "ranks"}  # engine/<name>.py, engine/<name>_*.py or engine/<name>/
 IMPORTS_NOTHING = {"errors", "_version"}  # not even the standard library
 OPTIONAL = {
     "rich",
