@@ -247,13 +247,15 @@ class Best(Kind):
         n = self.name
         return [f"{n} = tl.full([KEPT], {self.worst}, {self.type})", f"{n}_at = tl.full([KEPT], -1, tl.int32)"]
 
+    def seen(self, x: Expr) -> str:
+        """A tile's values, the worst where nothing is."""
+        value = self.v.full(x) if x.dtype == "float" else f"{self.v.full(x)}.to(tl.int64)"
+        return self.v.seen(value, f"tl.full([1, 1], {self.worst}, {self.type})")
+
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        worst = f"tl.full([1, 1], {self.worst}, {self.type})"
-        x = v.full(fields[0])
-        x = x if fields[0].dtype == "float" else f"{x}.to(tl.int64)"
         v.inside += [
-            f"{n}_new = {v.seen(x, worst)}",
+            f"{n}_new = {self.seen(fields[0])}",
             f"{n}_tile = tl.reduce({n}_new, 1, {self.extreme})",
             f"{n}_here = ({n}_new == {n}_tile[:, None]) | ({n}_new != {n}_new)",
             f"{n}_place = tl.min(tl.where({n}_here, folded_at[None, :], 2147483647), 1)",

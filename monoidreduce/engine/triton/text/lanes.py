@@ -97,11 +97,8 @@ class LaneBest(kinds.Best):
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        worst = f"tl.full([1, 1], {self.worst}, {self.type})"
-        x = v.full(fields[0])
-        x = x if fields[0].dtype == "float" else f"{x}.to(tl.int64)"
         v.inside += [
-            f"{n}_x = {v.seen(x, worst)}",
+            f"{n}_x = {self.seen(fields[0])}",
             f"{n}_place = tl.zeros([KEPT, FOLDED], tl.int32) + folded_at[None, :]",
             f"{n}, {n}_at = {self.better}({n}, {n}_at, {n}_x, {n}_place)",
         ]
