@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,17 +16,26 @@ from . import source
 
 _MOST = 256
 Again = Callable[..., Any]
-# Who is told of launches: how each is made again, None where it cannot be, and its arguments
-hearing: contextvars.ContextVar[Callable[[Again | None, Sequence[Any]], None] | None] = contextvars.ContextVar(
-    "hearing", default=None
-)
+
+
+class Hearer(Protocol):
+    """Who is told of what is done to panels."""
+
+    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+        """A kernel was launched with these arguments; None: it cannot be launched again."""
+
+    def begun(self, chooser: Any, panels: Any) -> None:
+        """A walk over panels begins; ``chooser``: what chose them."""
+
+
+hearing: contextvars.ContextVar[Hearer | None] = contextvars.ContextVar("hearing", default=None)
 
 
 def tell(again: Again | None, arguments: Sequence[Any]) -> None:
     """Say that a kernel was launched."""
     heard = hearing.get()
     if heard is not None:
-        heard(again, arguments)
+        heard.launched(again, arguments)
 
 
 class Kept:
