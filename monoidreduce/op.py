@@ -107,7 +107,7 @@ class Op(compiled.Compiled):
             return _summed(self(*args, **kwargs))
         given, form = (*args, *kwargs.values()), self._plans.form(args, kwargs)
         key, plan = self._plans.find(form, given, "total")
-        if plan is None and not _is_wide(form, given):
+        if plan is None and (key is not None or not _is_wide(form, given)):
             plan = self._total(args, kwargs, form, key)
             if plan is None:
                 return _summed(self(*args, **kwargs))

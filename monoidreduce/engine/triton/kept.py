@@ -7,6 +7,7 @@ somebody can hear of launches (``reel.py``).
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -88,13 +89,21 @@ class Kernels:
             address = v.data_ptr() if isinstance(v, Tensor) else v
             key += (v.dtype, address & 15) if isinstance(v, Tensor) else specialized(v)
             given.append(address)
-
-        def first() -> Again | None:
-            with source.on(device):
-                compiled = getattr(source.load(self.text), name)[grid](*arguments, **constants, **options)
-                return source.again(compiled, grid, tuple(constants.values()), device)
-
+        first = functools.partial(self._first, name, grid, arguments, constants, options)
         self.kept(tuple(key), first, arguments, given)
+
+    def _first(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> Again | None:
+        device = arguments[0].device
+        with source.on(device):
+            compiled = getattr(source.load(self.text), name)[grid](*arguments, **constants, **options)
+            return source.again(compiled, grid, tuple(constants.values()), device)
 
 
 def specialized(v: int) -> tuple[bool, ...]:
