@@ -18,6 +18,16 @@ from monoidreduce.engine import triton
 from monoidreduce.engine.triton import filtered, kept, launch, reels, rest, rows, source, topk, united
 
 
+def _unseen(run):
+    """What the interpreter does with torch is no business of who watches torch: a GPU does not."""
+
+    def launched(*given):
+        with _disable_current_modes():
+            return run(*given)
+
+    return launched
+
+
 @pytest.fixture
 def by_address(monkeypatch):
     """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
@@ -52,16 +62,7 @@ def by_address(monkeypatch):
     return made
 
 
-def _unseen(run):
-    """What the interpreter does with torch is no business of who watches torch: a GPU does not."""
-
-    def launched(*given):
-        with _disable_current_modes():
-            return run(*given)
-
-    return launched
-
-
+@_unseen
 def _at(address, like):
     """The tensor at an address, of a form."""
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):

@@ -52,7 +52,8 @@ class Reel:
         self.using: list[str] = []  # by the step that is written
         self.names: dict[Any, str] = {}  # of views, addresses and what is held
         self.device = device
-        self.starts = all(isinstance(s.again, source.Again) for s in steps if isinstance(s, Launched))
+        launchers = [s.again for s in steps if isinstance(s, Launched)]
+        self.starts = bool(launchers) and all(isinstance(again, source.Again) for again in launchers)
         for step in needed(steps, returned):
             self._launch(step) if isinstance(step, Launched) else self._operate(step)
             self.using.clear()
