@@ -82,7 +82,7 @@ class Road:
         context = _Context(
             self.outputs, plan.asked, tuple(tensors), numbers, self.sizes, self.engine, self.make, plan.program
         )
-        return list(_Sum.apply(context, *tensors.values()))
+        return list(_summed(context, *tensors.values()))
 
     def _plan(self, given: Sequence[Any]) -> _Plan | None:
         asks = [isinstance(v, Tensor) and v.requires_grad for v in given]
@@ -183,6 +183,10 @@ class _Sum(torch.autograd.Function):
             grad = waiting.get(name)
             found.append(None if grad is None else hardware.scale_(grad, g).to(t.dtype))
         return None, *found
+
+
+# ``apply`` without its look at transforms, for what is known to have none
+_summed: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sum).apply
 
 
 def _numbers(context: _Context) -> bool:

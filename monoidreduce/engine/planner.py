@@ -79,8 +79,10 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
 def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
     """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
     how, given = _chosen(fold, leaves, sizes)[1], list(leaves)
-    if how.schedule == "panel" or not _by_kernels(sizes.device):
+    if not _by_kernels(sizes.device):
         return None
+    if how.schedule == "panel":
+        return triton.ready_deep(fold, given, sizes)
     with _told(how):
         return triton.ready(fold, given, sizes)
 

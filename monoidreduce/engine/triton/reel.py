@@ -8,7 +8,7 @@ launches. Storages are let go after their last use, so that no more is held than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,9 @@ _SHORTER: dict[Any, Callable] = {
 
 
 class Reel:
-    """Steps on ``inputs``, by name, which begin where their places say; ``held``: numbers that are always the same.
-
-    ``run`` takes the inputs and gives what ``returned`` says; None where launches are watched, or another device is
-    the current one: then nothing was done."""
+    """Steps on ``inputs``, by name, of which each begins where its place says; ``held``: numbers that are always the
+    same. ``run`` takes the inputs and gives what ``returned`` says; None where launches are watched, or another device
+    is the current one: then nothing was done."""
 
     def __init__(
         self,
@@ -44,37 +43,49 @@ class Reel:
         held: Mapping[str, Tensor],
         device: torch.device,
     ):
+        made = _Writer(steps, inputs, held, device)
+        for step in needed(steps, returned):
+            made.step(step)
+        self.text = made.text(inputs, returned)
+        exec(compile(self.text, "<reel>", "exec"), made.scope)
+        self.run: Callable[..., tuple[Any, ...] | None] = made.scope["run"]
+
+
+class _Writer:
+    """Writes steps as lines. ``scope``: what they name."""
+
+    def __init__(
+        self, steps: Sequence[Step], inputs: Mapping[str, Place], held: Mapping[str, Tensor], device: torch.device
+    ):
         self.scope: dict[str, Any] = {"empty": torch.empty_like, "filled": boxes.filled, **held}
-        self.given = inputs.keys() | held.keys()
+        self.given, self.device = inputs.keys() | held.keys(), device
         self.whole = {**inputs, **{name: whole(name, t) for name, t in held.items()}}  # how storages are bound
         self.lines: list[str] = []
         self.last: dict[str, int] = {}  # where each name is needed last
         self.using: list[str] = []  # by the step that is written
         self.names: dict[Any, str] = {}  # of views, addresses and what is held
-        self.device = device
         launchers = [s.again for s in steps if isinstance(s, Launched)]
         self.starts = bool(launchers) and all(isinstance(again, source.Again) for again in launchers)
-        for step in needed(steps, returned):
-            self._launch(step) if isinstance(step, Launched) else self._operate(step)
-            self.using.clear()
-        self._line(f"return ({', '.join([*map(self._value, returned), ''])})")
-        self.text = self._written(inputs)
-        exec(compile(self.text, "<reel>", "exec"), self.scope)
-        self.run: Callable[..., tuple[Any, ...] | None] = self.scope["run"]
 
-    def _written(self, inputs: Mapping[str, Place]) -> str:
-        lines = self.lines.copy()
+    def step(self, step: Step) -> None:
+        """Write a step, and before it what it needs."""
+        self._launch(step) if isinstance(step, Launched) else self._operate(step)
+        self.using.clear()
+
+    def text(self, inputs: Iterable[str], returned: Sequence[Any]) -> str:
+        """All of it as a function ``run``; names are let go after their last use."""
+        self._line(f"return ({', '.join([*map(self._value, returned), ''])})")
         gone: dict[int, list[str]] = {}
         for name, at in self.last.items():
-            if name not in self.given and at < len(lines) - 1:
+            if name not in self.given and at < len(self.lines) - 1:
                 gone.setdefault(at, []).append(name)
         for at, names in gone.items():
-            lines[at] += f"; del {', '.join(names)}"
+            self.lines[at] += f"; del {', '.join(names)}"
         opening = [f"def run({', '.join(inputs)}):"]
         if self.starts:
             self.scope["stream"] = source.stream(self.device)
             opening += ["s = stream()", "if s is None:", "    return None"]
-        return "\n    ".join([*opening, *lines])
+        return "\n    ".join([*opening, *self.lines])
 
     def _line(self, text: str, makes: Sequence[str] = ()) -> None:
         """A line of a step, or one that makes a name for it: what the step uses is needed until its own line."""

@@ -23,9 +23,9 @@ from . import epilogue, source, sweep
 from .listen import Listener, Unheard
 from .reel import Reel, whole
 
-_MOST = 64  # kinds of walks
+_MOST = 32  # kinds of walks
 _FEW = 4  # of one kind, with other panels
-_LONG = 2**15  # steps: what takes longer to write down is walked each time
+_LONG = 2**14  # steps: what takes longer to write down is walked each time
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 Walked = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
