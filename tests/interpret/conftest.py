@@ -53,6 +53,7 @@ def by_address(monkeypatch):
     for kernels in (filtered._kernels, rest._run, rows._kernels, topk._kernels, united._kernels):
         monkeypatch.setattr(kernels, "kept", kept.Kept())
     monkeypatch.setattr(reels, "_KINDS", {})
+    monkeypatch.setattr(reels, "_ONCE", {})
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine import hardware
 from monoidreduce.engine.alive import Alive
-from monoidreduce.engine.triton import KernelPlan, deep, epilogue, kept, listen, reel, reels, sweep
+from monoidreduce.engine.triton import KernelPlan, deep, epilogue, kept, listen, reel, reels, source, sweep
 from monoidreduce.plan import budget, panels
 from tests.interpret.test_epilogue_kernels import SMALL
 
@@ -211,9 +211,13 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
 def test_so_many_kinds_are_kept(ran, monkeypatch):
     monkeypatch.setattr(reels, "_MOST", 2)
     op, sizes, limit = SWEPT
-    for scale in (0.5, 0.6, 0.7):
+    for scale in (0.5, 0.6, 0.6, 0.7):  # what is met once pushes nothing out
         pulled(op, vectors(*sizes), limit, scale)
-    assert len(reels._KINDS) == 2
+    (first, second) = reels._KINDS
+    assert 0.6 in first and 0.6 in second and not ran
+    for scale in (0.7, 0.8, 0.9):
+        pulled(op, vectors(*sizes), limit, scale)
+    assert [0.7 in key for key in reels._KINDS] == [True, True]
 
 
 # What is heard, and written down: of torch alone
@@ -295,6 +299,41 @@ def test_a_kernel_that_is_not_launched_again_is_not_written_down():
     with listener:
         kept.tell(None, ())
     assert "not launched again" in listener.lost
+
+
+class Compiled:
+    """What Triton's compiler gives, as far as launchers look at it."""
+
+    function, packed_metadata = 12345, (4, 1, 2048)
+
+    def __init__(self, seen):
+        self.seen, self.run = seen, self._run
+
+    def _run(self, *given):
+        self.seen.append(given)
+
+    def __getitem__(self, grid):
+        return lambda *given: self.seen.append(("watched", grid, *given))
+
+
+def test_kernels_are_started_with_addresses(monkeypatch):
+    seen, stream = [], [7]
+    monkeypatch.setattr(source, "stream", lambda device: lambda: stream[0])
+    x, device = torch.zeros(6, 4), torch.device("cpu")
+    again = source.Again(Compiled(seen), (3, 2), (16, "ieee"), device)
+
+    def launch(x):
+        out = torch.empty(5)
+        kept.tell(again, (out[1:], x[2:], 4, 0.5))
+        return (out,)
+
+    made = written(launch, x)
+    (out,) = made.run(x)
+    after = (12345, (4, 1, 2048), None, None, None)
+    given = (out.data_ptr() + 4, x.data_ptr() + 32, 4, 0.5, 16, "ieee")
+    assert seen == [(3, 2, 1, 7, *after, *given)]
+    stream[0] = None  # somebody watches
+    assert made.run(x) is None and len(seen) == 1
 
 
 def test_launchers_are_kept_by_their_keys():

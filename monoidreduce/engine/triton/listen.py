@@ -8,6 +8,7 @@ that nobody here allocated) ends the listening: ``lost`` says why.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,19 @@ from . import boxes, kept
 _TINY = 16  # bytes: what was made elsewhere is held where it is no larger, a number that was written down
 _OTHERWISE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READS = torch.ops.aten._local_scalar_dense.default
-_has = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """What there is to hear of one of torch's operations."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return "made of others"
+    if not _OTHERWISE.isdisjoint(func.tags):
+        return "otherwise"
+    if func._schema.is_mutable:
+        return "writes"
+    returned = func._schema.returns
+    return "view" if returned and all(r.alias_info is not None for r in returned) else "makes"
 
 
 class Unheard(Exception):
@@ -97,25 +110,26 @@ class Listener(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _has(func.name(), "CompositeImplicitAutograd"):
+        kind = _kind(func)
+        if kind == "made of others":
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         try:
-            if not self.lost:
-                self._hear(func, args, kwargs or {}, result)
+            if kind != "view" and not self.lost:
+                self._hear(func, kind, args, kwargs or {}, result)
         except Unheard as reason:
             self.lost = str(reason)
         return result
 
-    def _hear(self, func: Any, args: tuple, named: dict[str, Any], result: Any) -> None:
+    def _hear(self, func: Any, kind: str, args: tuple, named: dict[str, Any], result: Any) -> None:
         given = [self.place(v) for v in _tensors((args, named))]
         is_fixed = all(p.store in self.fixed for p in given)
         if func is _READS and is_fixed:
             return
-        if not _OTHERWISE.isdisjoint(func.tags):
+        if kind == "otherwise":
             raise Unheard(f"{func} may turn out otherwise")
-        writes, made = func._schema.is_mutable, tuple(self._made(t, is_fixed) for t in _tensors(result))
+        writes, made = kind == "writes", tuple(self._made(t, is_fixed) for t in _tensors(result))
         if writes and not is_fixed:
             self.fixed -= {p.store for p in given}
         if writes or any(made):

@@ -24,6 +24,7 @@ from .listen import Listener, Unheard
 from .reel import Reel, whole
 
 _MOST = 32  # kinds of walks
+_ONCES = 256
 _FEW = 4  # of one kind, with other panels
 _LONG = 2**14  # steps: what takes longer to write down is walked each time
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -48,12 +49,12 @@ class _Kind:
     """Walks of one kind: the program is held, so that its id stays its own."""
 
     program: Lowered
-    met: int = 0
     lost: bool = False  # whether there is more to it than can be written down
     reels: list[_Heard] = field(default_factory=list)
 
 
 _KINDS: dict[tuple, _Kind] = {}
+_ONCE: dict[tuple, None] = {}  # the keys of walks that were met once: they may not be again, and push out no others
 _lock = threading.Lock()
 
 
@@ -68,8 +69,7 @@ def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes:
         if heard.serves(asked):
             found = heard.reel.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
             return walked(program, inputs, sizes, room) if found is None else list(found)
-    kind.met += 1
-    if kind.met == 1 or len(kind.reels) >= _FEW:
+    if len(kind.reels) >= _FEW:
         return walked(program, inputs, sizes, room)
     return _heard(kind, walked, inputs, sizes, room)
 
@@ -78,14 +78,14 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
     """All that a walk depends on but its tiles; None where it may depend on more."""
     if budget.parts() > 1 or filtering.now() is not None or not source.repeats(sizes.device):
         return None
-    if torch._C._are_functorch_transforms_active():
+    if sizes.shard is not None or torch._C._are_functorch_transforms_active():
         return None
     key: list[Any] = [id(program), room, budget.asked(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):
         if not isinstance(v, Tensor):
-            key += (type(v), v)
+            key += (type(v), v, v == 0 and str(v))  # zeros have signs
         elif type(v) not in _PLAIN or v.device != sizes.device or (grad and v.requires_grad):
             return None
         else:
@@ -94,11 +94,20 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
     return tuple(key)
 
 
-def _met(key: tuple, program: Lowered) -> _Kind:
+def _met(key: tuple, program: Lowered) -> _Kind | None:
+    """The kind of a walk that was met before; None of one that was not."""
     with _lock:
-        while len(_KINDS) >= _MOST:
-            del _KINDS[next(iter(_KINDS))]
-        return _KINDS.setdefault(key, _Kind(program))
+        if key not in _ONCE:
+            _keep(_ONCE, key, None, _ONCES)
+            return None
+        del _ONCE[key]
+        return _keep(_KINDS, key, _Kind(program), _MOST)
+
+
+def _keep(store: Any, key: tuple, value: Any, most: int) -> Any:
+    while len(store) >= most:
+        del store[next(iter(store))]
+    return store.setdefault(key, value)
 
 
 def _heard(kind: _Kind, walked: Walked, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
