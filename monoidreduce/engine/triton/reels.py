@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...plan import budget
 from ...program.lower import Lowered
-from .. import filtering
+from .. import filtering, hardware
 from ..evaluate import Sizes
 from . import epilogue, source, sweep
 from .listen import Listener, Unheard
@@ -78,7 +78,7 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
     """All that a walk depends on but its tiles; None where it may depend on more."""
     if budget.parts() > 1 or filtering.now() is not None or not source.repeats(sizes.device):
         return None
-    if sizes.shard is not None or torch._C._are_functorch_transforms_active():
+    if sizes.shard is not None or hardware.rehearsed.get() or torch._C._are_functorch_transforms_active():
         return None
     key: list[Any] = [id(program), room, budget.asked(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
