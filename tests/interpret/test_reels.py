@@ -288,6 +288,11 @@ def test_what_cannot_be_done_again_is_said(function, reason):
     assert reason in listener.lost and found.numel() >= 4  # and it was done all the same
 
 
+def test_an_input_read_as_another_type_is_not_written_down():
+    with pytest.raises(listen.Unheard, match="another type"):
+        written(lambda x: x.view(torch.int32) + 1, torch.ones(4, 4))
+
+
 def test_parts_of_one_tensor_are_told_apart():
     x = torch.zeros(8, 4)
     assert "one tensor" in listen.Listener({"a": x[:4], "b": x[4:]}).lost

@@ -179,7 +179,10 @@ class Listener(TorchDispatchMode):
         if id(storage) in self.stores:
             return None
         self._name(storage, "t", is_fixed)
-        return self.place(t)
+        found = self.place(t)
+        if found.offset:
+            raise Unheard("a result that does not begin where its memory does")
+        return found
 
     def _name(self, storage: Any, kind: str, is_fixed: bool) -> tuple[str, int]:
         name, key = f"{kind}{self.named}", id(storage)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..evaluate import Room
 from . import boxes, source
-from .listen import Box, Launched, Operation, Place, Step, places
+from .listen import Box, Launched, Operation, Place, Step, Unheard, places
 
 _aten = torch.ops.aten
 _ALLOCATES = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
@@ -159,6 +159,8 @@ class _Writer:
         """A storage whose numbers are of a type."""
         if self.whole[store].dtype is dtype:
             return self._used(store)
+        if store in self.given:  # it begins anywhere
+            raise Unheard("an input is read as numbers of another type")
         key = (store, dtype)
         if key not in self.names:
             name = self.names[key] = f"{store}_{str(dtype)[6:]}"

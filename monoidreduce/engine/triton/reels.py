@@ -117,13 +117,13 @@ def _heard(kind: _Kind, walked: Walked, inputs: Mapping[str, Any], sizes: Sizes,
     with listener:
         found = walked(kind.program, inputs, sizes, room)
     try:
-        returned = listener.noted(tuple(found))
+        if listener.lost or len(listener.steps) > _LONG:
+            raise Unheard(listener.lost)
+        given = {name: whole(name, t) for name, t in tensors.items()}
+        reel = Reel(listener.steps, given, listener.noted(tuple(found)), listener.held, sizes.device)
     except Unheard:
         kind.lost = True
-    kind.lost = kind.lost or bool(listener.lost) or len(listener.steps) > _LONG
-    if not kind.lost:
-        given = {name: whole(name, t) for name, t in tensors.items()}
-        reel = Reel(listener.steps, given, returned, listener.held, sizes.device)
+    else:
         kind.reels.append(_Heard(reel, _plans(), tuple(listener.choices)))
     return found
 
