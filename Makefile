@@ -28,11 +28,14 @@ setup: $(STAMP)  ## a virtual environment with everything, at the pinned version
 demo: $(STAMP)  ## what the library does, shown
 	$(BIN)/python -m monoidreduce demo
 
+# Compiled modules are kept: the tests start a hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers with one thread each: torch's own threads would fight over the cores.
 test: lint types docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/ranks  # eight processes of its own
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/ranks  # each with eight processes of its own
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

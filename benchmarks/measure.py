@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +44,47 @@ def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     with torch.cuda.graph(graph):
         found = step()
     return graph, found
+
+
+Held = tuple[int, str]  # bytes, and who asked for them
+
+
+def held_at_peak(step: Callable[[], object]) -> list[Held]:
+    """What a step on a GPU holds when it holds most, the largest first, as torch's allocator tells it."""
+    step()  # what is kept from one to the next
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history("all", stacks="python")
+    try:
+        step()
+        torch.cuda.synchronize()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    return at_peak(trace)
+
+
+def at_peak(trace: Iterable[Mapping[str, Any]]) -> list[Held]:
+    """The allocations alive when they are most, of a trace of the allocator; what was there before is not counted."""
+    live: dict[int, Held] = {}
+    total = most = 0
+    found: list[Held] = []
+    for event in trace:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event["size"], _asker(event.get("frames", ()))
+            total += event["size"]
+            if total > most:
+                most, found = total, list(live.values())
+        elif event["action"] == "free_requested":
+            total -= live.pop(event["addr"], (0, ""))[0]
+    return sorted(found, reverse=True)
+
+
+def _asker(frames: Iterable[Mapping[str, Any]]) -> str:
+    """The innermost of our own functions."""
+    for f in frames:
+        if "monoidreduce" in f["filename"]:
+            return f"{Path(f['filename']).name}:{f['line']} {f['name']}"
+    return "torch"
 
 
 def _resident(field: str) -> float:

@@ -137,9 +137,17 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['work']:18} {row['size']!s:22} {row['runs']:6} untuned {row['untuned_ms'] / row['best_ms']:.2f}, tuned "
         f"{row['tuned_ms'] / row['tuned_best_ms']:.2f} of {row['best_ms']:.3f} ms ({row['best']}, {row['tried']} "
-        f"tried); memory {row['predicted_peak'] / max(1, row['peak']):.2f}; planning {row['first_ms']:.1f} ms, "
-        f"{row['cached_us']:.0f} µs; {row['tuned_s']:.1f} + {row['searched_s']:.1f} of {row['seconds']:.1f} s"
+        f"tried); planning {row['first_ms']:.1f} ms, {row['cached_us']:.0f} µs; "
+        f"{row['tuned_s']:.1f} + {row['searched_s']:.1f} of {row['seconds']:.1f} s\n    {memory(row)}"
     )
+
+
+def memory(row: Mapping[str, Any]) -> str:
+    """Bytes predicted and measured, and what was held then."""
+    share = row["predicted_peak"] / max(1, row["peak"])
+    held = "; ".join(f"{size:,} {who}" for size, who in row["largest"])
+    told = f"memory: {row['predicted_peak']:,} bytes predicted, {row['peak']:,} measured, {share:.3f}"
+    return f"{told} ({held})" if held else told
 
 
 def options() -> argparse.Namespace:

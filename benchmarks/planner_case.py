@@ -25,7 +25,7 @@ from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import Case, directions
 
-from .measure import captured
+from .measure import Held, captured, held_at_peak
 from .planner_works import Size, Work
 
 Book = Mapping[str, Choice]  # what folds follow, by name; "call": the call as a whole
@@ -280,6 +280,7 @@ def run(work: Work, size: Size, device: str, least: float) -> dict[str, Any]:
         row["runs"], row["predicted_ms"] = told["runs"], _of(told, "seconds") * 1e3
         row["predicted_peak"] = _of(told, "peak")
         row["peak"] = measure(work.op, args, {}, True).peak
+        row["largest"] = _largest(work.op, args) if device == "cuda" else []
         found = work.op.cost(*args)
     own: Book = DENSE if told["runs"] == "dense" else {p.case.name: p.choice for p in found.chosen.parts}
     row["told_s"] = time.perf_counter() - began
@@ -303,6 +304,14 @@ def run(work: Work, size: Size, device: str, least: float) -> dict[str, Any]:
     row["seconds"] = time.perf_counter() - began
     row["calls_ms"] = {n: round(t * 1e3, 4) for n, t in (untuned | again).items()}
     return row
+
+
+def _largest(op: Any, args: list[Tensor]) -> list[Held]:
+    try:
+        return held_at_peak(step_of(op, args))[:12]
+    except (KeyError, RuntimeError, TypeError) as error:  # another make of torch's: the case still counts
+        print(f"no trace of the allocator: {error}", flush=True)
+        return []
 
 
 def _without(others: Mapping[str, Book], plan: Book) -> dict[str, Followed]:

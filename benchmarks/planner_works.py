@@ -80,14 +80,15 @@ class Work:
     large: tuple[Size, ...]  # on a GPU
     exact: bool = False  # float32 on a GPU too
 
-    def args(self, size: Size, device: str) -> list[Tensor]:
+    def forms(self, size: Size, device: str) -> list[tuple[list[int], torch.dtype]]:
+        """Shapes and types of the arguments."""
         lengths = dict(zip("MNd", size, strict=True))
         dtype = torch.bfloat16 if device == "cuda" and not self.exact else torch.float32
-        made = []
-        for side in self.sides.split():
-            shape = [lengths[letter] for letter in side]
-            made.append((torch.randn(shape, device=device) * size[2] ** -0.25).to(dtype).requires_grad_())
-        return made
+        return [([lengths[letter] for letter in side], dtype) for side in self.sides.split()]
+
+    def args(self, size: Size, device: str) -> list[Tensor]:
+        forms, scale = self.forms(size, device), size[2] ** -0.25
+        return [(torch.randn(s, device=device) * scale).to(d).requires_grad_() for s, d in forms]
 
     def sizes(self, device: str) -> tuple[Size, ...]:
         return self.large if device == "cuda" else self.small

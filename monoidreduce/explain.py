@@ -152,6 +152,7 @@ def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
         return f"the engine {engine} was asked for"
     if not found.schedules or not costs.matrix(sizes):
         return "there are no pairs"
+    fastest = "predicted to be the fastest" + (f" within the budget of {shown(found.budget)}" if found.budget else "")
     dense = found.get("dense")
     others = [s for s in found.schedules if s.ranks == 1 and s.schedule not in ("dense", "total")]
     if runs is dense and others:
@@ -160,6 +161,8 @@ def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
             f"folding costs more than it saves: a matrix of pairs is {shown(runs.held)}, and run whole, with nothing "
             f"computed twice, the call is predicted {gain:.2f} times as fast as {others[0].schedule}"
         )
+    if found.dense is None:  # nothing is run whole where kernels are
+        return fastest
     if dense is not None and dense.seconds < runs.seconds and found.allows(dense):
         return f"dense would be faster, {_ms(dense.seconds)}, but not so clearly that it were worth {shown(dense.peak)}"
     if dense is not None and dense.seconds < runs.seconds:
@@ -168,7 +171,7 @@ def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
             f"the fastest that is allowed; dense would take {_ms(dense.seconds)}, but hold {shown(dense.peak)} with "
             f"matrices of pairs of {shown(dense.held)}, above {room}"
         )
-    return "predicted to be the fastest" + (f" within the budget of {shown(found.budget)}" if found.budget else "")
+    return fastest
 
 
 def _lines(

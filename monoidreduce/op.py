@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import agree, autocast, compiled, dtensors, gradients, known, registry, sharded
+from .engine import agree, autocast, compiled, dtensors, gradients, known, outline, registry, sharded
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
 from .engine.calls import Form, Plan, formed
 from .engine.evaluate import Sizes
@@ -69,20 +69,21 @@ class Op(compiled.Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
-        form = self._plans.form(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        key, plan = self._plans.find(form, values)
-        return self._anew(args, kwargs, form, key) if plan is None else plan(values)
+        key, plan = self._plans.find(len(args), kwargs, values)
+        return self._anew(args, kwargs, key) if plan is None else plan(values)
 
-    def _anew(self, args: tuple, kwargs: dict, form: Form | None, key: tuple | None) -> Any:
+    def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
+        form = None if key is None else self._plans.form(len(args), kwargs)
+        if form is None:
+            outline.spoil()
         if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
             return self._divided(args, kwargs)
         device = autocast.region(args or kwargs.values())
         if device is not None:
             return autocast.run(self, self.parameters, device, args, kwargs)
-        order = None if form is None or key is None else form.order
-        plan, bound = self._planned(args, kwargs, registry.engine(), order)
+        plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
             self._plans.keep(key, plan)
         return plan(bound)
@@ -105,14 +106,15 @@ class Op(compiled.Compiled):
         """
         if torch.compiler.is_dynamo_compiling():
             return _summed(self(*args, **kwargs))
-        given, form = (*args, *kwargs.values()), self._plans.form(args, kwargs)
-        key, plan = self._plans.find(form, given, "total")
-        if plan is None and (key is not None or not _is_wide(form, given)):
-            plan = self._total(args, kwargs, form, key)
-            if plan is None:
-                return _summed(self(*args, **kwargs))
+        given = (*args, *kwargs.values())
+        key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
             return plan(given)
+        form = self._plans.form(len(args), kwargs)
+        if key is not None or not _is_wide(form, given):
+            plan = self._total(args, kwargs, form, key)
+            return _summed(self(*args, **kwargs)) if plan is None else plan(given)
+        outline.spoil()  # what is taken in the forward depends on who asks for gradients
         plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
         engine = registry.engine()
         if plain and gradients.straight() and engine != "reference":
@@ -154,7 +156,7 @@ class Op(compiled.Compiled):
         traced, bound, sizes, out = self._prepare(args, kwargs)
         if any(not e.rows or e.cols or e.feature is not None for e in traced.outputs):
             return None
-        plan = Plan.of(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, registry.engine(), form.order, total=True)
         self._plans.keep(key, plan)
         return plan
 
@@ -272,7 +274,7 @@ class Op(compiled.Compiled):
     ) -> tuple[Plan, Sequence[Any]]:
         """A plan by the long way, through every check, and the values in its order."""
         traced, bound, sizes, out = self._prepare(args, kwargs)
-        plan = Plan.of(traced, self.parameters, bound, sizes, out, engine, order)
+        plan = Plan.made(traced, self.parameters, bound, sizes, out, engine, order)
         return plan, list(bound.values()) if order is None else [bound[n] for n in order]
 
     # An op is its function: a copy is itself, and it is pickled by name, as functions are

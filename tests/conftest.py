@@ -1,16 +1,22 @@
-"""What every test may ask for: a random seed that is shown when the test fails, and a steady number of threads."""
+"""What every test has: random numbers of its own, shown when it fails; a cache of its own; a number of threads."""
 
 import gc
 import hashlib
 import os
+import random
+import shutil
 import tempfile
 
 import hypothesis
+import numpy
 import pytest
 import torch
 
-# Nothing of a test run is left in the cache of whoever runs it, nor found there.
-os.environ.setdefault("MONOIDREDUCE_CACHE", tempfile.mkdtemp(prefix="monoidreduce-tests-"))
+# Nothing of a test run is left in the cache of whoever runs it, nor found there; nor do workers find each other's.
+if "MONOIDREDUCE_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["MONOIDREDUCE_CACHE"] = _cache = tempfile.mkdtemp(prefix="monoidreduce-tests-")
+else:
+    _cache = None
 
 # What is tested here is the engines, by name; the planner would run small cases dense (tests/unit/test_choice.py).
 if not torch.cuda.is_available():
@@ -18,23 +24,49 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-# No deadline: the first call of a test may compile or tune. The blob reproduces a failure exactly.
-hypothesis.settings.register_profile("monoidreduce", deadline=None, print_blob=True)
+# No deadline: the first call of a test may compile or tune. The same examples on every run.
+hypothesis.settings.register_profile("monoidreduce", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("monoidreduce")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number of the test's own, the same on every run and machine; torch is seeded with it."""
+    """A number of the test's own, the same on every run and machine and in any order; all generators start from it."""
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "big")
-    torch.manual_seed(value)
+    if torch.cuda.is_available():
+        torch.manual_seed(value)
+    else:  # without a device, the other would note its caller, frame by frame, for the day that one appears
+        torch.default_generator.manual_seed(value)
+    numpy.random.seed(value)
+    random.seed(value)
     return value
+
+
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch):
+    """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
+    did: not in this test, where it changes."""
+
+    from monoidreduce.engine.outline import Outlines  # not above: Triton may not be imported before its interpreter
+    from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
+
+    def say(looks: bool) -> None:
+        monkeypatch.setattr(checks, "visible", lambda t: looks)
+        monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
+
+    return say
 
 
 def pytest_collection_finish():
     """Ten thousand tests live to the end of a run: the garbage collector need not look at them again each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions look at the end for what was never collected, and would name every one of their types
+    if _cache is not None:
+        shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -146,8 +146,8 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-def use_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 16, cols: int = 32, batch: int = 2) -> None:
-    """Make every fold walk many ragged tiles, also a small one."""
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 24, cols: int = 48, batch: int = 2) -> None:
+    """Make every fold walk many ragged tiles, also a small one: 59 × 111 pairs by three and three, one end ragged."""
 
     def choose(all_batch: int, all_rows: int, all_cols: int, *_: Any, **__: Any) -> tiles.Tiles:
         least = lambda size, most: min(max(1, size), most)

@@ -162,9 +162,11 @@ def jensen_shannon(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
 
 
 def _entropy(x, w):
-    log_p = torch.log_softmax(x @ w.mT, -1)
-    mean = (log_p.exp() * log_p).sum(-1)
-    return -mean, (log_p.exp() * (log_p - mean.unsqueeze(-1)).square()).sum(-1)
+    """As the body has it: by log_softmax, nothing large would cancel, and its error would be no bar for this one."""
+    s = x @ w.mT
+    p = torch.softmax(s, -1)
+    mean = (p * s).sum(-1)
+    return torch.logsumexp(s, -1) - mean, (p * (s - mean.unsqueeze(-1)).square()).sum(-1)
 
 
 @layer(_entropy, lambda d: (d.rows(6), d.cols(6)))

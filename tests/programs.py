@@ -115,7 +115,7 @@ class Program:
         return mr.op(scope["program"])
 
     def arguments(self) -> dict[str, Any]:
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)  # torch.manual_seed, without a word to devices
         return {name: eval(text, dict(NAMESPACE)) for name, _, text in self.parameters}
 
     def check(self) -> None:

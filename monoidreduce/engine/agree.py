@@ -63,6 +63,11 @@ def current() -> Layout | None:
     return None if torch.compiler.is_dynamo_compiling() else _layout.get()
 
 
+def is_divided() -> bool:
+    """Whether there is one; for what torch.compile does not trace."""
+    return _layout.get() is not None
+
+
 @contextlib.contextmanager
 def shard(
     *, rows: Any = None, cols: Any = None, order: str = "contiguous", slices: int | str | None = None

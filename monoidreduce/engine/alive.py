@@ -5,6 +5,7 @@ What an operation allocates inside itself and frees before it returns is not see
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from . import library
 
-_has = torch._C._dispatch_has_kernel_for_dispatch_key
+
+@functools.cache
+def _composite(func: Any) -> bool:
+    """Whether an operator is made of others alone. Asking the dispatcher takes longer than most operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 class Alive(TorchDispatchMode):
@@ -37,16 +42,20 @@ class Alive(TorchDispatchMode):
         if func._schema.name == "monoidreduce::fold":  # one operator to a mode: look inside
             with self:
                 result = library._run(*args, **(kwargs or {}))
-        elif _has(func.name(), "CompositeImplicitAutograd"):  # in there, what is made of others comes whole
+        elif _composite(func):  # in there, what is made of others comes whole
             with self:
                 result = func.decompose(*args, **(kwargs or {}))
         else:
-            result = func(*args, **(kwargs or {}))
+            result = self.run(func, args, kwargs or {})
             self.noted(func, args, kwargs or {}, result)
         for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(t, Tensor):
                 self._see(t)
         return result
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
 
     def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """What else is to be known of an operation."""

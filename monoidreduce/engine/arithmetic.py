@@ -15,6 +15,8 @@ from .gradients import Gradient, Ready, Walker, asks
 from .script import script
 from .sides import Side
 
+Run = Callable[[Sequence[Any]], list[Tensor]]
+
 
 class Arithmetic:
     """A side on leaves of one kind."""
@@ -24,13 +26,16 @@ class Arithmetic:
         self.numbers = tuple(not isinstance(v, Tensor) for v in leaves)
         self.fixed = tuple(k for k, e in enumerate(side.outputs) if e.dtype != "float")
         self.gradients: dict[tuple, Gradient] = {}
-        self.run = triton.side(side, leaves, sizes) or self._by_torch()
+        self.run: Run = self._launch(leaves) or self._by_torch()
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """Its outputs, differentiably where a leaf asks for it."""
         return _sided(self, *leaves) if torch.is_grad_enabled() and asks(leaves) else self.run(leaves)
 
-    def _by_torch(self) -> Callable[[Sequence[Any]], list[Tensor]]:
+    def _launch(self, leaves: Sequence[Any]) -> Run | None:
+        return triton.side(self.side, leaves, self.sizes)
+
+    def _by_torch(self) -> Run:
         names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
         made = script(Lowered((), self.side.outputs), frozenset(n for n, k in names.items() if self.numbers[k]))
         return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
@@ -43,6 +48,9 @@ class Arithmetic:
             ready = Ready.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = Gradient(ready, self.side.leaves, self.walker, True)
         return found
+
+
+ARITHMETIC: dict[str, type[Arithmetic]] = {}  # by engine, where it has its own
 
 
 class _Sided(torch.autograd.Function):

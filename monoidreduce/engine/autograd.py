@@ -22,8 +22,8 @@ from ..program.early import Early, gradients
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
-from . import asked, autocast, early, library, recover
-from .arithmetic import Arithmetic
+from . import asked, autocast, early, hardware, library, recover
+from .arithmetic import ARITHMETIC, Arithmetic
 from .evaluate import Sizes
 from .frozen import Pass, freezes
 from .gradients import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
@@ -85,7 +85,8 @@ class Walk:
         """The arithmetic of one side, where all calls are alike."""
         found = self.sides.get(id(side))
         if found is None:
-            made = Arithmetic(side, leaves, sizes, functools.partial(walked, self.engine))
+            make = ARITHMETIC.get(self.engine, Arithmetic)
+            made = make(side, leaves, sizes, functools.partial(walked, self.engine))
             found = self.sides.setdefault(id(side), made)
         return found(leaves)
 
@@ -97,8 +98,9 @@ def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) 
 
 
 def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
-    """The same, step by step."""
-    folder, run = Walk(engine, alike), script(program, numbers, alike).run
+    """The same, step by step; so is what stands for a call whose steps would be launches."""
+    gathered = alike or (engine == REHEARSAL and hardware.rehearsed.get() is not None)
+    folder, run = Walk(engine, alike), script(program, numbers, gathered).run
     return lambda sizes, *values: run(sizes, folder, *values)
 
 

@@ -1,8 +1,7 @@
 """A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
 
-A plan is found by a key of everything that the checks of a call look at, and of nothing else: values are no part of
-it, so a new temperature is the same plan. Whatever the key cannot say (a tensor subclass, a NumPy number) has none, and
-goes the long way through every check.
+A plan is found by a key of everything that the checks of a call look at (``keys.py``), and of nothing else: values are
+no part of it, so a new temperature is the same plan.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import known, recover, reference, registry, triton
+from . import known, outline, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
@@ -30,48 +29,13 @@ from .roads import Roads
 from .script import inputs
 from .steps import Steps
 
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_LARGEST = 2**63
-
 
 class Form(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
-    kinds: tuple[str, ...]  # of their parameters: ``static``, a whole number (``int``), or neither
+    kinds: tuple[str, ...]  # what is declared of them (``keys.py``)
     vectors: tuple[int, ...]  # which of them may have features
-
-
-def key_of(values: Sequence[Any], kinds: Sequence[str], *before: Any) -> tuple | None:
-    """What a call's checks depend on; None where this cannot be said cheaply.
-
-    ``kinds`` says of each value's parameter whether it is ``static``, a whole number (``int``), or neither.
-    """
-    key: list[Any] = [*before]
-    kernels: bool | None = None  # whether they run where the tensors are
-    for value, declared in zip(values, kinds, strict=True):
-        kind = type(value)
-        if declared == "static":
-            key += (kind, value)
-        elif kind in _TENSORS:
-            device = value.device
-            key += (value.dtype, value.shape, device, value.layout)
-            if kernels is None:
-                kernels = triton.runs_on(device)
-            if kernels:
-                try:
-                    key += (value.stride(), value.data_ptr() & 15)  # kernels look at these too
-                except RuntimeError:  # it is not dense, or has no memory of its own
-                    return None
-        elif kind is bool or value is None or (kind is float and declared != "int"):
-            key.append(kind)
-        elif (
-            kind is int and -_LARGEST < value < _LARGEST
-        ):  # what is larger, or whole but no int, is looked at each time
-            key.append(kind)
-        else:
-            return None
-    return tuple(key)
 
 
 @dataclass(frozen=True)
@@ -86,7 +50,7 @@ class Plan:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @staticmethod
-    def of(
+    def made(
         traced: Traced,
         parameters: dict[str, Parameter],
         values: dict[str, Any],
@@ -121,13 +85,21 @@ class Plan:
         return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        return self.traced.pack(self.results(values))
+        watched = outline.watching.get()
+        return self.traced.pack(self.results(values)) if watched is None else watched.ran(self, values)
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
-        given = tuple([values[at] if view is None else view(values[at]) for at, view in self.given])
-        found = recover.typed(self.run, given, self.sizes)
-        return [_as_given(v, o, self.sizes) for v, o in zip(found, self.outputs, strict=True)]
+        return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
+
+    def of(self, *inputs: Any) -> list[Tensor]:
+        """The same, of the values as the program is given them."""
+        found = recover.typed(self.run, inputs, self.sizes)
+        for k, (shape, dtype) in enumerate(self.outputs):
+            value = found[k]
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
+                found[k] = _as_given(value, self.outputs[k], self.sizes)
+        return found
 
 
 def _walk(

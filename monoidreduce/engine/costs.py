@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MonoidReduceError
+from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, ceilings, communication, cost
 from ..plan.choice import Choice
 from ..plan.cost import Cost, Part, Scheduled
 from ..plan.work import Case, count, joined
 from ..program.expr import Expr, topological
 from ..program.lower import Lowered
-from . import autograd, hardware, inside, known, panel, planner, whole
+from . import autograd, hardware, inside, known, launched, panel, planner, script, triton, whole
 from .evaluate import Sizes
 from .rehearse import Noted, Rehearsal, rehearse
-from .script import script
 from .walks import split_means, walks
 
+_NAMES = ("flash", "split", "panel")
 DENSE = 8 * 2**20  # bytes of one matrix of pairs up to which a call may run dense where no budget was given
 HOST = 8  # launches' worth of host time that a fold takes besides its engine: autograd, the script, the plan
 
@@ -45,18 +46,14 @@ def of_program(
     roof = ceilings.of(sizes.device)
     passes = by_passes(program, inputs, sizes, backward)
     cases = [planner.case_of(n.fold, n.leaves, n.sizes) for n in passes.folds]
-    found = []
-    for schedule in ("flash", "split", "panel"):
-        made = _scheduled(schedule, passes, cases, roof, closely)
-        if made is not None:
-            found.append(made)
+    found = [_scheduled(name, own, passes, cases, roof, closely) for name, own in _schedules(cases).items()]
     dense = of_dense(program, inputs, sizes, backward)
     if dense is not None:
         found.append(dense)
     if ranks > 1 and found:
         found += _divided(found[0], passes, ranks, roof)
-    limit = budget.asked()
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, limit, DENSE, backward)
+    most = None if triton.launches_on(sizes.device) else DENSE
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), roof, budget.asked(), most, backward)
 
 
 def asking(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -71,10 +68,11 @@ def asking(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Rehearsal:
     """A rehearsal of the call as passes: folds noted, all else counted."""
     numbers = frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor))
-    made = script(program, numbers)
+
+    names = script.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return made.run(here, autograd.Walk(autograd.REHEARSAL), *(given[n] for n in made.inputs))
+        return autograd.walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in names))
 
     return rehearse(call, inputs, sizes, ceilings.of(sizes.device), _most(program), backward=backward)
 
@@ -105,22 +103,29 @@ def of_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
     return Scheduled("dense", found.flops, found.bytes, found.seconds, matrix(sizes), found.peak, ())
 
 
+def _schedules(cases: list[Case]) -> dict[str, list[Choice]]:
+    """By name, a choice for every fold: its best of that schedule, or of all where it has none of that name. What runs
+    is each fold's best of all, and stands for the schedule that it is named after."""
+    own, ranked = [candidates.choose(case) for case in cases], [candidates.offered(case) for case in cases]
+    found: dict[str, list[Choice]] = {}
+    for name in _NAMES if cases else _NAMES[:1]:
+        mine = [next((c for c in each if c.schedule == name), None) for each in ranked]
+        if any(mine) or not cases:
+            found[name] = [c or each[0] for c, each in zip(mine, ranked, strict=True)]
+    found[max((c.schedule for c in own), key=_NAMES.index, default="flash")] = own
+    return found
+
+
 def _scheduled(
-    schedule: str, passes: Rehearsal, cases: list[Case], roof: ceilings.Ceilings, closely: bool
-) -> Scheduled | None:
-    """The call with every fold by its best choice of a schedule; a fold that has none runs by its best of all."""
-    parts, own = [], 0
-    for noted, case in zip(passes.folds, cases, strict=True):
-        ranked = candidates.offered(case)
-        mine = [c for c in ranked if c.schedule == schedule]
-        own += bool(mine)
-        choice = (mine or ranked)[0]
+    schedule: str, choices: list[Choice], passes: Rehearsal, cases: list[Case], roof: ceilings.Ceilings, closely: bool
+) -> Scheduled:
+    """The call with every fold by its choice."""
+    parts = []
+    for noted, case, choice in zip(passes.folds, cases, choices, strict=True):
         found = cost.estimate(case, choice)
         if closely and case.pairs():
             found = replace(found, peak=_peak(noted, case, choice, found.peak))
         parts.append(Part(case, choice, found, noted.backward))
-    if not own and (schedule != "flash" or parts):
-        return None
     held = max([0, *(p.estimate.held for p in parts)])
     peak = max([passes.peak, *(n.beside + p.estimate.peak for n, p in zip(passes.folds, parts, strict=True))])
     seconds = passes.seconds + sum(p.estimate.seconds + HOST * roof.launch for p in parts)
@@ -130,10 +135,12 @@ def _scheduled(
 
 
 def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
-    """Bytes that a fold holds at once, looked at closely; of panels on a GPU as the model has it."""
-    if not case.gpu:
-        return inside.peak(noted, choice)
-    return inside.of_kernels(noted, case, choice) if choice.schedule != "panel" else otherwise
+    """Bytes that a fold holds at once, looked at closely; as the model has it where a budget leaves no room."""
+    with contextlib.suppress(BudgetError):
+        if not case.gpu:
+            return inside.peak(noted, choice)
+        return launched.peak(noted, choice) or inside.peak(noted, Choice("flash"))  # with tiles of its own
+    return otherwise
 
 
 # Over ranks

@@ -18,7 +18,7 @@ from ..plan import budget
 from ..program.early import Early, early
 from ..program.expr import topological
 from ..program.lower import Fold
-from . import triton
+from . import hardware, triton
 from .evaluate import Sizes
 from .triton.spec import TINY, WIDEST
 
@@ -31,8 +31,10 @@ def many(sizes: Sizes) -> bool:
 
 
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
-    """How a fold keeps what its rows' gradients need, where that pays."""
-    kernels = engine == "triton" or (engine == "auto" and sizes.device.type == "cuda")
+    """How a fold keeps what its rows' gradients need, where that pays; as the call that is rehearsed would."""
+    real = hardware.rehearsed.get()
+    sizes = sizes if real is None else real
+    kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
     if not kernels or not many(sizes):
         return None
     if budget.asked() is not None or not triton.runs_on(sizes.device):

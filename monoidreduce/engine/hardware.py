@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,14 +79,14 @@ def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tens
     return t.to(compute)
 
 
-# whether what runs stands for a call on a GPU: see rehearse.py
-rehearsed: ContextVar[bool] = ContextVar("rehearsed", default=False)
+# the sizes of the call on a GPU that what runs stands for: see rehearse.py
+rehearsed: ContextVar[Any] = ContextVar("rehearsed", default=None)
 ROW_DOT: list[Callable[[Tensor, Tensor], Tensor | None]] = []  # the GPU engine's own, if it is there
 
 
 def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     """⟨x_i, y_i⟩ in ``compute``; 16-bit vectors on a GPU are raised as they are read, where nothing watches."""
-    there = x.is_cuda or rehearsed.get()
+    there = x.is_cuda or rehearsed.get() is not None
     plain = type(x) is Tensor and type(y) is Tensor and there and x.dtype in SIXTEEN and compute is torch.float32
     if plain and ROW_DOT and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
         found = ROW_DOT[0](x, y) if x.is_cuda else torch.zeros(x.shape[:-1])
@@ -145,7 +146,7 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and not rehearsed.get()
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and rehearsed.get() is None
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
@@ -182,7 +183,7 @@ def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
         torch.mm(x, y.mT, out=out)
     elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
-    else:  # raised a few columns at a time
+    elif not out.is_meta:  # raised a few columns at a time
         x = x.to(out.dtype)
         for at in range(0, y.shape[0], _RAISED):
             part = slice(at, at + _RAISED)
@@ -201,13 +202,15 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
             torch.ops.aten.addmm.dtype_out(out, weights, vectors, out.dtype, out=out)
         else:
             torch.ops.aten.mm.dtype_out(weights, vectors, out.dtype, out=out)
-    else:
+    elif not out.is_meta:
         product = weights.to(out.dtype) @ vectors.to(out.dtype)
         out.add_(product) if add else out.copy_(product)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on a device now."""
+    """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
+    meant = rehearsed.get()
+    device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused

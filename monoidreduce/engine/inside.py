@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..plan import budget, cost, panels, tiles
+from ..plan import budget, panels, tiles
 from ..plan.choice import Choice
-from ..plan.work import Case
 from ..program.expr import Expr
 from ..program.lower import Fold
-from . import batching, chunk, eager, hardware, library, panel, tally, triton
-from .combine import combine
+from . import batching, chunk, eager, hardware, library, nearest, panel, tally
 from .evaluate import Sizes, form
-from .pick import chunk_of
-from .rehearse import Enlarged, Noted, Scale, forms
+from .rehearse import Enlarged, Noted, Scale
 from .tilecode import Code
-from .triton import united
 from .walks import Walk, as_program, walks
 
 _CPU = torch.device("cpu")
@@ -38,67 +34,21 @@ def peak(noted: Noted, choice: Choice) -> int:
     made = library.shapes(noted.fold, list(noted.leaves), noted.sizes)
     results = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in made)
     if choice.schedule == "panel":
-        one = _in_panels(_of_batch(noted, 1), choice)
+        one = _in_panels(of_batch(noted, 1), choice)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # stacked in the end
-    tile = tiles.Tiles(*(choice.tile("tile") or (1, tiles.ROWS, tiles.COLS)))
     merged, _ = batching.merge(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    told, sizes = choice.tile("tile"), noted.sizes
+    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.width(noted.fold, sizes))
+    tile = own if told is None else tiles.Tiles(*told)
+    bounds = nearest.ladders(noted.fold, noted.leaves, sizes)
+    if bounds is not None:
+        one = _by_distance(of_batch(noted, 1), tile, bounds)
+        return one if batch == 1 else max(one + results - results // batch, 2 * results)  # joined in the end
     together = max(1, min(tile.batch, merged[-1]))  # what cannot be merged is walked
-    return _in_tiles(_of_batch(noted, together), tile) + results - results * together // batch
+    return _in_tiles(of_batch(noted, together), tile) + results - results * together // batch
 
 
-def of_kernels(noted: Noted, case: Case, choice: Choice) -> int:
-    """The same of generated kernels, which hold their results, and those of the parts that an axis was cut into.
-
-    One runs after the other, beside what was made before it.
-    """
-    sizes = noted.sizes
-    made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
-    bytes_of = lambda found: sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found)
-    done = peak = 0
-    picks, folds = triton.kernels(noted.fold, sizes)
-    for r in picks:
-        peak = max(peak, done + _picked(noted, r))
-        done += bytes_of([made[r, 0]])
-    for over, fold in folds:
-        parts = cost.parts_of(case, over, choice.tile(over) or _OWN)
-        if parts > 1:
-            peak = max(peak, done + _combined(fold, sizes, parts))
-        done += bytes_of(made[o] for o in fold.outputs)
-    return max(peak, done)
-
-
-_OWN = (64, 64, 4, 2, 0)
-
-
-def _combined(fold: Fold, sizes: Sizes, parts: int) -> int:
-    """Bytes alive while the results of parts are put together."""
-    scale = Scale(sizes, tiles=(parts,))
-    small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
-    with _watched(scale, []) as alive:
-        shapes = [form(r, k, small) for r, k in fold.outputs]
-        made = [torch.zeros((scale.down(parts), *shape), dtype=dtype) for shape, dtype in shapes]
-        combine(fold, made, [1] * scale.down(parts), ordered=True, faster={"soft": united.room})
-    return alive.peak
-
-
-def _picked(noted: Noted, r: Expr) -> int:
-    """Bytes alive while the numbers of one column of every row (or the other way round) are gathered, in chunks."""
-    sizes = noted.sizes
-    _, whole = triton.merged(noted.fold, noted.leaves, sizes)
-    widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
-    matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
-    scale = Scale(sizes, tiles=(length,))
-    small = scale.sizes(sizes)
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
-        values, batch = triton.merged(noted.fold, leaves, small)
-        elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
-        triton.pick(r, values, batch, small, elements)
-    return alive.peak
-
-
-def _of_batch(noted: Noted, batch: int) -> Noted:
+def of_batch(noted: Noted, batch: int) -> Noted:
     """The same fold for some elements of its batch."""
     old = len(noted.sizes.batch)
 
@@ -117,10 +67,34 @@ def _in_tiles(noted: Noted, tile: tiles.Tiles) -> int:
     rows, cols = min(tile.rows, sizes.rows), min(tile.cols, sizes.cols)
     scale = Scale(sizes, tiles=(rows, cols))
     small = tiles.Tiles(*map(scale.down, (sizes.batch[0], rows, cols)))
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
         eager.run(noted.fold, leaves, scale.sizes(sizes), small, _Both)
     return alive.peak
+
+
+def _by_distance(noted: Noted, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
+    """Points are sorted, and a block of them meets as many others as a tile holds."""
+    sizes, kept = noted.sizes, nearest.KEPT
+    scale = Scale(sizes, tiles=(kept, tile.rows * tile.cols // kept))
+    small = tiles.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
+        nearest.by_distance(noted.fold, leaves, scale.sizes(sizes), small, bounds, _OneBlock)
+    lists = {r: 0 for r in noted.fold.reductions}  # of the best: kept block by block, until all are joined
+    for r, k in noted.fold.outputs:
+        shape, dtype = form(r, k, sizes)
+        lists[r] += torch.Size(shape).numel() * dtype.itemsize if r.attrs[0] == "topk" else 0
+    return alive.peak + max(lists.values())
+
+
+class _OneBlock(nearest.Near):
+    """Of all blocks the first, which meets all that it can at once."""
+
+    def walk(self) -> None:
+        at = slice(0, self.tiles.rows)
+        values = self.side(self.kept[at], self.over == "cols")
+        self.fold_pairs(at, self.kept[at], values, self.folded[: self.tiles.cols])
 
 
 def _in_panels(noted: Noted, choice: Choice) -> int:
@@ -134,8 +108,8 @@ def _in_panels(noted: Noted, choice: Choice) -> int:
     class Small(_SmallStep):
         real, space, by = one, room, scale
 
-    leaves = [_filled(v, scale) for v in noted.leaves]
-    with _watched(scale, leaves) as alive:
+    leaves = [filled(v, scale) for v in noted.leaves]
+    with watched(scale, leaves) as alive:
         panel.run(noted.fold, leaves, scale.sizes(sizes), Small, 1)
     return alive.peak
 
@@ -197,7 +171,7 @@ class _SmallStep(panel.TorchStep):
         return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
 
 
-def _filled(v: Any, scale: Scale) -> Any:
+def filled(v: Any, scale: Scale) -> Any:
     """A small leaf of many different numbers: a distance that is 0 is computed in another way."""
     if not isinstance(v, Tensor):
         return v
@@ -209,7 +183,7 @@ def _filled(v: Any, scale: Scale) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
+def watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
     """Bytes alive inside the block beside the leaves; nobody else takes notice of what runs there."""
     given = [v for v in leaves if isinstance(v, Tensor)]
     with _disable_current_modes(), torch.no_grad(), tally.nobody(), Enlarged(scale, given) as alive:

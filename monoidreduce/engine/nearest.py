@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,16 +46,31 @@ STEPS = torch.tensor([*(2 ** (n / 8) for n in range(-800, 801)), math.nan], dtyp
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -> list[Tensor] | None:
-    """Run a fold, reduction by reduction; None where this is not the way to do it."""
-    numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
+    """Run a fold; None where this is not the way to do it."""
+    bounds = ladders(fold, leaves, sizes)
+    return None if bounds is None else by_distance(fold, leaves, sizes, tiles, bounds, Near)
+
+
+def ladders(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
+    """What distances say of each reduction; None where one is not done this way. Points are not looked at."""
     if not _pays(fold, sizes):
         return None
-    numbers |= {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
-    ladders = [_ladder(r, tuple((e, v) for e, v in numbers.items() if e in _under(r))) for r in fold.reductions]
-    bounds = [ladder for ladder in ladders if ladder is not None]
-    if len(bounds) < len(ladders):
-        return None
-    batch = torch.Size(sizes.batch)
+    numbers = _numbers(fold, leaves, sizes)
+    found = [_ladder(r, tuple((e, v) for e, v in numbers.items() if e in _under(r))) for r in fold.reductions]
+    bounds = [ladder for ladder in found if ladder is not None]
+    return bounds if len(bounds) == len(found) else None
+
+
+def _numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> dict[Expr, Any]:
+    given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
+    return given | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
+
+
+def by_distance(
+    fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None, bounds: list[Tensor], near: type[Near]
+) -> list[Tensor]:
+    """Run a fold, reduction by reduction, batch element by batch element."""
+    batch, numbers = torch.Size(sizes.batch), _numbers(fold, leaves, sizes)
     tensors = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     views = {e: v.expand(*batch, *v.shape[len(batch) :]) for e, v in tensors.items()}
     found: list[Tensor] = []
@@ -62,7 +78,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -
         parts = []
         for at in itertools.product(*map(range, batch)):
             given = {**{e: v[at].unsqueeze(0) for e, v in views.items()}, **numbers}
-            parts.append(Near(r, fold, given, sizes, tiles, ladder).run())
+            parts.append(near(r, fold, given, sizes, tiles, ladder).run())
         found += [torch.cat(part).view(*batch, *part[0].shape[1:]) for part in zip(*parts, strict=True)]
     return found
 
@@ -204,6 +220,11 @@ class Near(Chunk):
         count = len(self.folded)
         places = (chosen.unsqueeze(-1) * FOLDED + torch.arange(FOLDED, device=chosen.device)).flatten()
         others = self.folded[places[places < count]].sort().values
+        self.fold_pairs(at, block, values, others)
+        return len(others)
+
+    def fold_pairs(self, at: slice, block: Tensor, values: dict[Expr, Any], others: Tensor) -> None:
+        """Fold all pairs of a block and some points of the other side."""
         by_rows = self.over == "cols"
         shape = (1, len(block), len(others)) if by_rows else (1, len(others), len(block))
         tile = TileRun({**values, **self.side(others, not by_rows)}, shape, self.buffers, (0, 0))
@@ -213,7 +234,6 @@ class Near(Chunk):
         assert code is not None
         tile.run(code, lambda reducer, owned, tile: accumulator.step(reducer, owned, tile, at, others))
         tally.tile(True, *shape)
-        return len(others)
 
 
 def _gaps(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> Tensor:

@@ -78,13 +78,18 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
 
 def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
     """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
-    how, given = _chosen(fold, leaves, sizes)[1], list(leaves)
+    how = _chosen(fold, leaves, sizes)[1]
     if not _by_kernels(sizes.device):
         return None
     if how.schedule == "panel":
-        return triton.ready_deep(fold, given, sizes)
+        return triton.ready_deep(fold, list(leaves), sizes)
+    return launches(how, fold, leaves, sizes)
+
+
+def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+    """The launches of a choice; None where a fold has no kernel."""
     with _told(how):
-        return triton.ready(fold, given, sizes)
+        return triton.ready(fold, list(leaves), sizes)
 
 
 def _told(how: Choice) -> contextlib.AbstractContextManager[Any]:
@@ -94,7 +99,7 @@ def _told(how: Choice) -> contextlib.AbstractContextManager[Any]:
 
 
 def _by_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and triton.runs_on(device)
+    return triton.launches_on(device)
 
 
 def _maker(device: torch.device) -> panel.Maker:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..program.declare import Parameter
-from . import agree, autocast, gradients, registry
-from .calls import Form, Plan, key_of
+from .calls import Form, Plan
+from .keys import NUMBER, STATIC, WHOLE, Readers
 
 _PLANS = 1024
 _CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
@@ -25,8 +25,8 @@ class Plans:
         named = [kind is not inspect.Parameter.POSITIONAL_ONLY for kind in kinds]
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
-        self.kinds = tuple("static" if p.axis == "static" else "int" if p.python is int else "" for p in given)
-        self.forms: dict[tuple, Form] = {}
+        self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
+        self.readers = Readers(self._declared)
         self.kept: dict[tuple, tuple[Plan, ...]] = {}
         self._lock = threading.Lock()
 
@@ -34,25 +34,26 @@ class Plans:
         """How many kinds of calls are known."""
         return len(self.kept)
 
-    def form(self, args: tuple, kwargs: Mapping[str, Any]) -> Form | None:
-        """How a call is read; None where it does not fit, which binding explains."""
-        return self.forms.get((len(args), *kwargs)) or self._form(len(args), *kwargs)
-
-    def _form(self, count: int, *names: str) -> Form | None:
+    def form(self, count: int, names: Iterable[str]) -> Form | None:
+        """How a call with so many values by position, and these by name, is read; None where it does not fit, which
+        binding explains."""
         places = [*range(count), *(self.places.get(n, -1) for n in names)]
         fits = count <= self.positional and all(at >= count for at in places[count:])
         if not fits or any(at not in places for at in self.needed):
             return None
         order = tuple(list(self.parameters)[at] for at in places)
         vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
-        found = self.forms[(count, *names)] = Form(order, tuple(self.kinds[at] for at in places), vectors)
-        return found
+        return Form(order, tuple(self.kinds[at] for at in places), vectors)
 
-    def find(self, form: Form | None, values: Sequence[Any], *more: Any) -> tuple[tuple | None, Plan | None]:
+    def _declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
+        form = self.form(count, names)
+        return None if form is None else form.kinds
+
+    def find(
+        self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
+    ) -> tuple[tuple | None, Plan | None]:
         """The key of an ordinary call, and its plan where there is one; no key for what is out of the ordinary."""
-        if form is None or not gradients.straight() or autocast.anywhere() or agree.current() is not None:
-            return None, None
-        key = key_of(values, form.kinds, registry.engine(), form.order, *more)
+        key = self.readers.key(count, names, values, asked)
         for plan in () if key is None else self.kept.get(key, ()):
             if plan.serves(values):
                 return key, plan

@@ -23,8 +23,9 @@ from torch.utils.flop_counter import flop_registry
 from ..plan.ceilings import Ceilings
 from ..plan.work import PLAIN, SPECIAL
 from ..program.lower import Fold
-from . import hardware, library, registry
+from . import hardware, library, registry, triton
 from .alive import Alive
+from .arithmetic import ARITHMETIC, Arithmetic, Run
 from .autograd import REHEARSAL
 from .evaluate import Form, Sizes
 
@@ -180,7 +181,7 @@ def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device)
     made = library.shapes(fold, list(leaves), sizes)
     vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = next((d for d in vectors if d in hardware.SIXTEEN), None)
-    if device.type != "cuda" or narrow is None:
+    if device.type != "cuda" or narrow is None or fold.raised:
         return made
     tail = len(sizes.batch) + 1
     sums = [r.attrs[0] in ("sum", "soft") and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
@@ -228,7 +229,7 @@ def rehearse(
     with torch.set_grad_enabled(backward), _disable_current_modes():
         given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
-        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes.device):
+        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes):
             found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
             values = [v for v in found if v.requires_grad]
             if backward and values:
@@ -248,13 +249,29 @@ def _backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Se
     run(tuple(values), tuple(cotangents), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False)
 
 
+class _Arithmetic(Arithmetic):
+    """The arithmetic of one side: where it would be a kernel, of all that it takes only the results are seen."""
+
+    def _launch(self, leaves: Sequence[Any]) -> Run | None:
+        stage = _stage.get()
+        with _disable_current_modes():
+            found = triton.side(self.side, [stage.scale.leaf(v) for v in leaves], stage.sizes)
+        return None if found is None else self._unseen
+
+    def _unseen(self, leaves: Sequence[Any]) -> list[Tensor]:
+        with _disable_current_modes():
+            found = self._by_torch()(leaves)
+        return [t.clone() for t in found]
+
+
+ARITHMETIC[REHEARSAL] = _Arithmetic
 _stage: contextvars.ContextVar[_Stage] = contextvars.ContextVar("stage")
 registry.FOLDERS[REHEARSAL] = lambda fold, leaves, sizes: _stage.get().note(fold, leaves, sizes)
 
 
 @contextlib.contextmanager
-def _standing(device: torch.device) -> Iterator[None]:
-    token = hardware.rehearsed.set(device.type == "cuda")
+def _standing(sizes: Sizes) -> Iterator[None]:
+    token = hardware.rehearsed.set(sizes if sizes.device.type == "cuda" else None)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ class Program:
         names = steps.script.inputs
         self.numbers = tuple(k for k, name in enumerate(names) if name in steps.numbers)
         self.tensors = tuple(k for k, name in enumerate(names) if name not in steps.numbers)
+        self.counted: triton.Counted | None = None
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Replay | None] = {}
 
@@ -54,9 +55,10 @@ class Program:
         if now is None:
             return None
         if self.store is not triton.store():
-            self.kept, self.store = {}, triton.store()
+            self.kept, self.store, self.counted = {}, triton.store(), self.steps.counted(sizes)
         if self.numbers:
-            now += triton.signs([values[k] for k in self.numbers])
+            numbers = [values[k] for k in self.numbers]
+            now += triton.signs(numbers if self.counted is None else (*numbers, *self.counted(*numbers)))
         found = self.kept.get(now, self)  # None: there is no tape
         return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
 
@@ -73,7 +75,7 @@ class Program:
             return None
         kept = [name for name in recorded.results if name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
-        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes.device)
+        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
 
     @functools.cached_property
@@ -106,12 +108,20 @@ class Replay:
     def __init__(self, program: Program, sizes: Sizes, tape: triton.Tape, rewind: Rewind):
         self.program, self.sizes, self.tape, self.rewind = program, sizes, tape, rewind
 
-    def __call__(self, values: Sequence[Any]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """The outputs, and what is kept for a backward (None also where memory ran out)."""
+    def __call__(self, values: Sequence[Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
+        numbers."""
         return recover.instead(self.tape.run, self._plainly, values, self.sizes)
 
-    def _plainly(self, *values: Any) -> tuple[Sequence[Tensor], None]:
-        return self.program.plainly(self.sizes, *values), None
+    def _plainly(self, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        output, program = tuple(self.program.plainly(self.sizes, *values)), self.program
+        tensors = tuple(values[k] for k in program.tensors)
+        return output, (*tensors, *output), tuple(values[k] for k in program.numbers)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many tensors a backward needs."""
+        return len(self.program.tensors) + len(self.program.steps.program.outputs) + bool(self.tape.kept.places)
 
 
 class _Replayed(torch.autograd.Function):
@@ -119,15 +129,12 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, *values: Any) -> tuple[Tensor, ...]:
-        found, kept = replay(values)
-        program, output = replay.program, tuple(found)
-        numbers = tuple([values[k] for k in program.numbers])
-        ctx.kept = replay, numbers, kept is not None or not replay.tape.kept.places, filtering.asked()
+        output, saved, numbers = replay(values)
+        ctx.kept = replay, numbers, len(saved) == replay.count, filtering.asked()
         ctx.set_materialize_grads(False)
-        if not program.whole:
-            ctx.mark_non_differentiable(*[output[k] for k in program.fixed(values)])
-        tensors = [values[k] for k in program.tensors]
-        ctx.save_for_backward(*tensors, *output, *(() if kept is None else (kept,)))
+        if not replay.program.whole:
+            ctx.mark_non_differentiable(*[output[k] for k in replay.program.fixed(values)])
+        ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
@@ -140,8 +147,8 @@ class _Replayed(torch.autograd.Function):
         if tape is None:
             return _road(replay, needs, saved, plain, skipped)
         given = (*saved.tensors, *cotangents, *numbers)
-        road = lambda *_: (_road(replay, needs, saved, plain, skipped),)
-        return recover.instead(tape.run, road, given, replay.sizes)[0]
+        road = lambda *_: _road(replay, needs, saved, plain, skipped)
+        return recover.instead(tape.run, road, given, replay.sizes)
 
 
 def _road(replay: Replay, needs: tuple[bool, ...], saved: Saved, kept: bool, skipped: Any) -> tuple:

@@ -54,14 +54,34 @@ class Rewind:
         self.settings = asked.now()
         self.tapes: dict[tuple, triton.Tape | None] = {}
         self.gradients: dict[tuple, Gradient] = {}
+        self.counted: dict[tuple, tuple[triton.Counted | None, list[int]]] = {}
 
     def tape(self, needs: Needs, saved: Saved) -> triton.Tape | None:
         """The tape for tensors like these, if there is one."""
         kind = saved.kind()
         if kind is None:
             return None
-        key = (needs, *kind)
-        if key not in self.tapes and len(self.tapes) < _MOST:
+        key = (needs, *kind, *self._signs(needs, saved)) if saved.numbers else (needs, *kind)
+        found: Any = self.tapes.get(key, self)  # None: there is no tape
+        return self._met(key, needs, saved) if found is self else found
+
+    def _signs(self, needs: Needs, saved: Saved) -> tuple:
+        """What kernels look at in numbers that a backward makes of those it is given, whose own signs are fixed."""
+        counted, places = self._counted(needs, _there(saved))
+        return () if counted is None else triton.signs(counted(*[saved.numbers[k] for k in places]))
+
+    def _counted(self, needs: Needs, given: tuple[bool, ...]) -> tuple[triton.Counted | None, list[int]]:
+        """A gradient program's arithmetic of numbers, and which of those that are saved it takes."""
+        found = self.counted.get((needs, given))
+        if found is None:
+            ready, names = self.gradient(needs, given).ready, self.steps.script.inputs
+            numbers = [k for k, name in enumerate(names) if name in self.steps.numbers]
+            counted = Steps(self.steps.engine, ready.program, ready.numbers).counted(self.sizes)
+            found = self.counted[needs, given] = counted, [numbers.index(k) for k in ready.sources if k in numbers]
+        return found
+
+    def _met(self, key: tuple, needs: Needs, saved: Saved) -> triton.Tape | None:
+        if len(self.tapes) < _MOST:
             with asked.again(self.settings):
                 self.tapes[key] = recover.instead(self._tape, lambda *_: None, (needs, saved), self.sizes)
         return self.tapes.get(key)
@@ -130,7 +150,7 @@ class Rewind:
             if form != (tuple(leaf.shape), leaf.dtype):
                 return None  # zeros, or a gradient that is still to be summed or raised
         inputs, tensors, parts = self._names(dict(zip(ready.sources, steps.script.names, strict=True)), saved)
-        return triton.Tape(recorded, inputs, tensors, [None, *grads], (), self.sizes.device, parts)
+        return triton.Tape(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a tape calls all that is saved, in its order, and the parts of what was kept; ``used``: what the

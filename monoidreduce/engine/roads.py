@@ -66,7 +66,7 @@ class Roads:
 def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
     """Whether the matrix of pairs is small enough to be built, and the program has a dense form. Not where kernels run:
     a fold is one launch there, the dense form many, and at these sizes launches are what is waited for."""
-    if sizes.device.type == "cuda" and triton.runs_on(sizes.device):
+    if triton.launches_on(sizes.device):
         return False
     size = costs.matrix(sizes)
     return 0 < size <= (budget.asked() or costs.DENSE) and budget.parts() == 1 and whole.has_form(program)

@@ -46,10 +46,10 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 
 
 class Step(NamedTuple):
-    """A fold, or the arithmetic of one side: what it is fed (names of values, or numbers) and what its results are
-    called (None: not asked for)."""
+    """A fold, the arithmetic of one side, or that of numbers alone (an expression): what it is fed (names of values, or
+    numbers) and what its results are called (None: not asked for)."""
 
-    what: Fold | Side
+    what: Fold | Side | Expr
     feeds: tuple[str | float, ...]
     results: tuple[str | None, ...]
 
@@ -58,8 +58,8 @@ class Step(NamedTuple):
 class Script:
     """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any.
 
-    ``steps``: all that it does, where that is nothing but folds and arithmetic of one side; ``names`` are those of its
-    inputs and ``returned`` those of its outputs in there."""
+    ``steps``: all that it does, where that is nothing but folds and arithmetic of one side or of numbers; ``names`` are
+    those of its inputs and ``returned`` those of its outputs in there."""
 
     inputs: tuple[str, ...]
     outputs: tuple[Expr, ...]
@@ -110,7 +110,7 @@ class Writer:
     def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
         self.numbers, self.products = numbers, products
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"filled": _filled, "number": _number, "row_dot": row_dot}
+        self.scope: dict[str, Any] = {"filled": _filled, "number": number, "row_dot": row_dot}
         self.names: dict[Expr, str] = {}
         self.inputs: dict[str, str] = {}
         self.plain: set[Expr] = set()  # nodes whose values are Python numbers
@@ -143,7 +143,7 @@ class Writer:
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
         self._step(fold, feeds, [self.names[nodes[0]] if nodes else None for nodes in results], before)
 
-    def _step(self, what: Fold | Side, feeds: Sequence[str], results: Sequence[str | None], before: int) -> None:
+    def _step(self, what: Fold | Side | Expr, feeds: Sequence[str], results: Sequence[str | None], before: int) -> None:
         """Note what the lines since ``before`` are."""
         given = tuple(self.scope.get(name, name) for name in feeds)
         self.steps.append(Step(what, given, tuple(results)))
@@ -177,8 +177,7 @@ class Writer:
             self.plain.add(e)
             return self._keep(e.attrs[0] if e.op == "const" else float("nan"))
         if e.op == "size":
-            self.plain.add(e)
-            return self._line(f"S.of({e.attrs[0]!r})")
+            return self._counted(e, f"S.of({e.attrs[0]!r})")
         if e.op in PRIMITIVES:
             return self._primitive(e)
         if e.op == "fsum" and e.args[0] in self.products:
@@ -188,6 +187,13 @@ class Writer:
         if name in _TEXTS and e.args[0] not in self.plain:
             return self._line(_TEXTS[name].format(*args, *e.attrs))
         return self._line(f"{self._keep(_OTHERS[name](e))}({', '.join(['S', *args])})")
+
+    def _counted(self, e: Expr, text: str) -> str:
+        """A number that is made of numbers."""
+        self.plain.add(e)
+        name = self._line(text)
+        self._step(e, [self.names[a] for a in e.args], [name], len(self.lines) - 1)
+        return name
 
     def _raised(self, e: Expr) -> str:
         """A value in the type of the arithmetic: 16-bit inputs are raised, once."""
@@ -204,8 +210,7 @@ class Writer:
     def _primitive(self, e: Expr) -> str:
         numbers = sum(1 << k for k, a in enumerate(e.args) if a in self.plain)
         if numbers == (1 << len(e.args)) - 1:
-            self.plain.add(e)
-            return self._line(f"number({self._keep(e)}, ({', '.join(self.names[a] for a in e.args)},))")
+            return self._counted(e, f"number({self._keep(e)}, ({', '.join(self.names[a] for a in e.args)},))")
         args = [self.names[a] if a in self.plain else self._fitted(a, e) for a in e.args]
         if e.op == "cast":
             return self._line(f"{self._keep(cast)}({args[0]}, {e.attrs[0]!r}, C)")
@@ -267,7 +272,7 @@ def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
 # Numbers
 
 
-def _number(e: Expr, values: tuple[Value, ...]) -> Value:
+def number(e: Expr, values: tuple[Value, ...]) -> Value:
     """Arithmetic on numbers only: exact, in float64, and it stays a number."""
     if any(isinstance(v, torch.SymInt | torch.SymFloat) for v in values):  # a length that the compiler leaves open
         if e.op in _OPEN:

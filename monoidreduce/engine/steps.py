@@ -55,8 +55,14 @@ class Steps:
             not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
         ):
             return False
-        theirs = {name for step in made.steps for name in step.results}
+        theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
+
+    def counted(self, sizes: Sizes) -> triton.Counted | None:
+        """The arithmetic of numbers alone among the steps, if there is any."""
+        steps = [step for step in self.script.steps or () if isinstance(step.what, Expr)]
+        pairs = zip(self.script.names, self.script.inputs, strict=True)
+        return triton.Counted(steps, [name for name, given in pairs if given in self.numbers], sizes) if steps else None
 
     def recorded(self, values: Sequence[Any], sizes: Sizes) -> triton.Recorded | None:
         """The launches on these inputs, if nothing else is done; they are run on the way."""
@@ -65,7 +71,7 @@ class Steps:
         with torch.no_grad():
             known = dict(zip(self.script.names, values, strict=True))
             folder = functools.partial(self._fold, sizes)
-            return triton.record(self.script.steps or (), known, folder, sizes, self.total)
+            return triton.record(self.script.steps or (), known, folder, sizes, self.counted(sizes), self.total)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)

@@ -22,6 +22,7 @@ from ..program.expr import Expr, topological
 from ..program.lower import Lowered
 from ..program.normal import is_pass
 from . import hardware
+from .batching import broadcast
 from .dense import REDUCERS
 from .evaluate import Sizes
 from .script import Script, Writer, inputs
@@ -249,7 +250,7 @@ class _Pick:
         x = value if self.over == "cols" else value.mT
         if target.dim() == len(sizes.batch):
             target = target.unsqueeze(-1)
-        batch = torch.broadcast_shapes(x.shape[:-2], target.shape[:-1])
+        batch = broadcast(tuple(x.shape[:-2]), tuple(target.shape[:-1]))
         place = target.expand(*batch, kept)
         inside = (place >= 0) & (place < length)
         if not length:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..engine import agree, autocast
+from ..engine import agree, autocast, outline
 from ..engine.gradients import PLAIN, plain
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
@@ -290,6 +290,8 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
         return value
     if how == "sum":
         return agree.over(axis, value.sum())
+    if share is None and undivided():
+        return value.mean()
     count = torch.ones_like(value) if share is None else share
     return agree.over(axis, value.sum()) / agree.over(axis, count.sum())
 
@@ -301,12 +303,16 @@ def undivided() -> bool:
 
 @functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
-    """A layer whose checks, where they fail on one rank of a group, fail on all."""
+    """A layer whose checks, where they fail on one rank of a group, fail on all; its own Python is done once for calls
+    of one kind (``engine/outline.py``)."""
+    outlines = outline.Outlines(layer)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if agree.current() is None:
+        if torch.compiler.is_dynamo_compiling():
             return layer(*args, **kwargs)
+        if not agree.is_divided():
+            return outlines(args, kwargs)
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:

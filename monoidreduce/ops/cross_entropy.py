@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engine import agree, hardware
+from ..engine import agree, hardware, outline
 from ..errors import ArgumentError
 from . import checks, heads
 from . import language as mr
@@ -284,7 +284,7 @@ def _of_labels(
     share: Any = None
     if reduction == "mean" and "class_weights" not in options and rows.shape[0]:
         wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-        share = 1 / len(rows) if all_count else hardware.share(index, ignore_index, wide)
+        share = 1 / len(rows) if all_count else _share(index, ignore_index, wide)
         options["share_of_row"] = share
     sums = _against_classes.total(rows, weight, index, ignore_index, all_count, **options)
     if share is not None:
@@ -292,6 +292,9 @@ def _of_labels(
     if all_count and "share" not in sums:
         sums["counted"] = sums["loss"].new_full((), len(rows))
     return sums, kept
+
+
+_share = outline.step(hardware.share)
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:

@@ -14,11 +14,12 @@ from . import tiles as tiling
 from .ceilings import Ceilings
 from .choice import Choice
 from .communication import forward_cost
-from .work import Case, Work, count, directions
+from .work import Case, Work, count, directions, gathers
 
 OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
 ASIDE = 1.1  # panels of torch against tiles of torch, at the same count (measured with attention: 1.03 to 1.4)
 CLEARLY = 0.9  # of a fold's time, what the dense form may take at most to be worth its memory
+GATHERED = 11  # torch operations of a gather, or a scatter (counted)
 STEPS = 36  # launches' worth of Python that a tile takes besides its arithmetic: slices, views, look-ups
 
 
@@ -69,7 +70,7 @@ class Cost:
     schedules: tuple[Scheduled, ...]
     ceilings: Ceilings
     budget: int | None
-    dense: int  # bytes of one matrix of pairs that may be built where no budget was given
+    dense: int | None  # bytes of one matrix of pairs that may be built where no budget was given; None: none at all
     backward: bool
 
     @property
@@ -86,6 +87,8 @@ class Cost:
     def allows(self, scheduled: Scheduled) -> bool:
         """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
         if scheduled.schedule == "dense":
+            if self.dense is None:
+                return False
             return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
         return self.budget is None or scheduled.held <= self.budget
 
@@ -111,6 +114,8 @@ def estimate(case: Case, choice: Choice) -> Estimate:
     """The cost of a fold run by a choice."""
     if not case.pairs():
         return Estimate(0.0, 0.0, case.ceilings.launch, 0, _results(case, count(case)))
+    if gathers(case.fold):
+        return _gathers(case)
     if choice.schedule == "panel":
         return _panel(case, choice)
     return _kernels(case, choice) if case.kernels else _tiles(case, choice)
@@ -122,6 +127,23 @@ def _results(case: Case, work: Work) -> int:
 
 def _inputs(case: Case, work: Work) -> int:
     return case.batch * (case.rows * work.reads["rows"] + case.cols * work.reads["cols"])
+
+
+def _gathers(case: Case) -> Estimate:
+    """Single pairs: torch's operations on the vectors of one side, some of them at a time (``engine/pick.py``)."""
+    work, roof, chunks, held = count(case), case.ceilings, 0, 0
+    for r in case.fold.reductions:
+        side, wide = case.rows if r.attrs[2] == ("col",) else case.cols, case.features(r.args[0]) * _widest(case)
+        step = max(1, tiling.ELEMENTS // (case.batch * wide))
+        chunks += -(-side // step)
+        held = max(held, min(side, step) * case.batch * wide * case.wide)
+    results = _results(case, work)
+    traffic = _inputs(case, work) + 2 * len(_TURNS) * results
+    seconds = traffic / roof.bandwidth + chunks * GATHERED * roof.launch
+    return Estimate(0.0, traffic, seconds, held, len(_TURNS) * held + results)
+
+
+_TURNS = ("gathered", "multiplied", "summed", "added")  # of what is found at a place: each reads and writes it
 
 
 # Tiles of torch -------------------------------------------------------------------------------------------------
@@ -236,7 +258,7 @@ def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
 
 
 def _panel(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (min(_ROOM, budget.asked() or _ROOM),)
+    (room,) = choice.tile("room") or (min(ROOM, budget.asked() or ROOM),)
     return panels(case, count(case), room)
 
 
@@ -247,7 +269,7 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     """
     roof, pairs = case.ceilings, case.batch * case.rows * case.cols
     item = case.item if case.gpu else case.wide
-    row, room = max(1, case.cols * item), room or _ROOM
+    row, room = max(1, case.cols * item), room or ROOM
     tiles = 0 if case.gpu else min(room // 4, tiling.ELEMENTS * tiling.HELD)
     rows = max(1, min(case.rows, (room - tiles) // row))
     number, tile = -(-case.rows // rows), max(1, min(rows * case.cols, tiles // tiling.HELD))
@@ -262,4 +284,4 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     return Estimate(work.flops * pairs, traffic, seconds, held, held + _results(case, work) + case.fixed)
 
 
-_ROOM = 256 * 2**20  # bytes of panels where nothing else is said
+ROOM = 256 * 2**20  # bytes of panels where nothing else is said

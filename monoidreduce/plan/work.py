@@ -130,6 +130,11 @@ def directions(fold: Fold) -> tuple[str, ...]:
     return tuple(o for o in ("cols", "rows") if any(r.attrs[1] == o for r in walked))
 
 
+def gathers(fold: Fold) -> bool:
+    """Whether single pairs, gathered or scattered, are all that a fold takes: nothing is walked."""
+    return all(r.attrs[0] == "pick" and not in_tiles(fold, r) for r in fold.reductions)
+
+
 class _Counter:
     """Counts one fold: every node once, however often it is used."""
 

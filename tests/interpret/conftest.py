@@ -16,6 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
 from monoidreduce.engine.triton import filtered, kept, launch, reels, rest, rows, source, topk, united
+from tests.interpret.quick import quicken
 
 
 def _unseen(run):
@@ -26,6 +27,18 @@ def _unseen(run):
             return run(*given)
 
     return launched
+
+
+QUICKENED = pytest.MonkeyPatch()
+quicken(QUICKENED)
+
+
+@pytest.fixture
+def as_it_is():
+    """Triton's own interpreter."""
+    QUICKENED.undo()
+    yield
+    quicken(QUICKENED)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ def chosen(capability, ready):
 def compiled(capability, ready, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"MONOIDREDUCE_CACHE": f"{folder}/{capability}", "PYTHONWARNINGS": "ignore"}
+    environment |= {"TRITON_CACHE_DIR": f"{folder}/triton"}  # what is looked at is what was compiled now
     names = [c.name for c in chosen(capability, ready)]
     command = [sys.executable, "-m", "tests.interpret.aot", f"cuda:{capability}", *names]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)

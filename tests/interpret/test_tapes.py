@@ -176,6 +176,50 @@ def test_a_ready_loss_forgets_nobody(by_address):
         ops.cross_entropy(x, w, target, reduction="median")
 
 
+@mr.op
+def tempered(x: Row["d"], y: Col["d"], t: float, k: int):
+    """Numbers made of numbers: their signs are not those of what they are made of."""
+    return mr.logsumexp(x @ y * (t * t - 1) / (2 * t)) * (k - mr.num_cols) + k * t
+
+
+def tempered_in_torch(x, y, t, k):
+    return torch.logsumexp(x @ y.mT * ((t * t - 1) / (2 * t)), -1) * (k - y.shape[-2]) + k * t
+
+
+def test_numbers_made_of_numbers(by_address):
+    args = drawn((7, 12), (9, 12))
+    for t, k in ((2.0, 3), (0.5, 3), (2.0, 3), (0.5, 12), (-2.0, 9), (1.0, 3), (2.0, 3)):
+        wanted = tempered_in_torch(*args, t, k)
+        for _ in range(2):
+            by_address.clear()
+            found = tempered(*args, t, k)
+            assert_close([found, *grads(found, args)], [wanted, *grads(wanted, args, retain_graph=True)], 1e-4)
+    assert by_address == [*FORWARD, "side", *BACKWARD], "launches, and nothing else"
+
+
+def test_a_number_that_is_returned_is_no_launch(by_address):
+    @mr.op
+    def scaled(x: Row["d"], y: Col["d"], t: float):
+        return mr.logsumexp(x @ y), t * t
+
+    (x, y) = drawn((7, 12), (9, 12))
+    for t in (2.0, 3.0):
+        z, square = scaled(x, y, t)
+        assert_close([z, square], [torch.logsumexp(x @ y.mT, -1), torch.full((), t * t)])
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "cauchy"])
+def test_a_kernel_sum_is_launches(by_address, kernel):
+    x, y, b = drawn((7, 3), (9, 3), (9, 2))
+    weight = {"gaussian": lambda d, s: torch.exp(-d / (2 * s * s)), "cauchy": lambda d, s: 1 / (1 + d / (s * s))}
+    for width in (0.7, 1.5, 0.7):
+        by_address.clear()
+        found = ops.kernel_sum(x, y, b, kernel=kernel, bandwidth=width)
+        wanted = weight[kernel](((x[:, None] - y) ** 2).sum(-1), width) @ b
+        assert_close([found, *grads(found, (x, y, b))], [wanted, *grads(wanted, (x, y, b))])
+    assert by_address == [*FORWARD, "fold_over_cols", "fold_over_rows"]
+
+
 def test_memory_that_runs_out(by_address, monkeypatch):
     """A tape that finds no memory leaves the call to the ordinary road, forward and backward."""
     args = heads()

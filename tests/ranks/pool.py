@@ -1,12 +1,14 @@
 """Real processes that stay: eight ranks started once, given one task after another, in worlds of any size.
 
-``python -m tests.ranks.pool`` is the parent: it imports torch once and forks the ranks, each of which reads tasks from
-its own pipe. A task is the name of a function of ``tests.ranks.tasks`` and its arguments. A world of n is a gloo group
-of the first n ranks; each task gets its group.
+``python -m tests.ranks.pool`` is the nursery: it imports torch once and forks the ranks of every pool, each of which
+reads tasks from its own pipe. A task is the name of a function of ``tests.ranks.tasks`` and its arguments. A world of n
+is a gloo group of the first n ranks; each task gets its group.
 """
 
+import atexit
 import contextlib
 import datetime
+import functools
 import os
 import pickle
 import select
@@ -22,27 +24,27 @@ from typing import Any
 DEAD = "dead"
 ROOT = Path(__file__).parents[2]
 MOST = 8
-TIMEOUT = 20.0  # of the groups, in seconds
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+TIMEOUT = 120.0  # of the groups, in seconds: reached where something hangs, and not where the machine is busy
+START = 120.0  # until all ranks of a world have met
 
 
 # In the ranks
 
 
-def serve(rank: int, world: int, port: int, timeout: float, tasks: Connection) -> None:
-    """Take part in the world, and run tasks until the pipe closes."""
+def serve(rank: int, world: int, door: socket.socket, timeout: float, tasks: Connection) -> None:
+    """Take part in the world, which meets at a listening socket, and run tasks until the pipe closes."""
     import torch.distributed as dist
 
     from tests.ranks import tasks as table
 
-    limit = datetime.timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    limit, start = datetime.timedelta(seconds=timeout), datetime.timedelta(seconds=START)
+    (host, port), fd = door.getsockname(), door.detach()
+    if rank == 0:
+        store = dist.TCPStore(host, port, world, True, timeout=start, master_listen_fd=fd)
+    else:
+        os.close(fd)
+        store = dist.TCPStore(host, port, world, False, timeout=start)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=start)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, world + 1)}
     while True:
         try:
@@ -71,32 +73,24 @@ class Failure:
 
 
 class Pool:
-    """Ranks of one world, all started by one parent that has torch imported already."""
+    """Ranks of one world, forked by a process that has torch imported already."""
 
     def __init__(self, world: int = MOST, timeout: float = TIMEOUT):
         self.world, self.broken = world, False
-        self.port = free_port()
-        self.here, there = [], []
-        for _ in range(world):
-            a, b = socket.socketpair()
-            self.here.append(Connection(a.detach()))
-            there.append(b.detach())
-        command = [sys.executable, "-m", "tests.ranks.pool", str(self.port), str(timeout), *map(str, there)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.parent = subprocess.Popen(
-            command, pass_fds=there, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for fd in there:
-            os.close(fd)
-        assert self.parent.stdout is not None
-        self.pids = list(map(int, self.parent.stdout.readline().split()))
+        pairs = [socket.socketpair() for _ in range(world)]
+        self.here = [Connection(a.detach()) for a, _ in pairs]
+        nursery = _nursery()
+        socket.send_fds(nursery, [pickle.dumps(timeout)], [b.fileno() for _, b in pairs])
+        for _, b in pairs:
+            b.close()
+        self.pids: list[int] = pickle.loads(nursery.recv(4096))
 
     def send(self, name: str, size: int, *args: Any) -> None:
         message = pickle.dumps((name, size, args))
         for rank in range(size):
             self.here[rank].send_bytes(message)
 
-    def receive(self, rank: int, seconds: float = TIMEOUT) -> Any:
+    def receive(self, rank: int, seconds: float = 2 * TIMEOUT) -> Any:
         """A rank's answer; DEAD if it gave up its life instead."""
         if not select.select([self.here[rank]], [], [], seconds)[0]:
             raise TimeoutError(f"rank {rank} gave no answer in {seconds} s")
@@ -109,7 +103,7 @@ class Pool:
         """A task on all ranks of a world; their answers, or an error with every trace."""
         self.broken = True  # until all is well: a failed task leaves a group in no state to be used again
         self.send(name, size, *args)
-        answers = [self.receive(r, 2 * TIMEOUT) for r in range(size)]
+        answers = [self.receive(r) for r in range(size)]
         failed = [f"rank {r}: {a}" for r, a in enumerate(answers) if isinstance(a, Failure) or a is DEAD]
         assert not failed, "\n".join(failed)
         self.broken = False
@@ -124,37 +118,57 @@ class Pool:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.parent.kill()
-        self.parent.wait()
-        assert self.parent.stdout is not None
-        self.parent.stdout.close()
 
 
-def main(port: int, timeout: float, fds: list[int]) -> None:
+@functools.cache
+def _nursery() -> socket.socket:
+    """The way to ask for ranks: started by the first pool, ended with the tests' process."""
+    here, there = socket.socketpair()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.ranks.pool", str(there.fileno())]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT, env=environment)
+    there.close()
+    atexit.register(process.wait)
+    atexit.register(here.close)  # the first to be called
+    return here
+
+
+# In the nursery
+
+
+def main(asked: socket.socket) -> None:
     import torch
 
     import monoidreduce  # noqa: F401
     from tests.ranks import tasks  # noqa: F401
 
     torch.set_num_threads(1)
-    pids = []
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead: a process that is there lives
+    while True:
+        message, fds, _, _ = socket.recv_fds(asked, 4096, MOST)
+        if not message:
+            return
+        asked.sendall(pickle.dumps(start(pickle.loads(message), fds)))
+
+
+def start(timeout: float, fds: list[int]) -> list[int]:
+    """Fork the ranks of a world; their numbers."""
+    door, pids = socket.create_server(("127.0.0.1", 0), backlog=len(fds)), []
     for rank, fd in enumerate(fds):
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in fds:
                 if other != fd:
                     os.close(other)
-            serve(rank, len(fds), port, timeout, Connection(fd))
+            serve(rank, len(fds), door, timeout, Connection(fd))
         pids.append(pid)
-    for fd in fds:
+    for fd in (*fds, door.detach()):
         os.close(fd)
-    print(*pids, flush=True)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+    return pids
 
 
 if __name__ == "__main__":
     from tests.ranks import pool  # by its own name, so that what it sends can be read
 
-    pool.main(int(sys.argv[1]), float(sys.argv[2]), list(map(int, sys.argv[3:])))
+    pool.main(socket.socket(fileno=int(sys.argv[1])))

@@ -265,7 +265,8 @@ def test_decoding_is_attention_of_each_sequence_alone(sample, seed):
     assert all(v.isfinite().all() for v in got.values.values())
 
 
-def test_packed_documents_are_attention_of_each_alone(seed):
+def test_packed_documents_are_attention_of_each_alone(monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)
     lengths = torch.tensor([7, 1, 0, 20, 12])
     ids = document_ids(lengths)
     q, k, v = (torch.randn(H, 40, f, dtype=FLOAT64) for f in (FEATURES, FEATURES, D))
@@ -280,7 +281,8 @@ def test_packed_documents_are_attention_of_each_alone(seed):
     assert t.skipped > 0
 
 
-def test_what_cannot_be_seen_is_not_computed(seed):
+def test_what_cannot_be_seen_is_not_computed(monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)
     q, k, v = (torch.randn(1, 256, 4) for _ in range(3))
     counts = {}
     for name, options in {

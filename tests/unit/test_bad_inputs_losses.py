@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.ops import checks
 from tests.heads import plain_cross_entropy, plain_divergence, plain_entropy, plain_logprobs, plain_topk
 from tests.layers_compare import assert_error_rule, run, use_small_tiles
 
@@ -131,8 +130,8 @@ def test_all_classes_masked(name):
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
-def test_one_row_and_all_rows_ignored(looks, monkeypatch):
-    monkeypatch.setattr(checks, "visible", lambda t: looks)
+def test_one_row_and_all_rows_ignored(looks, looking):
+    looking(looks)
     x, w = leaves()
     target = labels(x, w)
     target[4] = -100
@@ -237,8 +236,8 @@ def test_expanded_inputs_and_gradients(name):
 # 14 to 16: what is refused is in test_heads_mistakes; where labels are not looked at, NaN
 
 
-def test_labels_that_are_not_looked_at_are_nan_where_they_are_wrong(monkeypatch):
-    monkeypatch.setattr(checks, "visible", lambda t: False)
+def test_labels_that_are_not_looked_at_are_nan_where_they_are_wrong(looking):
+    looking(False)
     x, w = leaves(m=5)
     target = torch.tensor([3, V, -1, 2**40, -100])
     wrong = [False, True, True, True, False]

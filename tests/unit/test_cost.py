@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
 from monoidreduce.engine.alive import Alive
-from monoidreduce.plan import ceilings, communication, cost
+from monoidreduce.plan import candidates, ceilings, communication, cost
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import count, directions
 from tests.layers import BY_NAME
@@ -130,6 +130,25 @@ def test_memory_of_conditions_that_cut_tiles_is_that_of_a_run():
     assert_memory(causal, [torch.randn(1100, 8, requires_grad=True) for _ in range(3)])
 
 
+@mr.op
+def neighbours(x: mr.Row["d"], y: mr.Col["d"]):
+    return mr.topk(mr.sqdist(x, y), 10, largest=False)
+
+
+@mr.op
+def farthest_from_all(x: mr.Row["d"], y: mr.Col["d"]):
+    square = mr.sqdist(x, y)
+    return mr.min(square), mr.min(square, over="rows")
+
+
+@pytest.mark.parametrize("op", [neighbours, farthest_from_all], ids=["lists", "least"])
+def test_memory_of_points_that_are_sorted_is_that_of_a_run(op):
+    """How many points a block meets at once is theirs to say: up to a tile of them."""
+    x, y = (torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (16385, 8193))
+    found = op.cost(x, y, backward=False)["flash"]
+    assert found.peak == pytest.approx(counted(op, (x, y), False, book(found)).peak, rel=0.1)
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_bytes_and_memory_of_the_dense_form_are_those_of_a_run(name, backward):
@@ -225,6 +244,33 @@ def test_conditions_that_skip_are_counted():
     q = meta(16384, 64)
     whole, half = attention.cost(q, q, q)["flash"], causal.cost(q, q, q)["flash"]
     assert 0.5 <= half.flops / whole.flops < 0.6
+
+
+def test_gathers_take_no_walk():
+    """The gradient of a maximum is one pair of each row."""
+
+    @mr.op
+    def pooling(x: mr.Row["d"], y: mr.Col["d"]):
+        return mr.max(x @ y)
+
+    x, y = meta(8191, 64, dtype=torch.bfloat16), meta(16383, 64, dtype=torch.bfloat16)
+    forward, backward = pooling.cost(x, y, device="cuda").chosen.parts
+    assert backward.backward and backward.estimate.seconds < forward.estimate.seconds
+    assert backward.estimate.flops == 0 < forward.estimate.flops
+
+
+def test_nothing_runs_dense_where_kernels_run():
+    x = meta(64, 8)
+    found = attention.cost(x, x, x, device="cuda")
+    assert "dense" in found and not found.allows(found["dense"]) and found.chosen.schedule != "dense"
+    with mr.budget("1GB"):
+        assert attention.cost(x, x, x, device="cuda").chosen.schedule != "dense"
+
+
+def test_what_runs_is_each_folds_own_best():
+    x, y = meta(517, 64, dtype=torch.bfloat16), meta(1031, 64, dtype=torch.bfloat16)
+    found = attention.cost(x, y, y, device="cuda")
+    assert [p.choice for p in found.chosen.parts] == [candidates.choose(p.case) for p in found.chosen.parts]
 
 
 def test_few_rows_are_split_over_a_gpu():

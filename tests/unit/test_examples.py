@@ -130,7 +130,7 @@ def test_peak_memory_is_counted():
 def test_an_example_is_a_command(tmp_path):
     arguments = ["--points", "40", "--iterations", "5", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "examples.transport", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "examples.transport", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "marginals off by" in done.stdout and drawn(tmp_path, "transport")

@@ -36,7 +36,7 @@ def test_the_zoo_is_large():
 def test_small_tiles_are_used(seed):
     with mr.tally() as t:
         run(BY_NAME["sigmoid_attention"].op, BY_NAME["sigmoid_attention"].args(59, 111, seed))
-    assert t.computed >= 2 * 4 * 4 and t.skipped == 0
+    assert t.computed >= 2 * 3 * 3 and t.skipped == 0
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -53,7 +53,8 @@ def trial(layer, args):
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("layer", named(ZOO))
-def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed):
+def test_error_is_at_most_twice_that_of_plain_torch(layer, dtype, seed, monkeypatch):
+    use_small_tiles(monkeypatch, 16, 32)  # four and four: as many more roundings
     draws = 6 if dtype is torch.float32 else 1  # 16 bits leave a wide margin: products are accumulated in float32
     assert_error_rule([trial(layer, layer.args(59, 111, seed + k, dtype)) for k in range(draws)])
 

@@ -22,7 +22,6 @@ from monoidreduce.errors import (
     TraceError,
     UnknownFunctionError,
 )
-from monoidreduce.ops import checks
 from monoidreduce.ops.mlp import ACTIVATIONS
 
 RAGGED = [(1, 1, 3), (1, 59, 4), (59, 1, 5), (59, 111, 7), (65, 127, 1)]  # rows, columns, features
@@ -400,8 +399,8 @@ def test_any_label_may_be_the_ignored_one(ignore_index, seed):
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_all_rows_ignored(looks, monkeypatch, seed):
-    monkeypatch.setattr(checks, "visible", lambda t: looks)
+def test_all_rows_ignored(looks, looking, seed):
+    looking(looks)
     x, w = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     target = torch.full((5,), -100)
     assert ops.cross_entropy(x, w, target).isnan()
@@ -411,8 +410,8 @@ def test_all_rows_ignored(looks, monkeypatch, seed):
     assert all((g == 0).all() for g in torch.autograd.grad(ops.cross_entropy(x, w, target), [x, w]))
 
 
-def test_where_labels_are_not_looked_at_the_loss_is_the_same_and_bad_ones_are_nan(monkeypatch, seed):
-    monkeypatch.setattr(checks, "visible", lambda t: False)
+def test_where_labels_are_not_looked_at_the_loss_is_the_same_and_bad_ones_are_nan(looking, seed):
+    looking(False)
     case = CASES["cross_entropy-mean-bias-ignore"]
     assert_equal_with_gradients(case, case.inputs(59, 111, 7))
     x, w = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)

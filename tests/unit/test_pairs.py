@@ -158,8 +158,9 @@ def test_integers_are_integers(dtype, seed):
             torch.testing.assert_close(got, want)
 
 
-def test_conditions_on_pairs_leave_the_others_their_tiles(seed):
+def test_conditions_on_pairs_leave_the_others_their_tiles(seed, monkeypatch):
     """What a mask hides is not known before it is read, but what the causal condition hides is."""
+    use_small_tiles(monkeypatch, 16, 32)
 
     @mr.op
     def causal(q: Row["f"], k: Col["f"], v: Col["d"], bias: Pair, seen: Pair):

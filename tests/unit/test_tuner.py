@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +34,24 @@ def fresh(tmp_path, monkeypatch):
     store.forget()
 
 
+class Clock:
+    """Time that passes only where a test says so."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(trial, "time", Clock())
+    return trial.time
+
+
 @mr.op
 def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
     return mr.softmax_mean(q @ k, v)
@@ -65,7 +82,7 @@ def few(monkeypatch, *choices):
 # Winners
 
 
-def test_a_winner_is_remembered_and_followed(monkeypatch):
+def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     """The safe plan is made slow, so that the winner is known."""
     other = Choice("flash", (("tile", (1, 256, 256)),))
     few(monkeypatch, other)
@@ -73,7 +90,7 @@ def test_a_winner_is_remembered_and_followed(monkeypatch):
 
     def perform(how, *call):
         if how != other:
-            time.sleep(0.05)
+            clock.sleep(0.05)
         return real(how, *call)
 
     monkeypatch.setattr(planner, "perform", perform)
@@ -270,13 +287,13 @@ CASES += [(nearest, f) for f in WRONG if f not in (adds_twice, reads_before_it_w
 
 
 @pytest.mark.parametrize(("op", "dishonest"), CASES, ids=lambda f: f.__name__)
-def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch):
+def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
     few(monkeypatch, FAST)
 
     def perform(how, *call):
         if how == FAST:
             return dishonest(how, *call)
-        time.sleep(0.005)  # the wrong one would win by far
+        clock.sleep(0.005)  # the wrong one would win by far
         return right(how, *call)
 
     monkeypatch.setattr(planner, "perform", perform)
@@ -393,9 +410,9 @@ def test_rounding_is_no_difference_and_more_is():
     assert trial.differs(odd, odd, 2.0**-12) == "" != trial.differs([odd[0].nan_to_num()], odd, 2.0**-12)
 
 
-def test_the_clock_is_a_median():
-    times = iter([0.0, 0.5, 0.0])
-    assert trial.seconds(lambda: time.sleep(next(times)), torch.device("cpu"), 0.0) < 0.25
+def test_the_clock_is_a_median(clock):
+    times = iter([0.25, 0.5, 0.125])
+    assert trial.seconds(lambda: clock.sleep(next(times)), torch.device("cpu"), 0.0) == 0.25
 
 
 @pytest.mark.parametrize(("best", "runs"), [(1e9, 26), (1e-9, 3)])
@@ -487,17 +504,17 @@ def road_of(*args):
 
 
 @pytest.mark.parametrize("slow", ["passes", "dense"])
-def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch):
+def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
     real, ran = roads.whole.whole, []
 
     def whole(*program):
         ran.append(1)
-        time.sleep(0.05 if slow == "dense" else 0)
+        clock.sleep(0.05 if slow == "dense" else 0)
         return real(*program)
 
     def perform(*call):
-        time.sleep(0.05 if slow == "passes" else 0)
+        clock.sleep(0.05 if slow == "passes" else 0)
         return right(*call)
 
     monkeypatch.setattr(roads.whole, "whole", whole)

@@ -35,11 +35,13 @@ from .describe import as_for
 from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .record import record
+from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
-from .tape import Buffer, Recipe, Recorded, Tape
+from .tape import Buffer, Counted, Recipe, Recorded, Tape
 
 __all__ = [
     "Buffer",
+    "Counted",
     "KernelPlan",
     "KernelStep",
     "Parted",
@@ -51,10 +53,12 @@ __all__ = [
     "available",
     "is_deep",
     "kind",
+    "launches_on",
     "overrides",
     "ready",
     "ready_deep",
     "record",
+    "resting",
     "run",
     "run_deep",
     "runs_on",
@@ -86,6 +90,11 @@ def available() -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
     return (device.type == "cuda" or _interpreted.said() == "1") and available()
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether kernels run there, and not in an interpreter."""
+    return device.type == "cuda" and runs_on(device)
 
 
 def run(

@@ -7,29 +7,39 @@ from typing import Any
 
 from torch import Tensor
 
+from ...program.expr import Expr
 from ...program.lower import Fold
 from ..evaluate import Sizes
 from ..script import Step
 from ..sides import Side
 from . import launch, sides, source
 from .spec import Unsupported
-from .tape import Launched, Recipe, Recorded
+from .tape import Counted, Launched, Recipe, Recorded
 
 # The results of a fold, and which of them each of its launches makes, and how again; None: something else is done
 Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], list[tuple[list[int], Recipe | None]] | None]]
 
 
 def record(
-    steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes: Sizes, total: bool = False
+    steps: Sequence[Step],
+    values: dict[str, Any],
+    folder: Folder,
+    sizes: Sizes,
+    counted: Counted | None = None,
+    total: bool = False,
 ) -> Recorded | None:
     """The launches of steps on these inputs, which are run on the way; None where there is more to them.
 
-    ``total``: of the last step's results the sums are asked for."""
+    ``counted``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
+    if counted is not None:
+        values.update(zip(counted.results, counted(*(values[name] for name in counted.names)), strict=True))
     if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
         return None  # (other integers of the same kind may be larger than kernels take)
     found: list[Launched] = []
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
+        if isinstance(step.what, Expr):
+            continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
         if isinstance(step.what, Fold):
@@ -42,7 +52,7 @@ def record(
                 return None
             found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
         values.update(zip(names, results, strict=True))
-    return Recorded(found, called)
+    return Recorded(found, called, counted)
 
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], list | None]:

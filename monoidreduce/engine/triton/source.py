@@ -36,11 +36,15 @@ def write(text: str) -> Path:
     return spare
 
 
-@functools.lru_cache(maxsize=1024)
 def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     """The module of a text. Triton is imported by the text itself: nothing else here needs it.
 
     ``functions``: by name, what the text calls and does not hold."""
+    return _IDLE if _resting.get() else _loaded(text, functions)
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     path = str(write(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
@@ -48,6 +52,33 @@ def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
+
+
+class _Idle:
+    """A module of kernels, a kernel, and its launch: nothing happens."""
+
+    def __getattr__(self, name: str) -> _Idle:
+        return self
+
+    def __getitem__(self, grid: Any) -> _Idle:
+        return self
+
+    def __call__(self, *arguments: Any, **constants: Any) -> None:
+        """Launch nothing."""
+
+
+_IDLE = _Idle()
+_resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", default=False)
+
+
+@contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """What is launched for the first time inside the block does nothing: for who looks at what is allocated."""
+    token = _resting.set(True)
+    try:
+        yield
+    finally:
+        _resting.reset(token)
 
 
 @dataclass(frozen=True)

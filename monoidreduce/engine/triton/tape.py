@@ -7,16 +7,18 @@ places. There is no look-up and no loop: at small sizes the host is what is wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..evaluate import Form, Room
+from ..evaluate import Form, Room, Sizes
+from ..script import Step, number
 from . import source
 
 _ALIGNED = 128  # bytes: where parts of a buffer begin
+_MOST = 64  # numbers that are remembered
 
 
 class Leaf(NamedTuple):
@@ -42,11 +44,39 @@ class Launched(NamedTuple):
     outputs: tuple[str, ...]
 
 
+class Counted:
+    """A program's arithmetic of numbers alone, found again for the same numbers. ``names`` are those of the inputs that
+    are numbers, in their order; what it gives is called ``results``."""
+
+    def __init__(self, steps: Sequence[Step], names: Sequence[str], sizes: Sizes):
+        self.steps, self.names, self.sizes = steps, names, sizes
+        self.results = [str(step.results[0]) for step in steps]
+        self.kept: dict[tuple[str, ...], tuple] = {}
+
+    def __call__(self, *given: Any) -> tuple:
+        key = tuple(map(repr, given))  # tells -0.0 from 0.0 and 1 from True
+        found = self.kept.get(key)
+        return self._met(key, given) if found is None else found
+
+    def _met(self, key: tuple[str, ...], given: tuple) -> tuple:
+        known = dict(zip(self.names, given, strict=True))
+        for step, name in zip(self.steps, self.results, strict=True):
+            e: Any = step.what
+            feeds = tuple(known[feed] if isinstance(feed, str) else feed for feed in step.feeds)
+            known[name] = self.sizes.of(e.attrs[0]) if e.op == "size" else number(e, feeds)
+        if len(self.kept) >= _MOST:
+            self.kept.clear()
+        found = self.kept[key] = tuple(known[name] for name in self.results)
+        return found
+
+
 class Recorded(NamedTuple):
-    """The launches of a program, in order, and what the results of its one fold are called."""
+    """The launches of a program, in order, what the results of its one fold are called, and the arithmetic of numbers
+    that comes before them."""
 
     launches: list[Launched]
     results: tuple[str, ...]
+    counted: Counted | None = None
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -78,10 +108,15 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _tuple(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
 class Tape:
     """``inputs``: the names of what it is given, ``tensors`` those of them that are tensors and are read, ``parts``
-    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None), and
-    what is kept."""
+    those of what lies in one of them, behind so many bytes. ``run`` returns what ``returned`` names (None: None). Where
+    something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that one needs: the
+    tensors, what is returned and the buffer of what is kept; and the inputs that are numbers."""
 
     def __init__(
         self,
@@ -89,27 +124,32 @@ class Tape:
         inputs: Sequence[str],
         tensors: Sequence[str],
         returned: Sequence[str | None],
-        kept: Sequence[str],
-        device: torch.device,
+        kept: Sequence[str] | None,
+        sizes: Sizes,
         parts: Mapping[str, tuple[str, int]] | None = None,
     ):
-        forms, shown = recorded.forms, [name for name in returned if name is not None]
-        self.kept = Buffer({name: forms[name] for name in kept}, device)
-        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *kept)}, device)
-        self.scope: dict[str, Any] = {"empty": torch.empty_like}
+        forms, shown, device = recorded.forms, [name for name in returned if name is not None], sizes.device
+        self.kept = Buffer({name: forms[name] for name in kept or ()}, device)
+        self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *(kept or ()))}, device)
+        self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
-        opening = [f"{name}_at = {name}.data_ptr()" for name in tensors]
+        counted = recorded.counted
+        opening = [] if counted is None else [f"{_tuple(counted.results)} = counted({', '.join(counted.names)})"]
+        opening += [f"{name}_at = {name}.data_ptr()" for name in tensors]
         opening += [line for name in shown for line in self._allocated(name, Room(forms[name], device))]
         for owner, buffer in (("kept", self.kept), ("between", self.between)):
             if buffer.places:
                 opening += self._allocated(owner, buffer.room)
                 self.places |= {name: f"{owner}_at + {at}" for name, at in buffer.places.items()}
-        found = ", ".join([*(str(name) for name in returned), ""])
-        closing = f"return ({found}), {'kept' if self.kept.places else None}"
+        found = [_tuple(map(str, returned))]
+        if kept is not None:
+            found.append(_tuple([*tensors, *shown, *(["kept"] if self.kept.places else [])]))
+            found.append(_tuple(name for name in inputs if name not in tensors))
+        closing = f"return {', '.join(found)}"
         self.text = self._written(recorded.launches, ", ".join(inputs), opening, closing, device)
         exec(compile(self.text, "<tape>", "exec"), self.scope)
-        self.run: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]] = self.scope.get("run", self.scope["plainly"])
+        self.run: Callable[..., tuple] = self.scope.get("run", self.scope["plainly"])
 
     def _written(
         self, launches: Sequence[Launched], given: str, opening: list[str], closing: str, device: torch.device
