@@ -263,11 +263,11 @@ def test_written_down_it_is_the_same_function():
 
 
 def test_what_is_let_go_after_its_last_use():
-    made = written(lambda x: ((x + 1).exp() * 2).sum(0), torch.randn(300, 200))
+    made = written(lambda x: (((x + 1).exp() * 2).sum(0),), torch.randn(300, 200))
     x = torch.randn(300, 200)
     with Alive([x]) as alive:
         made.run(x)
-    assert alive.peak <= 2 * x.nbytes + 200 * 4
+    assert x.nbytes < alive.peak <= 2 * x.nbytes + 200 * 4
 
 
 ELSEWHERE = torch.zeros(64)
@@ -290,7 +290,7 @@ def test_what_cannot_be_done_again_is_said(function, reason):
 
 def test_an_input_read_as_another_type_is_not_written_down():
     with pytest.raises(listen.Unheard, match="another type"):
-        written(lambda x: x.view(torch.int32) + 1, torch.ones(4, 4))
+        written(lambda x: (x.view(torch.int32) + 1,), torch.ones(4, 4))
 
 
 def test_parts_of_one_tensor_are_told_apart():
