@@ -1,6 +1,6 @@
 """The CPU benchmark: ours against the dense form, the papers' 256 × 256 tiles, torch's own fused layers, and KeOps.
 
-``python -m benchmarks.cpu`` runs every case (``--case NAME`` one, ``--quick`` small sizes), prints a table and writes
+``python -m benchmarks.cpu`` runs every case (``--case NAME`` some, ``--quick`` small sizes), prints a table and writes
 it to ``benchmarks/results/`` with date, machine, versions, commit and command. Nobody edits those files by hand."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -221,9 +222,9 @@ def _child(arguments: list[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(quick: bool, only: str | None) -> dict[str, Any]:
+def run(quick: bool, only: list[str]) -> dict[str, Any]:
     rows = []
-    chosen = [c for c in cases(quick) if only is None or only in c.name]
+    chosen = [c for c in cases(quick) if not only or any(part in c.name for part in only)]
     extra = ["--quick"] if quick else []
     for at, case in enumerate(chosen, 1):
         print(f"[{at}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
@@ -247,7 +248,7 @@ def environment() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {_cpu_name()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, monoidreduce {mr.__version__}",
         "commit": commit.stdout.strip() + (" with local changes" if changed.stdout.strip() else ""),
-        "command": "python -m benchmarks.cpu " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.cpu " + shlex.join(sys.argv[1:]),
     }
 
 
@@ -288,7 +289,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark itself")
-    parser.add_argument("--case", help="only cases whose name contains this")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose name contains this, or another")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import tuning
-from monoidreduce.engine import planner, recover, roads, trial, tuner
+from monoidreduce.engine import recover
+from monoidreduce.engine.planning import planner, roads, trial, tuner
 from monoidreduce.explain import measure
 from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice, follow

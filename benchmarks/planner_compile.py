@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from monoidreduce.engine import planner, tuner
+from monoidreduce.engine.planning import planner, tuner
 from monoidreduce.plan import cost
 from monoidreduce.plan.choice import Choice
 from monoidreduce.plan.work import Case

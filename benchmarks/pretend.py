@@ -27,9 +27,12 @@ from torch.utils._pytree import tree_leaves
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import monoidreduce as mr
-from monoidreduce.engine import early, gradients, hardware, planner, replay, roads, script
-from monoidreduce.engine.alive import Alive
-from monoidreduce.engine.triton import boxes, describe, epilogue, reels, rows, source, staged
+from monoidreduce.engine import early, gradients, hardware, script
+from monoidreduce.engine.planning import planner, roads
+from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.engine.tapes import replay
+from monoidreduce.engine.triton import boxes, describe, rows, source, staged
+from monoidreduce.engine.triton.wide import epilogue, reels
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
 

@@ -60,7 +60,8 @@ def _cpu(results: dict[str, Any]) -> Iterator[Entry]:
     for row in results["rows"]:
         for who, forward in row["times"]["forward"].items():
             name = OURS if who == "MonoidReduce" else who
-            yield Entry(row["case"], name, (forward, row["times"]["both"][who]), row["memory"][who])
+            times = (forward, *(row["times"][what][who] for what in ("both",) if what in row["times"]))
+            yield Entry(row["case"], name, times, row["memory"].get(who))
 
 
 def _gpu(results: dict[str, Any]) -> Iterator[Entry]:
@@ -82,7 +83,7 @@ def _wide(results: dict[str, Any]) -> Iterator[Entry]:
 
 
 SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
-    "cpu": (_cpu, "forward / forward and backward"),
+    "cpu": (_cpu, "forward / forward and backward (or forward alone)"),
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-works": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-wide": (_wide, "loss and gradients"),

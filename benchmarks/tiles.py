@@ -22,7 +22,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import tuning
-from monoidreduce.engine import planner, tuner
+from monoidreduce.engine.planning import planner, tuner
 
 from . import gpu
 

@@ -11,10 +11,10 @@ from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
-from .engine.agree import shard
+from .engine.eager.tally import Tally, tally
 from .engine.filtering import skip_below
+from .engine.ranks.agree import shard
 from .engine.registry import use
-from .engine.tally import Tally, tally
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import costs, registry, triton
-from .engine.alive import Alive
+from .engine import registry, triton
 from .engine.evaluate import Sizes
+from .engine.planning import costs
+from .engine.planning.alive import Alive
 from .engine.registry import stepper
 from .plan import budget
 from .plan.budget import shown

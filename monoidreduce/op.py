@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import agree, autocast, compiled, dtensors, gradients, known, outline, registry, sharded
+from .engine import autocast, compiled, gradients, known, outline, registry
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
 from .engine.calls import Form, Plan, formed
 from .engine.evaluate import Sizes
 from .engine.plans import Plans
+from .engine.ranks import agree, dtensors, sharded
 from .engine.streaming import Walk
 from .errors import ArgumentError, MonoidReduceError
 from .explain import Explanation, Measured, Subject, cost_of, explain

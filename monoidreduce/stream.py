@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import agree, streaming
+from .engine import streaming
 from .engine.combine import State
 from .engine.evaluate import Sizes
-from .engine.parts import results as closed
+from .engine.ranks import agree
+from .engine.ranks.parts import results as closed
 from .engine.streaming import Chunk, OnGradient, Walk
 from .errors import ArgumentError, StreamError
 from .sources import progress

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import registry, tuner
-from .engine.tuner import Tuned
+from .engine import registry
+from .engine.planning import tuner
+from .engine.planning.tuner import Tuned
 from .errors import ArgumentError
 from .plan.choice import Choice, follow
 from .sources import progress

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from benchmarks.planner_works import cases
+from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row
 
@@ -17,20 +17,8 @@ B, S = torch.bfloat16, torch.float32
 
 @mr.op
 @no_type_check
-def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(q @ k * 0.125, v)
-
-
-@mr.op
-@no_type_check
 def documents(q: Row["f"], k: Col["f"], v: Col["d"], here: Row, there: Col):
     return mr.softmax_mean(torch.where(here == there, q @ k, -torch.inf), v)
-
-
-@mr.op
-@no_type_check
-def gated(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"]):
-    return mr.sum(F.silu(x @ gate) * (x @ up) * down)
 
 
 @mr.op

@@ -25,13 +25,13 @@ from ..program.reductions import KINDS
 from . import asked, autocast, early, hardware, library, recover
 from .arithmetic import ARITHMETIC, Arithmetic
 from .evaluate import Sizes
-from .frozen import Pass, freezes
 from .gradients import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
 from .registry import FOLDERS
-from .replay import Program
 from .script import script
 from .sides import Side
-from .steps import Steps
+from .tapes.frozen import Pass, freezes
+from .tapes.replay import Program
+from .tapes.steps import Steps
 
 REHEARSAL = "rehearsal"  # the engine that computes nothing (``rehearse.py``): it is watched, but not traced
 

@@ -22,12 +22,12 @@ from . import known, outline, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
-from .frozen import freezes
-from .replay import Program
-from .rewind import totals
-from .roads import Roads
+from .planning.roads import Roads
 from .script import inputs
-from .steps import Steps
+from .tapes.frozen import freezes
+from .tapes.replay import Program
+from .tapes.rewind import totals
+from .tapes.steps import Steps
 
 
 class Form(NamedTuple):

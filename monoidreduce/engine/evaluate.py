@@ -19,7 +19,7 @@ from ..program.expr import Expr, topological
 from ..program.primitives import PRIMITIVES
 from ..program.reductions import KINDS
 from .dense import REDUCERS
-from .shard import Shard
+from .ranks.shard import Shard
 
 Value = Any  # a Tensor in the layout above, or a Python number
 _KINDS = {"bool": torch.bool, "int": torch.int64}

@@ -11,7 +11,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import agree, autocast, gradients, registry, triton
+from . import autocast, gradients, registry, triton
+from .ranks import agree
 
 STATIC, WHOLE, NUMBER, CHOICE = "static", "int", "", "choice"  # what is declared of a value; CHOICE: nothing is
 _LARGEST = 2**63

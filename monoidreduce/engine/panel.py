@@ -22,11 +22,11 @@ from ..plan import tiles as plan
 from ..program.expr import Expr, size, topological
 from ..program.lower import Fold, Lowered, Pass
 from . import hardware
-from .accumulate import ACCUMULATORS, Accumulator
-from .chunk import Chunk, FoldCode, code_of, slices
+from .eager.accumulate import ACCUMULATORS, Accumulator
+from .eager.chunk import Chunk, FoldCode, code_of, slices
+from .eager.tilerun import Buffers
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
-from .tilerun import Buffers
 from .walks import Walk, as_program, by_reduction, fed, paired, split_means, walks
 
 ALIGN = 64  # elements: rows of a panel begin on a multiple

@@ -20,7 +20,9 @@ import torch
 from ..errors import EngineError
 from ..plan import budget as limits
 from ..plan.environment import Variable
-from . import distributed, eager, filtering, hardware, panel, recover, triton, tuner
+from . import eager, filtering, hardware, panel, recover, triton
+from .planning import tuner
+from .ranks import distributed
 
 _triton = functools.partial(triton.run, fallback=eager.run)
 

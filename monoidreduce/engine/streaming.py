@@ -20,12 +20,13 @@ from ..program.expr import Expr, index, size, topological
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.normal import is_pass
-from . import combine, parts
+from . import combine
 from .combine import State
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
-from .parts import Engine, Part
-from .shard import Axis, Shard
-from .sharded import as_gradient
+from .ranks import parts
+from .ranks.parts import Engine, Part
+from .ranks.shard import Axis, Shard
+from .ranks.sharded import as_gradient
 
 Chunk = tuple[int, int, dict[str, Any]]  # first column, how many, and the column arguments by name
 Read = Callable[[], Iterator[Chunk]]

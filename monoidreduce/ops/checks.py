@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..engine import agree, autocast, outline
+from ..engine import autocast, outline
 from ..engine.gradients import PLAIN, plain
+from ..engine.ranks import agree
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
 
 Reduction = Literal["mean", "sum", "none"]

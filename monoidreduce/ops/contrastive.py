@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import agree
+from ..engine.ranks import agree
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr

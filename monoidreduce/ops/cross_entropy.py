@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engine import agree, hardware, outline
+from ..engine import hardware, outline
+from ..engine.ranks import agree
 from ..errors import ArgumentError
 from . import checks, heads
 from . import language as mr

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engine import agree
+from ..engine.ranks import agree
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr

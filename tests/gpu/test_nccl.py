@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import agree, exchange
+from monoidreduce.engine.ranks import agree, exchange
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,7 +8,8 @@ import torch
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, explain, tuning
-from monoidreduce.engine import planner, trial, triton, tuner, winners
+from monoidreduce.engine import triton
+from monoidreduce.engine.planning import planner, trial, tuner, winners
 from monoidreduce.engine.triton import KernelPlan, source
 from monoidreduce.plan import candidates, store
 from monoidreduce.plan.choice import Choice

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import reels
+from monoidreduce.engine.triton.wide import reels
 from monoidreduce.plan import budget
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

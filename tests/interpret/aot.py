@@ -23,17 +23,8 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import (
-    KernelPlan,
-    boxes,
-    describe,
-    epilogue,
-    launch,
-    plan,
-    source,
-    staged,
-    use_plan,
-)
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, staged, use_plan
+from monoidreduce.engine.triton.wide import epilogue
 from monoidreduce.plan import defaults
 from tests import handmade
 

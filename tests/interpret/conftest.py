@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import filtered, kept, launch, reels, rest, rows, source, topk, united
+from monoidreduce.engine.triton import kept, launch, rows, source, topk, united
+from monoidreduce.engine.triton.wide import filtered, reels, rest
 from tests.interpret.quick import quicken
 
 

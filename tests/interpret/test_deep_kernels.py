@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engine import panel
-from monoidreduce.engine.triton import KernelPlan, KernelStep, deep, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, KernelStep, plan, use_plan
 from monoidreduce.engine.triton.spec import Spec
+from monoidreduce.engine.triton.text import deep
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, deep, epilogue, late
-from monoidreduce.engine.triton.joint import groups, joint
+from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engine.triton.text import deep
+from monoidreduce.engine.triton.wide import epilogue, late
+from monoidreduce.engine.triton.wide.joint import groups, joint
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total

@@ -5,7 +5,8 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import filtering
-from monoidreduce.engine.triton import filtered, topk
+from monoidreduce.engine.triton import topk
+from monoidreduce.engine.triton.wide import filtered
 from monoidreduce.plan import panels
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there

@@ -10,7 +10,8 @@ from triton.runtime import interpreter
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
-from monoidreduce.engine import frozen, gradients, hardware, triton
+from monoidreduce.engine import gradients, hardware, triton
+from monoidreduce.engine.tapes import frozen
 from monoidreduce.engine.triton import launch, rows, source
 from monoidreduce.plan import budget
 from monoidreduce.plan.choice import follow

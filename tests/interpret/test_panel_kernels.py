@@ -8,7 +8,8 @@ import monoidreduce as mr
 from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sides, sweep
+from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sides
+from monoidreduce.engine.triton.wide import sweep
 from monoidreduce.engine.walks import walks
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels

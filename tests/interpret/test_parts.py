@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from monoidreduce.engine import eager, parts, registry, triton
+from monoidreduce.engine import eager, registry, triton
+from monoidreduce.engine.ranks import parts
 from tests.layers import BY_NAME
 from tests.layers_compare import assert_equal, run
 

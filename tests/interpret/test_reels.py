@@ -5,8 +5,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import hardware
-from monoidreduce.engine.alive import Alive
-from monoidreduce.engine.triton import KernelPlan, deep, epilogue, kept, listen, reel, reels, source, sweep
+from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.engine.triton import KernelPlan, kept, source
+from monoidreduce.engine.triton.text import deep
+from monoidreduce.engine.triton.wide import epilogue, listen, reel, reels, sweep
 from monoidreduce.plan import budget, panels
 from tests.interpret.test_epilogue_kernels import SMALL
 

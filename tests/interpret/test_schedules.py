@@ -15,7 +15,8 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, describe, emit, kinds, launch, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, use_plan
+from monoidreduce.engine.triton.text import emit, kinds
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
 from tests.layers_compare import assert_equal, run

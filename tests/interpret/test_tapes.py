@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import replay, rewind
+from monoidreduce.engine.tapes import replay, rewind
 from monoidreduce.engine.triton import source
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

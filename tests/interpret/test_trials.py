@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import inside, planner, trial, triton
-from monoidreduce.engine.alive import Alive
+from monoidreduce.engine import triton
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.rehearse import Noted
+from monoidreduce.engine.planning import launched, trial
+from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.engine.planning.rehearse import Noted
 from monoidreduce.engine.triton import KernelPlan, describe, launch, source, use_plan
 from monoidreduce.plan.choice import Choice
 from tests.wrong_kernels import CHANGES, wrong
@@ -107,5 +108,5 @@ def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
         noted = Noted(fold, tuple(leaves), sizes, True, 0)
         with torch.no_grad(), Alive([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
             found = perform(cut, fold, leaves, sizes)
-        predicted = inside.of_kernels(noted, planner.case_of(fold, leaves, sizes), cut)
+        predicted = launched.peak(noted, cut)
         assert found and predicted == pytest.approx(alive.peak, rel=0.05)

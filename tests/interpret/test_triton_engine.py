@@ -18,9 +18,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import eager, registry, tilecode, triton
+from monoidreduce.engine import eager, registry, triton
+from monoidreduce.engine.eager import tilecode
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, emit, launch, recent, skip, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, launch, recent, skip, source, use_plan
+from monoidreduce.engine.triton.text import emit
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expr import index
 from tests.layers import BY_NAME, ZOO

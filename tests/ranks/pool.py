@@ -25,7 +25,6 @@ DEAD = "dead"
 ROOT = Path(__file__).parents[2]
 MOST = 8
 TIMEOUT = 120.0  # of the groups, in seconds: reached where something hangs, and not where the machine is busy
-START = 120.0  # until all ranks of a world have met
 
 
 # In the ranks
@@ -37,14 +36,14 @@ def serve(rank: int, world: int, door: socket.socket, timeout: float, tasks: Con
 
     from tests.ranks import tasks as table
 
-    limit, start = datetime.timedelta(seconds=timeout), datetime.timedelta(seconds=START)
+    limit = datetime.timedelta(seconds=timeout)
     (host, port), fd = door.getsockname(), door.detach()
     if rank == 0:
-        store = dist.TCPStore(host, port, world, True, timeout=start, master_listen_fd=fd)
+        store = dist.TCPStore(host, port, world, True, timeout=limit, master_listen_fd=fd)
     else:
         os.close(fd)
-        store = dist.TCPStore(host, port, world, False, timeout=start)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=start)
+        store = dist.TCPStore(host, port, world, False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, world + 1)}
     while True:
         try:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
-from monoidreduce.engine import agree, registry
+from monoidreduce.engine import registry
+from monoidreduce.engine.ranks import agree
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.layers_memory import Watch
@@ -21,7 +22,7 @@ class _Patch:
     setattr = staticmethod(setattr)
 
 
-use_small_tiles(_Patch())  # type: ignore[arg-type]
+use_small_tiles(_Patch(), 16, 32)  # type: ignore[arg-type]
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:

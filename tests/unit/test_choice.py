@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import costs, planner, recover, roads, whole, winners
-from monoidreduce.engine.alive import Alive
+from monoidreduce.engine import recover, whole
+from monoidreduce.engine.planning import costs, planner, roads, winners
+from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.plan import candidates
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import directions

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import combine, eager, parts, registry
+from monoidreduce.engine import combine, eager, registry
 from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.ranks import parts
 from monoidreduce.program.expr import node, reduce_node
 from monoidreduce.program.lower import Fold
 from tests.layers import BY_NAME, ZOO

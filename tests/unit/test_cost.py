@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
-from monoidreduce.engine.alive import Alive
+from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.plan import candidates, ceilings, communication, cost
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import count, directions

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row
-from monoidreduce.engine import tilecode
+from monoidreduce.engine.eager import tilecode
 from monoidreduce.plan.tiles import Tiles
 from monoidreduce.program import build
 from monoidreduce.program import intervals as iv

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import accumulate, nearest
+from monoidreduce.engine.eager import accumulate, nearest
 from monoidreduce.plan.choice import Choice, follow
 
 

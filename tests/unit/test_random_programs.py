@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-from monoidreduce.engine import accumulate
+from monoidreduce.engine.eager import accumulate
 from monoidreduce.program.primitives import COMPOSITES, NAMES, PRIMITIVES
 from tests.programs import INPUTS, Program, program_of, programs
 

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries, one file each
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # the doors of the house: they may import any room, and the package itself
-ENGINES = {"reference", "eager", "triton", "distributed"}  # engine/<name>.py, engine/<name>_*.py or engine/<name>/
+ENGINES = {"reference", "eager", "triton", "distributed"}  # <name>.py, <name>_*.py or <name>/, perhaps in a room
 IMPORTS_NOTHING = {"errors", "_version"}  # not even the standard library
 OPTIONAL = {
     "rich",
@@ -103,9 +103,10 @@ def broken(here: tuple[str, ...], imported: Import, package: str) -> Iterator[st
 
 
 def engine_of(parts: tuple[str, ...] | list[str]) -> str | None:
-    """Which engine a module belongs to: ("engine", "triton", "emit") is triton's; ("engine", "registry") no one's."""
-    name = parts[1].split("_")[0] if parts[0] == "engine" and len(parts) > 1 else ""
-    return name if name in ENGINES else None
+    """Which engine a module belongs to: ("engine", "triton", "emit") is triton's, ("engine", "ranks", "distributed") is
+    distributed; ("engine", "registry") is no one's."""
+    names = [part.split("_")[0] for part in parts[1:3]] if parts[0] == "engine" else []
+    return next((name for name in names if name in ENGINES), None)
 
 
 def imports(tree: ast.Module, path: Path, package: Path) -> Iterator[Import]:
@@ -163,6 +164,7 @@ def test_the_house_keeps_its_rules():
         ("engine/eager.py", "from . import reference", "the engine eager imports the engine reference"),
         ("engine/triton/emit.py", "from ..eager import run", "the engine triton imports the engine eager"),
         ("engine/triton_emit.py", "from .reference import run", "the engine triton imports the engine reference"),
+        ("engine/triton/emit.py", "from ..ranks.distributed import x", "triton imports the engine distributed"),
         ("errors.py", "import math", "errors imports nothing, not even math"),
         ("plan/cost.py", "def f():\n    import math", ":2: math is imported inside a function"),
         ("cli/demo.py", "class A:\n    def f(self):\n        from monoidreduce import op", "inside a function"),

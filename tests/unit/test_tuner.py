@@ -9,8 +9,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import costs, planner, recover, registry, roads, trial, tuner, winners
+from monoidreduce.engine import recover, registry
 from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engine.planning import costs, planner, roads, trial, tuner, winners
 from monoidreduce.engine.triton import source
 from monoidreduce.plan import candidates, disk, store
 from monoidreduce.plan.choice import Choice

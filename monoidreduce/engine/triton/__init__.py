@@ -30,14 +30,15 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import deep, describe, launch, rows, sides, source, topk
+from . import describe, launch, rows, sides, source, topk
 from .describe import as_for
-from .panel import KernelStep
 from .plan import KernelPlan, overrides, use_plan
 from .record import record
 from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
 from .tape import Buffer, Counted, Recipe, Recorded, Tape
+from .text import deep
+from .wide.panel import KernelStep
 
 __all__ = [
     "Buffer",

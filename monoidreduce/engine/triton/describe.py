@@ -19,9 +19,10 @@ from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from . import deep, skip
+from . import skip
 from .spec import TINY, WIDEST, Spec
-from .totals import factored
+from .text import deep
+from .text.totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
 _GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones

@@ -20,9 +20,9 @@ from torch import Tensor
 from ...errors import ArgumentError, DTypeError, EngineError, NoGradientError, ShapeError
 from .. import hardware
 from . import launch, runs_on
-from .emit import CONSTANTS, Kernel
 from .plan import KernelPlan
 from .spec import WIDEST, padded
+from .text.emit import CONSTANTS, Kernel
 
 Tensors = tuple[Tensor, ...]
 _SMALLEST = 16  # of a matrix product's sides

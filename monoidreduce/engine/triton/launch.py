@@ -21,11 +21,12 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
-from . import boxes, deep, describe, emit, recent, skip, source, staged, topk, united
-from .exponents import LOG2E
+from . import boxes, describe, recent, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 from .tape import Leaf, Recipe
+from .text import deep, emit
+from .text.exponents import LOG2E
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
-from .emit import Kernel
+from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
 

@@ -18,11 +18,12 @@ from ...program.lower import Fold
 from .. import batching
 from ..evaluate import Form, Room, Sizes
 from ..sides import Side
-from . import emit, launch
+from . import launch
 from .plan import KernelPlan
 from .spec import Spec, Unsupported, padded
 from .tape import Leaf, Recipe
-from .values import Values
+from .text import emit
+from .text.values import Values
 
 _WIDEST = 1024
 _BLOCK = 4096  # elements of the widest vector's block

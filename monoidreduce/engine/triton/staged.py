@@ -19,14 +19,15 @@ import torch
 from ...program.build import ZERO
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
-from . import emit, skip, source, staged_text
+from . import skip, source
 from .describe import asked, processors
-from .exponents import literal
-from .kinds import Soft, known, make
 from .plan import KernelPlan
 from .spec import Spec
-from .totals import factored
-from .values import Values, is_one
+from .text import emit, staged_text
+from .text.exponents import literal
+from .text.kinds import Soft, known, make
+from .text.totals import factored
+from .text.values import Values, is_one
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others

@@ -23,8 +23,8 @@ from .. import hardware
 from ..combine import COMBINERS
 from ..evaluate import Sizes
 from .kept import Kernels
-from .kind import Kind
 from .spec import TINY, Unsupported, padded
+from .text.kind import Kind
 
 _MOST = 64  # beyond, the list takes too many registers
 _STRIP = 64  # columns of a row whose maximum stands for them

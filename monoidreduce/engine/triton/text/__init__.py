@@ -1,0 +1,1 @@
+"""The text of kernels: from expressions and reductions to lines of Triton."""

@@ -1,0 +1,214 @@
+"""Products that write weights instead of themselves: what needs no sweep over the panel afterwards.
+
+Where all numbers of rows are known a generated product's epilogue writes the weights of the sums at once. Where they
+wait for a softmax it writes exp(s - guess), the guess being the greatest of a few logits of the row, and sums tiles as
+it goes; the totals then multiply the sums' other operands (``late.py``, ``rest.py``). A guess is checked on the device:
+rows that it served ill are written once more, exactly, and nobody waits to hear whether there were any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program.build import dot, substitute
+from ....program.expr import Expr, node, reduce_node, topological
+from ....program.lower import Fold
+from ....program.philox import DRAWS
+from ...evaluate import Sizes
+from ...walks import Walk
+from .. import boxes, describe
+from ..plan import KernelPlan
+from ..spec import WIDEST, Spec
+from . import sweep
+from .joint import PLACES, joint, parts
+from .late import Late, late
+from .rest import Rest
+from .write import BY_ROWS, HALVES, Task, kernel, reads
+
+# A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
+# while the other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)
+PLANS = {
+    "write_known": KernelPlan(128, 256, 8, 4),
+    "write_spare": KernelPlan(128, 128, 8, 3),
+    "guess_peaks": KernelPlan(64, 64, 4, 8),
+    "pick_own": KernelPlan(1, 1024, 4, 1),
+    "write_guessed": KernelPlan(128, 256, 8, 4),
+    "close_rows": KernelPlan(16, 256, 8, 1),
+}
+SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
+_FEW = 1024  # features
+_LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
+_LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
+
+
+def plan_of(name: str, width: int) -> KernelPlan:
+    """The tiles of a kernel for products of so many features."""
+    return SHALLOW[name] if width <= _FEW and name in SHALLOW else PLANS[name]
+
+
+def on(device: torch.device) -> bool:
+    """Whether generated products are as fast as the vendor's there: where tensor descriptors feed the matrix units."""
+    return device.type == "cuda" and boxes.on(device)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The stages of a group as one product. ``sides``: the vectors that are multiplied, as the program has them."""
+
+    task: Task
+    product: Expr
+    sides: tuple[Expr, Expr]
+    vectors: tuple[Expr, Expr]  # and as kernels call them
+    feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
+    ready: dict[tuple, _Ready] = field(default_factory=dict, compare=False)
+
+    @property
+    def guesses(self) -> bool:
+        return self.task.late is not None
+
+    def each(self, sizes: Sizes) -> int:
+        """Bytes besides the panel that are held of one row: what its tiles sum to."""
+        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)))
+        return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
+
+    def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
+        """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
+
+        ``values``: of all leaves, numbers or tensors ``[1, length(, features)]``."""
+        told = tuple(map(sweep.specialized, (*values.values(), out, *numbers)))
+        key = (here.rows, here.cols, here.device, *told, *PLANS.values(), *SHALLOW.values())
+        ready = self.ready.get(key)
+        if ready is None:
+            ready = self.ready.setdefault(key, _Ready(self, out, values, here))
+        return ready(out, dict(values), numbers)
+
+
+class _Ready:
+    """The kernels on panels of given lengths, types, strides and alignment; they are written when first called."""
+
+    def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
+        self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
+        self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
+        self.prepared: dict[str, sweep.Prepared] = {}
+        wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
+        self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
+        plan = self.plans["write_guessed" if whole.guesses else "write_known"]
+        self.turns = -(-here.cols // plan.block_folded)
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES))
+
+    def _plan(self, name: str, width: int) -> KernelPlan:
+        found = plan_of(name, width)
+        if name == "pick_own":
+            return found
+        kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
+        folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
+        return replace(found, block_kept=kept, block_folded=folded)
+
+    def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Rest | None:
+        box, rows, device = boxes.filled(self.box, out), self.here.rows, out.device
+        if not self.whole.guesses:
+            self._launch("write_known", [box], values)
+            return None
+        empty, padded = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
+        guesses, picked, factors, hits = empty(4, padded, dtype=torch.float32)[:, :rows]
+        marks, targets = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
+        tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
+        late = self.whole.task.late
+        self._launch("guess_peaks", [guesses], values)
+        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
+        if late is not None and late.target is not None:
+            self._launch("pick_own", [picked], values)
+        close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
+        self._launch("close_rows", close, values, self.turns)
+        values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
+        self._launch("write_spare", [out, out.stride(0), marks], values)
+        if late is None or late.hit is None:
+            return Rest(factors)
+        return Rest(factors, hits, targets, late.distinct)
+
+    def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
+        found = self.prepared.get(name)
+        if found is None:
+            found = self.prepared[name] = self._prepare(name, values, tiles)
+        found(outputs, values, self.here.device, alike=True)
+
+    def _grid(self, name: str) -> int:
+        """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
+        plan = self.plans[name]
+        rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
+        at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
+        return min(rows * turns, at_once) if name.startswith("write_") else rows
+
+    def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
+        plan = self.plans[name]
+        written = kernel(name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
+        wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
+        order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
+        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
+
+    def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
+        here = self.here
+        wanted = reads(name, self.whole.task)
+        numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
+        under = set(topological(numbers))
+        fold = Fold(tuple(e for e in values if e in under), numbers)
+        types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
+        copied = () if name in BY_ROWS else self.copied
+        return Spec(
+            fold,
+            "cols",
+            types,
+            (0,) * len(types),
+            tuple(sorted(here.letters.items())),
+            str(here.compute)[6:],
+            "bfloat16",
+            rank=1,
+            bounds=False,
+            lanes=False,
+            guess=False,
+            deep=True,
+            raw=self.whole.guesses,
+            boxes=tuple(() if e in copied else None for e in fold.leaves),
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def epilogue(walk: Walk, group: range, moved: bool) -> Epilogue | None:
+    """The stages of a group as one product, where they have one product and one weight, and folds bear a guess."""
+    whole = joint(walk, group, moved)
+    cuts = [parts(walk.stages[at]) for at in group]
+    products = [(e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if f.op == "dot"]
+    if len(products) != 1 or len(whole.weights) != 1 or any(c.tops or c.numbers["rows"] for c in cuts):
+        return None
+    made = [e for e in topological(whole.weights) if e.is_pair and e.op != "leaf"]
+    if len(made) > _LIGHT or any(e.op in DRAWS for e in made):
+        return None
+    folds = tuple(r for fold in whole.folds for r in fold)
+    apart = late(whole) if folds else None
+    if folds and (moved or apart is None):
+        return None
+    ((leaf, product),) = products
+    row, col = product.args if product.args[0].rows else product.args[::-1]
+    vectors = _vector("u0", row), _vector("u1", col)
+    replaced = {leaf: dot(*vectors)}
+    (weight,), folds = substitute(whole.weights, replaced), substitute(folds, replaced)
+    apart = None if apart is None else _replaced(apart, replaced)
+    names = tuple(n for own in whole.names for n in own)
+    feeds = tuple((e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if e is not leaf)
+    task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, apart)
+    return Epilogue(task, product, (row, col), vectors, feeds)
+
+
+def _vector(name: str, side: Expr) -> Expr:
+    return node("leaf", (), (name,), rows=side.rows, cols=side.cols, feature=side.feature, dtype="float")
+
+
+def _replaced(apart: Late, replaced: dict[Expr, Expr]) -> Late:
+    early, power, factor = substitute((apart.early, apart.power, apart.late), replaced)
+    return replace(apart, early=early, power=power, late=factor)

@@ -1,0 +1,160 @@
+"""How much of the pairs a step on a GPU holds at once, and where: panels by rows or by columns, totals, weights.
+
+Apart from ``panel.py``, which does to a panel what is planned here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ....plan import budget, panels, tail
+from ....program.expr import Expr
+from ... import filtering, hardware
+from ...evaluate import Sizes
+from ...walks import Walk
+from ..spec import WIDEST
+from . import epilogue
+from .joint import groups, parts
+
+_ROW = 32  # bytes: the numbers of a row of a panel
+
+
+@functools.lru_cache(maxsize=1024)
+def _homes(
+    walk: Walk, at: int, panel: torch.dtype, compute: torch.dtype
+) -> list[tuple[torch.dtype, Expr | int | None]]:
+    """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
+
+    None for a weight that is a product itself, and is multiplied where it lies. ``panel``: the type of a panel's
+    products, in which weights are multiplied too; a number per pair that is sorted keeps its digits."""
+    stage, cut = walk.stages[at], parts(walk.stages[at])
+    product = dict(stage.products)
+    multiplied = {c.weight for _, _, cs in cut.sums for c in cs}
+    kinds = [panel if w in product or w in multiplied else compute for w in cut.weights]
+    plain = [w in product and kind == panel for w, kind in zip(cut.weights, kinds, strict=True)]
+    kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
+    free = [f for f in walk.dying(at) if f not in kept]
+    found: list[tuple[torch.dtype, Expr | int | None]] = []
+    extra = 0
+    for kind, is_plain in zip(kinds, plain, strict=True):
+        if is_plain:
+            found.append((kind, None))
+        elif free and kind.itemsize <= panel.itemsize:
+            found.append((kind, free.pop(0)))
+        else:
+            found.append((kind, extra))
+            extra += 1
+    return found
+
+
+class Room:
+    """A walk on sizes and types: what its stages need in memory."""
+
+    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
+        self.walk, self.sizes, self.given = walk, sizes, kinds
+        self.parts = [parts(s) for s in walk.stages]
+        self.groups = groups(walk)
+        sixteen = kinds & set(hardware.SIXTEEN)
+        self.narrow = sixteen.pop() if len(sixteen) == 1 else None
+        # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
+        self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
+        self.kind = self.stored or sizes.compute
+        self.homes = [_homes(walk, at, self.kind, sizes.compute) for at in range(len(walk.stages))]
+        self.fused: dict[bool, epilogue.Epilogue | None] = {}
+
+    def _fused(self, moved: bool) -> epilogue.Epilogue | None:
+        """The whole walk as one product that writes weights over what would be its own place.
+
+        Not where small tiles are left out: its weights lack a factor of their row.
+        """
+        if moved not in self.fused:
+            alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
+            alone = alone and filtering.now() is None
+            found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
+            self.fused[moved] = found if found and self._serves(found) else None
+        return self.fused[moved]
+
+    def _serves(self, found: epilogue.Epilogue) -> bool:
+        """Whether it has features enough, its weights go where the product would be, and are summed one way each."""
+        last = self.groups[0][-1]
+        wide = self.sizes.of(str(found.product.args[0].feature)) > WIDEST
+        over = self.homes[last] == [(self.stored, found.product)]
+        return wide and over and all(len(products) == 1 for _, _, products in self.parts[last].sums)
+
+    def choose(self, room: int) -> panels.Panels | None:
+        """Whole rows where column totals stay accurate, else whole columns of a plain sum.
+
+        Column totals of 16 bits are rounded once a panel: beyond a few panels they are kept in float32.
+        """
+        rows, cols, pair, totals = self.sizes.rows, self.sizes.cols, self._pair(), self._totals("rows")
+        each = self._beside()
+        whole = panels.by_rows(rows, cols, pair, room, each=each)
+        if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
+            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True, each=each)
+        if not self._is_sum():
+            return whole
+        if whole is not None and whole.rows >= min(panels.FEW, rows):
+            return whole
+        found_tail = self._tail(room)
+        if found_tail:
+            return panels.Panels(rows, found_tail.own, tail=found_tail)
+        if not self._each("rows"):
+            found = panels.cut(rows, cols, pair, room, self._each("cols"))
+            return panels.Panels(*found, outer="rows") if found else whole
+        found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
+        if self.stored and (found is None or found[1] < rows):  # not even some columns of all rows
+            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"))
+            if blocks:
+                return blocks
+        return panels.Panels(*found[::-1]) if found else whole
+
+    def chosen(self) -> panels.Panels | None:
+        """What would be chosen now, where nobody asks for a budget."""
+        return self.choose(budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least()))
+
+    def _tail(self, room: int) -> tail.Tail | None:
+        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
+        if not self.stored or not self._each("rows"):
+            return None
+        line = max(self._widths("rows")) * self.stored.itemsize
+        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
+        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
+
+    def least(self) -> int:
+        rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
+        row = cols * pair + self._beside() + (self._totals("rows") if rows > panels.ADDS or not self.stored else 0)
+        if not self._is_sum():
+            return row
+        each = max(self._each("rows"), self._each("cols"))  # directions can be done apart
+        return min(row, panels.SMALLEST * (each + pair * panels.SMALLEST))
+
+    def _pair(self) -> int:
+        """Bytes held of one pair."""
+        extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
+        return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
+
+    def _beside(self) -> int:
+        """Bytes held of a row besides its pairs: the sums of its tiles, and then its vectors times a factor."""
+        fused = self._fused(False)
+        if fused is None or not fused.guesses:
+            return 0
+        return _ROW + max(fused.each(self.sizes), max([0, *self._widths("rows")]) * self.kind.itemsize)
+
+    def _totals(self, over: str) -> int:
+        """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
+        return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0
+
+    def _each(self, over: str) -> int:
+        """Bytes of the totals of one row or column."""
+        return sum(self._widths(over)) * self.sizes.compute.itemsize
+
+    def _widths(self, over: str) -> list[int]:
+        vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
+        return [self.sizes.of(str(v.feature)) for v in vectors if v is not None]
+
+    def _is_sum(self) -> bool:
+        """Whether parts of a row can be added up: one stage, of sums and of picks."""
+        kinds = {r.attrs[0] for s in self.walk.stages for r in s.fold.reductions}
+        return len(self.walk.stages) == 1 and kinds <= {"sum", "pick"}
