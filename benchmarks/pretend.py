@@ -32,7 +32,7 @@ from monoidreduce.engine.planning import planner, roads
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.tapes import replay
 from monoidreduce.engine.triton import boxes, describe, rows, source, staged
-from monoidreduce.engine.triton.wide import epilogue
+from monoidreduce.engine.triton.wide import epilogue, reels
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
 
@@ -57,6 +57,7 @@ def h200() -> Iterator[None]:
         (gradients, dict(straight=yes)),
         (hardware, dict(free_memory=lambda device: _FREE, panel_into=nothing, contract_into=nothing)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
+        (reels, dict(repeated=lambda walked, *given: walked(*given))),  # products here are heard by nobody
         (replay, dict(straight=yes)),
         (roads, dict(may_be_dense=lambda *given: False)),
         (script, dict(row_dot=_row_dot)),

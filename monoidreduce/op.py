@@ -112,7 +112,7 @@ class Op(compiled.Compiled):
         if plan is not None:
             return plan(given)
         form = self._plans.form(len(args), kwargs)
-        if not _is_wide(form, given):
+        if key is not None or not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
         outline.spoil()  # what is taken in the forward depends on who asks for gradients

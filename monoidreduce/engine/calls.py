@@ -18,7 +18,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import outline, recover, reference, registry
+from . import known, outline, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
@@ -114,8 +114,11 @@ def _walk(
     run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
     if not total:
         return names, run
-    sums = lambda *given: totals(run(*given), sizes)
-    return names, _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    sums: Callable = lambda *given: totals(run(*given), sizes)
+    sums = _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    if not alike or any(n not in names for n in known.inputs_of(traced.outputs)):
+        return names, sums
+    return names, known.Road(traced.outputs, names, sizes, engine, registry.stepper(engine, sizes.device), sums)
 
 
 def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:

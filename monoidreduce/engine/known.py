@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,15 @@ from torch import Tensor
 from ..errors import NoGradientError
 from ..plan import budget, panels
 from ..program.expr import Expr, topological
-from ..program.lower import Lowered, lower
+from ..program.lower import lower
 from ..program.total import Total, total
 from . import asked, autograd, filtering, gradients, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
 from .walks import split_means, walks
+
+_ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
 
 @dataclass
@@ -48,44 +50,100 @@ def summed(
     outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.Maker
 ) -> list[Tensor] | None:
     """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
-    program = planned(outputs, inputs, sizes, make) if torch.is_grad_enabled() else None
-    if program is None:
-        return None
-    exprs = inputs_of(outputs)
-    tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
-    numbers = {n: inputs[n] for n in exprs if n not in tensors}
-    asked = tuple(exprs[n] for n, v in tensors.items() if v.requires_grad)
-    context = _Context(outputs, asked, tuple(tensors), numbers, sizes, engine, make, program)
-    return list(_Sum.apply(context, *tensors.values()))
+    names = tuple(inputs_of(outputs))
+    found = Road(outputs, names, sizes, engine, make, lambda *_: None)(*(inputs[n] for n in names))
+    return None if found is None else list(found)
+
+
+class Road:
+    """The sums of calls of one kind: what depends on their types and sizes alone is found out once.
+
+    ``names``: of the inputs that it is called with; ``otherwise``: the ordinary road."""
+
+    def __init__(
+        self,
+        outputs: tuple[Expr, ...],
+        names: tuple[str, ...],
+        sizes: Sizes,
+        engine: str,
+        make: panel.Maker,
+        otherwise: Callable[..., Any],
+    ):
+        self.outputs, self.names, self.sizes, self.engine, self.make = outputs, names, sizes, engine, make
+        self.otherwise = otherwise
+        self.plans: dict[tuple[str, ...], _Plan | None] = {}  # by the inputs that ask for gradients
+
+    def __call__(self, *given: Any) -> Any:
+        plan = self._plan(given) if torch.is_grad_enabled() else None
+        if plan is None or not plan.pays():
+            return self.otherwise(*given)
+        tensors = {n: v for n, v in zip(self.names, given, strict=True) if isinstance(v, Tensor)}
+        numbers = {n: v for n, v in zip(self.names, given, strict=True) if n not in tensors}
+        context = _Context(
+            self.outputs, plan.asked, tuple(tensors), numbers, self.sizes, self.engine, self.make, plan.program
+        )
+        return list(_summed(context, *tensors.values()))
+
+    def _plan(self, given: Sequence[Any]) -> _Plan | None:
+        asks = [isinstance(v, Tensor) and v.requires_grad for v in given]
+        wanted = tuple([n for n, asks in zip(self.names, asks, strict=True) if asks])
+        if wanted not in self.plans:
+            inputs = dict(zip(self.names, given, strict=True))
+            self.plans[wanted] = _planned(self.outputs, inputs, self.sizes, self.make)
+        return self.plans[wanted]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A program of sums and gradients in one walk, whose panels ``step`` chooses; ``asked``: whose gradients."""
+
+    program: Total
+    asked: tuple[Expr, ...]
+    step: panel.Step
+    sizes: Sizes
+    known: dict[int, bool] = field(default_factory=dict, compare=False)  # by the room that there is
+
+    def pays(self) -> bool:
+        """Whether the budget holds panels of enough rows."""
+        room = budget.limit(lambda: hardware.free_memory(self.sizes.device))
+        found = self.known.get(room)
+        if found is None:
+            held = self.step.choose(room)
+            found = held is not None and held.rows >= min(panels.FEW, self.sizes.rows)
+            if len(self.known) < _ROOMS:
+                self.known[room] = found
+        return found
 
 
 def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> Total | None:
     """The program of sums and gradients, where there is one and it is the better road."""
+    found = _planned(outputs, inputs, sizes, make)
+    return found.program if found is not None and found.pays() else None
+
+
+def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> _Plan | None:
+    """The same, whatever the budget; only where products are wide enough to be worth keeping."""
     exprs = inputs_of(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
-    wanted = [n for n, v in tensors.items() if v.requires_grad]
-    if not wanted or sizes.batch or not sizes.rows or not sizes.cols:
+    asked = tuple(exprs[n] for n, v in tensors.items() if v.requires_grad)
+    if not asked or sizes.batch or not sizes.rows or not sizes.cols:
         return None
     try:
-        program = total(outputs, tuple(exprs[n] for n in wanted))
+        program = total(outputs, asked)
     except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
         return None
+    if program is None:
+        return None
     kinds = {v.dtype for n, v in tensors.items() if exprs[n].cols and exprs[n].feature is not None}
-    return program if program is not None and _worthwhile(program.program, kinds, sizes, make) else None
-
-
-def _worthwhile(program: Lowered, kinds: set[torch.dtype], sizes: Sizes, make: panel.Maker) -> bool:
-    """Whether products are wide enough to be worth keeping, and the budget holds panels of enough rows."""
-    found = walks(split_means(program) if make.splits else program)
+    found = walks(split_means(program.program) if make.splits else program.program)
     products = [f for w in found for f in w.products]
     widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
     if len(found) != 1 or widest <= panels.NARROW:
-        return False
+        return None
     try:
-        held = make(found[0], sizes, kinds).choose(budget.limit(lambda: hardware.free_memory(sizes.device)))
+        return _Plan(program, asked, make(found[0], sizes, kinds), sizes)
     except Unsupported:
-        return False
-    return held is not None and held.rows >= min(panels.FEW, sizes.rows)
+        return None
 
 
 class _Sum(torch.autograd.Function):
@@ -125,6 +183,10 @@ class _Sum(torch.autograd.Function):
             grad = waiting.get(name)
             found.append(None if grad is None else hardware.scale_(grad, g).to(t.dtype))
         return None, *found
+
+
+# ``apply`` without its look at transforms, for what is known to have none
+_summed: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sum).apply
 
 
 def _numbers(context: _Context) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,10 @@ class Step(Protocol):
 
     splits: bool  # whether a softmax mean of vectors should come as a softmax and a sum
     groups: tuple[range, ...]  # the stages that are done at once
+
+    @staticmethod
+    def repeated(walked: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        """What ``walked(*given)`` returns, perhaps as it was done before."""
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]) -> None:
         """``kinds``: the types of the vectors."""
@@ -86,6 +90,10 @@ def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Ma
 
     ``room``: bytes that panels may take, the budget's if left out.
     """
+    return maker.repeated(functools.partial(_walked, maker), program, inputs, sizes, room)
+
+
+def _walked(maker: Maker, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
     program = split_means(program) if maker.splits else program
     whole = Evaluator(sizes, inputs)
     needed = _under(program.outputs)
@@ -284,6 +292,10 @@ class TorchStep:
     """Stages done in tiles of torch, by the eager engine's arithmetic; the panel holds the products alone."""
 
     splits = False
+
+    @staticmethod
+    def repeated(walked: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        return walked(*given)
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes

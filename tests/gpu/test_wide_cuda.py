@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engine.triton.wide import reels
 from monoidreduce.plan import budget
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,6 +81,35 @@ def test_weights_measured_from_a_guess(kind):
         error, other = ((t.double() - exact).norm() / exact.norm() for t in (own, torchs))
         assert error <= 2 * other + 1e-6
         assert torch.equal(own, same)
+
+
+@pytest.mark.parametrize("limit", ["2MB", "64MB", "300MB"])
+def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeypatch):
+    """Walked, heard, run: the same bits each time, on other numbers too, and no more memory."""
+    monkeypatch.setattr(reels, "_KINDS", {})
+    monkeypatch.setattr(reels, "_ONCE", {})
+    x, w, target = head(1000, 1104, 32003, True)
+
+    def loss(x, w):
+        with mr.budget(limit):
+            return mr.ops.cross_entropy(x, w, target)
+
+    def walked(x, w):
+        with monkeypatch.context() as patch:
+            patch.setattr(reels, "repeated", lambda walked, *given: walked(*given))
+            return extra(lambda: pulled(loss, x, w)), pulled(loss, x, w)
+
+    bytes_walked, first = walked(x, w)
+    for _ in range(3):
+        for again, same in zip(pulled(loss, x, w), first, strict=True):
+            assert torch.equal(again, same)
+    kinds = list(reels._KINDS.values())
+    assert kinds and all(kind.reels and not kind.lost for kind in kinds)
+    assert extra(lambda: pulled(loss, x, w)) <= bytes_walked
+    other = x.flip(0).contiguous()
+    for got, want in zip(pulled(loss, other, w), walked(other, w)[1], strict=True):
+        assert torch.equal(got, want)
+    assert [kind.reels for kind in reels._KINDS.values()] == [kind.reels for kind in kinds]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1000])

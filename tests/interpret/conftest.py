@@ -11,10 +11,24 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import launch, source
+from monoidreduce.engine.triton import kept, launch, rows, source, topk, united
+from monoidreduce.engine.triton.wide import filtered, reels, rest
 from tests.interpret.quick import quicken
+
+
+def _unseen(run):
+    """What the interpreter does with torch is no business of who watches torch: a GPU does not."""
+
+    def launched(*given):
+        with _disable_current_modes():
+            return run(*given)
+
+    return launched
+
 
 QUICKENED = pytest.MonkeyPatch()
 quicken(QUICKENED)
@@ -31,7 +45,8 @@ def as_it_is():
 @pytest.fixture
 def by_address(monkeypatch):
     """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
-    real, made = launch.execute, []
+    made = []
+    real, small = _unseen(launch.execute), _unseen(kept.Kernels._first)
 
     def execute(call):
         real(call)
@@ -43,12 +58,26 @@ def by_address(monkeypatch):
 
         return again
 
+    def first(self, *how):
+        name, grid, like, *constants = how
+        small(self, *how)
+        return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
+
+    monkeypatch.setattr(kept.Kernels, "_first", first)
+    for kernels in (filtered._kernels, rest._run, rows._kernels, topk._kernels, united._kernels):
+        monkeypatch.setattr(kernels, "kept", kept.Kept())
+    monkeypatch.setattr(reels, "_KINDS", {})
+    monkeypatch.setattr(reels, "_ONCE", {})
+    # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
     monkeypatch.setattr(launch, "execute", execute)
     monkeypatch.setattr(source, "repeats", lambda device: True)
     monkeypatch.setattr(triton, "_READY", {})
     return made
 
 
+@_unseen
 def _at(address, like):
     """The tensor at an address, of a form."""
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):

@@ -112,6 +112,33 @@ def test_backward_again_and_derivatives_of_gradients(name, seed):
     assert torch.autograd.gradgradcheck(function, floats, fast_mode=True)
 
 
+@mr.op
+def rows_of(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col, scale: float):
+    return mr.logsumexp(x @ w * scale + bias)
+
+
+def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, monkeypatch):
+    """Calls of one kind share a plan; what they ask for differs from call to call."""
+    monkeypatch.setattr(panels, "FEW", 4)
+    x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
+    plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
+    tight = tiles.LEAST + 13 * 8 * 2
+    for limit, scale in (("1MB", 0.7), (tight, 0.7), ("1MB", -0.3)):
+        for wants in ((True, True, True), (True, False, False), (False, True, False)):
+            given = [t.clone().requires_grad_(want) for t, want in zip((x, w, bias), wants, strict=True)]
+            floats = [t for t in given if t.requires_grad]
+            with mr.use(engine="panel"), mr.budget(limit):
+                loss = rows_of.total(*given, scale)
+                assert (type(loss.grad_fn).__name__ == "_SumBackward") == (limit != tight)
+                got = [loss, *torch.autograd.grad(loss, floats)]
+            expected = plain(*given, scale)
+            for a, b in zip(got, [expected, *torch.autograd.grad(expected, floats)], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert len(rows_of._plans) == 1
+    with torch.no_grad(), mr.use(engine="panel"):
+        torch.testing.assert_close(rows_of.total(x, w, bias, 0.7), plain(x, w, bias, 0.7))
+
+
 def test_reductions_of_ops_take_it(seed):
     x, w = torch.randn(9, 5, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
     target = torch.randint(13, (9,))

@@ -81,7 +81,11 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
 def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
     """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
     how = _chosen(fold, leaves, sizes)[1]
-    return None if how.schedule == "panel" or not _by_kernels(sizes.device) else launches(how, fold, leaves, sizes)
+    if not _by_kernels(sizes.device):
+        return None
+    if how.schedule == "panel":
+        return triton.ready_deep(fold, list(leaves), sizes)
+    return launches(how, fold, leaves, sizes)
 
 
 def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:

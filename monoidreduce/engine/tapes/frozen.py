@@ -34,7 +34,7 @@ def situation() -> tuple | None:
 
 
 def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
-    return None if panel.is_wide(fold, sizes) else triton.ready(fold, leaves, sizes)
+    return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
 
 
 READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.ready, "triton": _kernels}

@@ -57,6 +57,7 @@ __all__ = [
     "launches_on",
     "overrides",
     "ready",
+    "ready_deep",
     "record",
     "resting",
     "run",
@@ -126,6 +127,12 @@ def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     if factors is None and not _to_numbers(fold, leaves, sizes):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
     return topk.of_product(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
+
+
+def ready_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
+    """The launches of such a fold on leaves like these; None where it is another, or something else is done too."""
+    alone = topk.factors(fold, leaves, sizes) is None and _to_numbers(fold, leaves, sizes)
+    return ready(fold, leaves, sizes) if alone else None
 
 
 def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:

@@ -104,8 +104,8 @@ def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: b
     return made
 
 
-def filled(made: Any, v: Tensor) -> Any:
-    """A descriptor for another tensor of the same shape, strides and alignment."""
+def filled(made: Any, v: Tensor | None) -> Any:
+    """A descriptor for another tensor of the same shape, strides and alignment, or for none."""
     found = object.__new__(type(made))
     found.__dict__ = {**made.__dict__, "base": v}
     return found

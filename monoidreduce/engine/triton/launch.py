@@ -63,7 +63,7 @@ def execute(call: Call) -> Callable[..., None] | None:
     with source.on(call.device):
         compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
         source.note(compiled)
-        return source.again(compiled, call.grid, tuple(constants.values()), call.device)
+        return source.again(compiled, (call.grid,), tuple(constants.values()), call.device)
 
 
 class Launch:

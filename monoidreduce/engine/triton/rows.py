@@ -6,13 +6,12 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..evaluate import Room
-from . import source
+from .kept import Kernels
 
 _TEXT = '''"""Sums over the features of each row."""
 
@@ -52,8 +51,7 @@ def share(out, labels, ignored, size, LANES: tl.constexpr):
 '''
 _WIDEST = 1024
 _LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
-_MOST = 256
-_again: dict[tuple, Callable[..., None]] = {}  # launchers by all that they depend on
+_kernels = Kernels(_TEXT)
 
 
 def _lanes(width: int) -> dict[str, int]:
@@ -66,20 +64,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor | None:
     if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
         return None
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    key = (x.shape, x.dtype, y.dtype, x.device, x.data_ptr() % 16, y.data_ptr() % 16)
-    launch = _again.get(key)
-    if launch is None:
-        constants = _lanes(x.shape[-1])
-        grid = -(-out.numel() // constants["ROWS"])
-        with source.on(x.device):
-            compiled = source.load(_TEXT).row_dot[(grid,)](out, x, y, out.numel(), **constants)
-            launch = source.again(compiled, grid, tuple(constants.values()), x.device)
-        if launch is not None:
-            _again[key] = launch
-            while len(_again) > _MOST:
-                del _again[next(iter(_again))]
-        return out
-    launch(out, x, y, out.numel())
+    constants = _lanes(x.shape[-1])
+    _kernels("row_dot", (-(-out.numel() // constants["ROWS"]),), (out, x, y, out.numel()), constants)
     return out
 
 
@@ -87,8 +73,8 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
     if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
         return False
-    with source.on(x.device):
-        source.load(_TEXT).scale[(min(-(-x.numel() // 4096), 2048),)](x, factor, x.numel(), LANES=4096, num_warps=8)
+    grid = (min(-(-x.numel() // 4096), 2048),)
+    _kernels("scale", grid, (x, factor, x.numel()), dict(LANES=4096), dict(num_warps=8))
     return True
 
 
@@ -98,16 +84,7 @@ def share(labels: Tensor, ignored: int) -> Tensor | None:
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
     out = _one(labels.device)()
-    key = (labels.dtype, labels.device, labels.data_ptr() % 16)
-    launch = _again.get(key)
-    if launch is not None:
-        launch(out.data_ptr(), labels.data_ptr(), ignored, size)
-        return out
-    with source.on(labels.device):
-        compiled = source.load(_TEXT).share[(1,)](out, labels, ignored, size, 1024)
-        launch = source.again(compiled, 1, (1024,), labels.device)
-    if launch is not None:
-        _again[key] = launch
+    _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
     return out
 
 

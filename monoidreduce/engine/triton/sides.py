@@ -174,6 +174,13 @@ class Launch:
             self.again = again if small else None
         return outputs
 
+    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments after the outputs."""
+        arguments = self.template.copy()
+        for at, leaf, _ in self.fill:
+            arguments[at] = leaves[leaf]
+        return arguments
+
     def recipe(self) -> Recipe | None:
         """How it is launched again, with integers that fit in 32 bits."""
         if self.again is None:

@@ -116,7 +116,7 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device) -> Again | None:
+def again(compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device) -> Again | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
     there = hasattr(compiled, "packed_metadata") and repeats(device)
     return Again(compiled, grid, constants, device) if there else None
@@ -134,8 +134,8 @@ class Again:
     It is right only for arguments of the same types, the same integers and pointers of the same alignment. ``start`` is
     called with ``before``, a stream, ``after``, the arguments and ``constants``, where nobody watches launches."""
 
-    def __init__(self, compiled: Any, grid: int, constants: tuple[Any, ...], device: torch.device):
-        self.constants, self.device, self.before = constants, device, (grid, 1, 1)
+    def __init__(self, compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device):
+        self.constants, self.device, self.before = constants, device, (*grid, 1, 1)[:3]
         after = (compiled.function, compiled.packed_metadata, None, None, None)
         found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
         self.start, self.after = found

@@ -22,7 +22,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import COMBINERS
 from ..evaluate import Sizes
-from . import source
+from .kept import Kernels
 from .spec import TINY, Unsupported, padded
 from .text.kind import Kind
 
@@ -116,6 +116,7 @@ def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr
         v = v.to(tl.float32)
     tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
 '''
+_kernels = Kernels(_TEXT)
 
 
 def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
@@ -138,9 +139,8 @@ def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
         return panel.topk(k, dim=1, largest=largest)
     whole = strips * _STRIP
     maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
-    with source.on(panel.device):
-        maximum = source.load(_TEXT).strip_maxima[(rows, -(-strips // _MANY))]
-        maximum(maxima, panel, panel.stride(0), strips, STRIP=_STRIP, MANY=_MANY)
+    grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
+    _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
     chosen = maxima.topk(k, dim=1, sorted=False).indices
     held = panel[:, :whole].unflatten(1, (strips, _STRIP)).gather(1, chosen.unsqueeze(2).expand(-1, -1, _STRIP))
     held = held.flatten(1) if whole == panel.shape[1] else torch.cat([held.flatten(1), panel[:, whole:]], 1)

@@ -5,12 +5,12 @@ The arithmetic is that of ``combine.py``, part by part in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import source
+from .kept import Kernels
 
 _TEXT = '''"""A softmax from those of its parts."""
 
@@ -60,8 +60,7 @@ def unite_softmax(
         tl.store(peak_out + at, safe, mask=here)
 '''
 _WIDEST = 1024
-_MOST = 256
-_again: dict[tuple, Callable[..., None]] = {}  # launchers by all that they depend on
+_kernels = Kernels(_TEXT)
 
 
 def room(stacked: Sequence[Tensor]) -> list[Tensor] | None:
@@ -88,18 +87,7 @@ def _launched(
     whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], mean: Tensor, made: Tensor, width: int, first: bool
 ) -> None:
     """One mean, and with the first of them the numbers."""
-    count, rows, device = len(mean), whole[0].numel(), mean.device
-    lanes = 1 << max(width - 1, 0).bit_length()
+    rows, lanes = whole[0].numel(), 1 << max(width - 1, 0).bit_length()
     constants = dict(WIDTH=width, LANES=lanes, ROWS=max(1, min(32, 2048 // lanes)), NUMBERS=first)
-    grid, given = -(-rows // constants["ROWS"]), (whole[0], made, *whole[1:], mean, *parts)
-    key = (rows, width, first, device, *(t.data_ptr() % 16 for t in given))
-    launch = _again.get(key)
-    if launch is not None:
-        return launch(*given, count, rows)
-    with source.on(device):
-        compiled = source.load(_TEXT).unite_softmax[(grid,)](*given, count, rows, **constants)
-        launch = source.again(compiled, grid, tuple(constants.values()), device)
-    if launch is not None:
-        _again[key] = launch
-        while len(_again) > _MOST:
-            del _again[next(iter(_again))]
+    given = (whole[0], made, *whole[1:], mean, *parts, len(mean), rows)
+    _kernels("unite_softmax", (-(-rows // constants["ROWS"]),), given, constants)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import filtering, hardware
 from ...filtering import TILE
 from .. import source
+from ..kept import Kernels
 
 _TEXT = '''"""Products of a matrix of weights, of whose tiles some are left out."""
 
@@ -95,6 +96,7 @@ def contract(
     else:
         tl.store(at, total, mask=inside)
 '''
+_kernels = Kernels(_TEXT)
 # features of an output tile, features at a time, warps and stages, by bytes of a number; not measured beyond 16 bits
 _PLANS = {2: (256, 64, 8, 3), 4: (64, 32, 8, 2), 8: (32, 16, 4, 1)}
 
@@ -132,20 +134,19 @@ def _kept(weights: Tensor) -> Kept | None:
     if skipped is None or not weights.numel() or weights.stride(1) != 1:
         return None
     down, across = (-(-n // TILE) for n in weights.shape)
-    device, module = weights.device, source.load(_TEXT)
+    device = weights.device
     maxima = torch.empty(down, across, dtype=torch.promote_types(weights.dtype, torch.float32), device=device)
     whole = functools.partial(torch.empty, dtype=torch.int32, device=device)
     lists = {"cols": whole(down, across + 1), "rows": whole(across, down + 1)}  # each with room for one more
     counts = {"cols": whole(down), "rows": whole(across)}
-    with source.on(device):
-        given = (weights, weights.stride(0), *weights.shape, across)
-        module.tile_maxima[(down * across,)](maxima, *given, TILE=TILE, num_warps=8)
-        largest = maxima.amax()
-        least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
-        lanes = lambda length: min(1024, max(16, 1 << (length - 1).bit_length()))
-        for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
-            into = (lists[over], counts[over], maxima, least)
-            module.list_kept[(len(lists[over]),)](*into, *step, length, LANES=lanes(length))
+    given = (maxima, weights, weights.stride(0), *weights.shape, across)
+    _kernels("tile_maxima", (down * across,), given, dict(TILE=TILE), dict(num_warps=8))
+    largest = maxima.amax()
+    least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
+    lanes = lambda length: min(1024, max(16, 1 << (length - 1).bit_length()))
+    for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
+        into = (lists[over], counts[over], maxima, least, *step, length)
+        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=lanes(length)))
     return Kept(skipped, lists, counts)
 
 
@@ -156,14 +157,10 @@ def _contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: boo
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
     kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
-    module = source.load(_TEXT)
-    total = module.tl.float64 if weights.dtype is torch.float64 else module.tl.float32
-    with source.on(out.device):
-        module.contract[(len(kept.lists[over]) * blocks,)](
-            *(out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0)),
-            *(kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks),
-            **dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, SUM=total),
-            PRECISION=hardware.float32_precision(),
-            num_warps=warps,
-            num_stages=stages,
-        )
+    tl = source.load(_TEXT).tl
+    given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
+    given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
+    constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=hardware.float32_precision())
+    constants["SUM"] = tl.float64 if weights.dtype is torch.float64 else tl.float32
+    options = dict(num_warps=warps, num_stages=stages)
+    _kernels("contract", (len(kept.lists[over]) * blocks,), given, constants, options)

@@ -9,7 +9,7 @@ generator of the other kernels, a product being a leaf given per pair.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,9 @@ from ...evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...panel import ALIGN, Part, cut_evenly
 from ...sides import Gathered, gather
 from ...walks import Walk, fed
-from .. import sides, topk
+from .. import kept, sides, topk
 from ..spec import Unsupported
-from . import epilogue, filtered, sweep
+from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
 from .rest import Rest
 from .room import Room
@@ -38,6 +38,10 @@ class KernelStep(Room):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
 
     splits = True  # softmax means of vectors come as a softmax and a sum
+
+    @staticmethod
+    def repeated(walked: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        return reels.repeated(walked, *given)
 
     def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
         """Numbers of all rows in one kernel: a torch call each would keep the device waiting."""
@@ -52,9 +56,14 @@ class KernelStep(Room):
             _SIDES[key] = launch
             while len(_SIDES) > _MOST:
                 del _SIDES[next(iter(_SIDES))]
-            whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, launch(leaves), strict=True)}
+            found = launch(leaves)
+            kept.tell(launch.again, (*found, *launch.filled(leaves)))
+            whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, panel: panels.Panels) -> None:
+        heard = kept.hearing.get()
+        if heard is not None:
+            heard.begun(KernelStep(self.walk, self.sizes, self.given), panel)
         self.panel, self.written = panel, _written(self.walk)
         self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}

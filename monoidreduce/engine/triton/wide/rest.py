@@ -7,14 +7,12 @@ label are added in their order by the first of them, so that nothing depends on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import source
+from ..kept import Kernels
 
 _TEXT = '''"""Vectors times a number of their row, and the vectors of labels."""
 
@@ -85,8 +83,7 @@ def add_labels(
                     value += tl.sum(tl.load(more, mask=mask, other=0).to(tl.float32) * there[:, None], 0)
         tl.store(place, value, mask=lane < WIDTH)
 '''
-_MOST = 256
-_again: dict[tuple, Callable[..., Any]] = {}  # launchers by all that they depend on
+_run = Kernels(_TEXT)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Rest:
         """A row's vectors times its factor."""
         out = torch.empty(vectors.shape, dtype=kind, device=vectors.device)
         constants = dict(WIDTH=vectors.shape[1], LANES=1024)
-        _run("scale_rows", vectors.shape[0], (out, vectors, *vectors.stride(), self.factors), constants)
+        _run("scale_rows", vectors.shape[:1], (out, vectors, *vectors.stride(), self.factors), constants)
         return out
 
     def complete(self, sums: Tensor, vectors: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ class Rest:
         hits, targets = (self.factors if t is None else t for t in (self.hits, self.targets))
         constants = dict(HITS=self.hits is not None, WIDTH=sums.shape[1], LANES=1024)
         arguments = (sums, self.factors, hits, targets, vectors, *vectors.stride())
-        _run("complete_rows", sums.shape[0], arguments, constants)
+        _run("complete_rows", sums.shape[:1], arguments, constants)
         return sums
 
     def add(self, sums: Tensor, vectors: Tensor) -> None:
@@ -120,21 +117,4 @@ class Rest:
         width, lanes = sums.shape[1], 2048  # every block of lanes looks for rows of the same label
         constants = dict(DISTINCT=self.distinct, WIDTH=width, LANES=lanes, BLOCKS=-(-width // lanes), ROWS=8)
         arguments = (sums, self.hits, self.targets, vectors, *vectors.stride(), vectors.shape[0])
-        _run("add_labels", vectors.shape[0] * constants["BLOCKS"], arguments, constants)
-
-
-def _run(name: str, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    device = arguments[0].device
-    told = tuple((a.dtype, a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in arguments)
-    key = (name, grid, device, told, *constants.values())
-    launch = _again.get(key)
-    if launch is not None:
-        launch(*arguments)
-        return
-    with source.on(device):
-        compiled = getattr(source.load(_TEXT), name)[(grid,)](*arguments, **constants)
-        launch = source.again(compiled, grid, tuple(constants.values()), device)
-    if launch is not None:
-        _again[key] = launch
-        while len(_again) > _MOST:
-            del _again[next(iter(_again))]
+        _run("add_labels", (vectors.shape[0] * constants["BLOCKS"],), arguments, constants)

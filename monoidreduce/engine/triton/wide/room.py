@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from ....plan import panels, tail
+from ....plan import budget, panels, tail
 from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
@@ -53,7 +53,7 @@ class Room:
     """A walk on sizes and types: what its stages need in memory."""
 
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        self.walk, self.sizes = walk, sizes
+        self.walk, self.sizes, self.given = walk, sizes, kinds
         self.parts = [parts(s) for s in walk.stages]
         self.groups = groups(walk)
         sixteen = kinds & set(hardware.SIXTEEN)
@@ -109,6 +109,10 @@ class Room:
             if blocks:
                 return blocks
         return panels.Panels(*found[::-1]) if found else whole
+
+    def chosen(self) -> panels.Panels | None:
+        """What would be chosen now, where nobody asks for a budget."""
+        return self.choose(budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least()))
 
     def _tail(self, room: int) -> tail.Tail | None:
         """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""

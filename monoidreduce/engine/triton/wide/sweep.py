@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ....program.lower import Fold
 from ....program.reductions import KINDS
 from ...evaluate import Sizes
 from .. import boxes, launch
+from ..kept import Again, Kept
 from ..launch import Call
 from ..plan import KernelPlan
 from ..spec import Spec
@@ -208,7 +209,7 @@ class Prepared:
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
-        self.again: dict[tuple, Callable[..., Any] | None] = {}  # by the alignment of what is pointed to
+        self.kept = Kept()  # by the alignment of what is pointed to
         self.boxes: list[Any] = []
 
     def __call__(
@@ -227,13 +228,12 @@ class Prepared:
             self.boxes = self.boxes or [self._box(e, values[e]) for e in self.copied]
             arguments += [boxes.filled(box, values[e]) for box, e in zip(self.boxes, self.copied, strict=True)]
         key = () if alike else tuple(map(specialized, arguments))
-        again = self.again.get(key)
-        if again is not None:
-            again(*arguments)
-            return
+        self.kept(key, functools.partial(self._first, arguments, device), arguments)
+
+    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
         call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
-        self.again[key] = launch.execute(call)
+        return launch.execute(call)
 
     def _box(self, e: Expr, v: Tensor) -> Any:
         block = self.plan.block_folded if e.cols else self.plan.block_kept

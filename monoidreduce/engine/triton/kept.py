@@ -1,0 +1,111 @@
+"""Launchers, kept: what a first launch compiled is launched again without a look-up, found by all that it depends on.
+
+Every kernel on a panel, and every small one that no program writes, is launched through here; so here is also where
+somebody can hear of launches (``reel.py``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import source
+
+_MOST = 256
+Again = Callable[..., Any]
+
+
+class Hearer(Protocol):
+    """Who is told of what is done to panels."""
+
+    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+        """A kernel was launched with these arguments; None: it cannot be launched again."""
+
+    def begun(self, chooser: Any, panels: Any) -> None:
+        """A walk over panels begins; ``chooser``: what chose them."""
+
+
+hearing: contextvars.ContextVar[Hearer | None] = contextvars.ContextVar("hearing", default=None)
+
+
+def tell(again: Again | None, arguments: Sequence[Any]) -> None:
+    """Say that a kernel was launched."""
+    heard = hearing.get()
+    if heard is not None:
+        heard.launched(again, arguments)
+
+
+class Kept:
+    """Launchers by their keys; the oldest is forgotten where they are too many."""
+
+    def __init__(self, most: int = _MOST):
+        self.most = most
+        self.made: dict[tuple, Again] = {}
+
+    def __call__(
+        self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any], given: Sequence[Any] = ()
+    ) -> None:
+        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again.
+
+        ``given``: the arguments with addresses in place of tensors, for which a launcher need not ask."""
+        again = self.made.get(key)
+        if again is not None:
+            again(*(given or arguments))
+        else:
+            again = first()
+            if again is not None:
+                self._keep(key, again)
+        tell(again, arguments)
+
+    def _keep(self, key: tuple, again: Again) -> None:
+        self.made[key] = again
+        while len(self.made) > self.most:
+            del self.made[next(iter(self.made))]
+
+
+class Kernels:
+    """The kernels of a text that no program writes."""
+
+    def __init__(self, text: str):
+        self.text, self.kept = text, Kept()
+
+    def __call__(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int] | None = None,
+    ) -> None:
+        """Launch one on the device of its first argument. ``constants``: in the order of the text, after all others;
+        ``options``: for the compiler."""
+        device, options = arguments[0].device, options or {}
+        key, given = [name, grid, device, *constants.values(), *options.values()], []
+        for v in arguments:
+            address = v.data_ptr() if isinstance(v, Tensor) else v
+            key += (v.dtype, address & 15) if isinstance(v, Tensor) else specialized(v)
+            given.append(address)
+        first = functools.partial(self._first, name, grid, arguments, constants, options)
+        self.kept(tuple(key), first, arguments, given)
+
+    def _first(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> Again | None:
+        device = arguments[0].device
+        with source.on(device):
+            compiled = getattr(source.load(self.text), name)[grid](*arguments, **constants, **options)
+            return source.again(compiled, grid, tuple(constants.values()), device)
+
+
+def specialized(v: int) -> tuple[bool, ...]:
+    """What a compiled kernel may rely on of an integer."""
+    return v == 1, v & 15 == 0, -(2**31) <= v < 2**31
