@@ -8,6 +8,7 @@ gradients are done, for themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _ROUND = 128  # columns of a panel are a multiple of this where there are more
@@ -35,11 +36,14 @@ class Tail:
     totals: int
 
 
-def tail(cols: int, line: int, column: int, totals: int, room: int, most: int) -> Tail | None:
+def tail(
+    cols: int, line: int, column: int, totals: int, room: int, most: int, fill: Callable[[int], int]
+) -> Tail | None:
     """Plan the turns; None where the column gradients are too small to be of use.
 
     ``line``: bytes of one column's gradient; ``column``: bytes that a panel holds of one column; ``totals``: bytes of
-    the row totals; ``room``: bytes for a panel of its own, at least one of a few columns; ``most``: columns of a panel.
+    the row totals; ``room``: bytes for a panel of its own, at least one of a few columns; ``most``: columns of a panel;
+    ``fill``: how many of at most so many columns a panel had better have.
     """
     own = min(room // max(1, column), cols, most)
     own = own // _ROUND * _ROUND or own // _LEAST * _LEAST
@@ -47,26 +51,24 @@ def tail(cols: int, line: int, column: int, totals: int, room: int, most: int) -
     first = begin // line  # the columns from here on are met twice
     if not own or first < cols // 2:
         return None
-    step = _fit(0, begin, column, most)
+    fit = lambda begin, end, column: fill(min(most, max(0, end - begin - _ALIGN) // column // _ROUND * _ROUND))
+    step = fit(0, begin, column)
     step, place = (step, 0) if step > own else (own, None)
     again = [Turn(at, min(cols, at + step), ROWS, place) for at in range(first, cols, step)]
-    once = _written(0, first, begin, line, column, own, most, ROWS | COLS)
-    late = _written(first, cols, cols * line, line, column, own, most, COLS)
+    once = _written(0, first, begin, line, column, own, fit, ROWS | COLS)
+    late = _written(first, cols, cols * line, line, column, own, fit, COLS)
     return Tail((*again, *once, *late), own, begin)
 
 
-def _fit(begin: int, end: int, column: int, most: int) -> int:
-    """Columns of a panel that fits between two places."""
-    return min(most, max(0, end - begin - _ALIGN) // column // _ROUND * _ROUND)
-
-
 def _written(
-    at: int, last: int, end: int, line: int, column: int, own: int, most: int, over: frozenset[str]
+    at: int, last: int, end: int, line: int, column: int, own: int, fit: Callable[..., int], over: frozenset[str]
 ) -> list[Turn]:
-    """Turns that write the gradients of columns, each panel at the end of what is free beyond its own gradients."""
+    """Turns that write the gradients of columns, each panel at the end of what is free beyond its own gradients.
+
+    ``fit``: columns of a panel that fits between two places, of so many bytes each."""
     found = []
     while at < last:
-        step = min(_fit(at * line, end, line + column, most), last - at)
+        step = min(fit(at * line, end, line + column), last - at)
         place = (end - -(-step // _ROUND) * _ROUND * column) // _ALIGN * _ALIGN if step > own else None
         step = step if step > own else min(own, last - at)
         found.append(Turn(at, at + step, over, place))

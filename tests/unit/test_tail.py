@@ -17,9 +17,10 @@ LARGE = [
 ]
 
 
+@pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
 @pytest.mark.parametrize(("cols", "line", "column", "totals", "room"), LARGE)
-def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
-    plan = tail(cols, line, column, totals, room, 4096)
+def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room, fill):
+    plan = tail(cols, line, column, totals, room, 4096, fill)
     assert plan is not None and plan.own * column <= room and plan.totals + totals <= cols * line
     done = {"cols": 0, "rows": 0}
     spans = {over: [] for over in done}
@@ -52,7 +53,7 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
     [(1000, 600, 100_000, 900_000, 10**7), (1000, 600, 10_000, 0, 10_000), (10, 4, 10**6, 0, 10**5)],
 )
 def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
-    assert tail(cols, line, column, totals, room, 4096) is None
+    assert tail(cols, line, column, totals, room, 4096, lambda most: most) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
 )
 def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
     """Column totals are rounded four times where that fits; of the ways to cut, that with the longest shorter side."""
-    found = panels.blocks(length, length, 2, room, 4 * features)
+    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
     few = (length // 4) * 4 * features <= room // 2
     counts = range(2, panels.BLOCKS + 1) if few else range(panels.BLOCKS + 1, panels.ADDS + 1)
@@ -70,3 +71,17 @@ def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
         cols = (room - rows * 4 * features) // (2 * rows)
         fits = rows * 4 * features <= room // 2
         assert not fits or min(rows, cols) < min(found.rows, found.cols) + 256  # but for rounding
+
+
+@pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
+def test_panels_leave_few_processors_idle(rows, most):
+    found = panels.filling(rows, 132)(most)
+    assert 0.7 * most <= found <= most
+    tiles = [-(-rows // 128) * -(-n // 256) for n in range(256, most + 1, 256)]
+    busy = [n / (-(-n // 132) * 132) for n in tiles]
+    whole = -(-rows // 128) * -(-found // 256)
+    assert most < 1024 or whole / (-(-whole // 132) * 132) >= max(busy[-(-len(busy) * 3 // 4) - 1 :]) - 0.01
+
+
+def test_without_processors_panels_are_as_large_as_they_may():
+    assert panels.filling(8192, 1)(2862) == 2862

@@ -6,6 +6,7 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
 from ...walks import Walk
+from ..describe import processors
 from ..spec import WIDEST
 from . import epilogue
 from .joint import groups, parts
@@ -105,7 +107,7 @@ class Room:
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
         if self.stored and (found is None or found[1] < rows):  # not even some columns of all rows
-            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"))
+            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"), self._filling)
             if blocks:
                 return blocks
         return panels.Panels(*found[::-1]) if found else whole
@@ -120,7 +122,10 @@ class Room:
             return None
         line = max(self._widths("rows")) * self.stored.itemsize
         column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
-        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
+        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST, self._filling(self.sizes.rows))
+
+    def _filling(self, rows: int) -> Callable[[int], int]:
+        return panels.filling(rows, processors(self.sizes.device))
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
