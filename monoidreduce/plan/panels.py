@@ -70,8 +70,8 @@ def filling(rows: int, processors: int) -> Callable[[int], int]:
         high, wide = -(-rows // TILE[0]), most // TILE[1]
         if wide < 4 or processors < 2:
             return most
-        rounds = lambda count: -(-high * count // processors)
-        return TILE[1] * max(range(-(-wide * 3 // 4), wide + 1), key=lambda n: (round(n / rounds(n), 2), n))
+        busy = {n: n / -(-high * n // processors) for n in range(wide, wide * 3 // 4, -1)}
+        return TILE[1] * next(n for n in busy if busy[n] >= 0.97 * max(busy.values()))
 
     return fill
 

@@ -15,7 +15,7 @@ from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
 from ...walks import Walk
-from ..describe import processors
+from .. import describe
 from ..spec import WIDEST
 from . import epilogue
 from .joint import groups, parts
@@ -125,7 +125,7 @@ class Room:
         return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST, self._filling(self.sizes.rows))
 
     def _filling(self, rows: int) -> Callable[[int], int]:
-        return panels.filling(rows, processors(self.sizes.device))
+        return panels.filling(rows, describe.processors(self.sizes.device))
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
