@@ -120,9 +120,12 @@ class Room:
         """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
         if not self.stored or not self._each("rows"):
             return None
-        line = max(self._widths("rows")) * self.stored.itemsize
-        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
-        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST, self._filling(self.sizes.rows))
+        rows, cols = self.sizes.rows, self.sizes.cols
+        line, column = max(self._widths("rows")) * self.stored.itemsize, rows * self._pair()
+        half = rows * self.stored.itemsize // self.sizes.compute.itemsize // panels.ROUND * panels.ROUND
+        lent = half if filtering.now() is None else 0  # small tiles are looked for in whole panels
+        given = tail.Rows(rows, lent, self._each("cols"))
+        return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
     def _filling(self, rows: int) -> Callable[[int], int]:
         return panels.filling(rows, describe.processors(self.sizes.device))
