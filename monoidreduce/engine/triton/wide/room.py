@@ -94,7 +94,9 @@ class Room:
         each = self._beside()
         whole = panels.by_rows(rows, cols, pair, room, each=each)
         if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
-            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True, each=each)
+            # a gradient of 16 bits, half as large, is not there before the panel is gone
+            left = room - totals // 2 if totals <= room else 0
+            whole = panels.by_rows(rows, cols, pair, left, wide=True, each=each)
         if not self._is_sum():
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
