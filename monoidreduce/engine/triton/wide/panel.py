@@ -300,7 +300,7 @@ class KernelStep(Room):
             for piece, out in outs:
                 self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
-            self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "leaf")
+            self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
