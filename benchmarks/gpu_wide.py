@@ -253,8 +253,8 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         "Milliseconds of loss and gradients (and of the forward alone), bfloat16, calls queued one behind the other;",
         "of the products: in turns with them; by itself: the ratio where each runs alone; from rest: one call on an",
-        "idle device. Extra megabytes. Relative errors of the loss and of each gradient against float32; for picks: how",
-        "far below the best a pick lies.",
+        "idle device. Extra megabytes. Relative errors of the loss and of each gradient against float32; for picks:",
+        "how far below the best a pick lies.",
         "",
     ]
     lines += [
