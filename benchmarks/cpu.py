@@ -290,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark itself")
     parser.add_argument("--case", action="append", default=[], help="only cases whose name contains this, or another")
-    parser.add_argument("--kind", default="cpu", help="the results' name: another, where they are to stand beside those")
+    parser.add_argument("--kind", default="cpu", help="the results' name: another where they stand beside all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
