@@ -1,8 +1,10 @@
 """Calls on a GPU that is not there (``benchmarks/pretend.py``): of each, what is predicted to be held at once, and what
 is, as JSON. Run by ``interpret/test_memory_kernels.py`` in a process of its own."""
 
+import itertools
 import json
 from typing import no_type_check
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row
+from monoidreduce.engine.triton.wide import reels
 
 B, S = torch.bfloat16, torch.float32
 
@@ -105,13 +108,27 @@ def calls():
             yield f"{name}, {how}", (predicted(op, args, backward).peak, counted(op, args, backward).peak)
 
 
+WIDE = ("wide gated", "wide labels", "wide labels, float32", "wide both ways")
+WITHIN = list(itertools.product(WIDE, ("16MB", "1MB")))
+
+
 def budgets():
     """Panels cut along one axis, along both, and in the column gradients' own memory."""
-    for name in ("wide gated", "wide labels", "wide labels, float32", "wide both ways"):
-        for budget in ("16MB", "1MB"):
-            with mr.budget(budget):
-                op, args = CASES[name]
-                yield f"{name}, {budget}", (predicted(op, args).peak, counted(op, args).peak)
+    for name, budget in WITHIN:
+        with mr.budget(budget):
+            op, args = CASES[name]
+            yield f"{name}, {budget}", (predicted(op, args).peak, counted(op, args).peak)
+
+
+def again():
+    """Of walks over panels: bytes where each is walked, where it is run as it was written down, and how many were."""
+    for name, budget in [*WITHIN, ("wide labels", "10GB"), ("wide distilled", "10GB")]:
+        found = []
+        for repeated in (False, True):
+            with h200(repeated), mr.budget(budget), mock.patch.object(reels, "_KINDS", {}):
+                found.append(counted(*CASES[name]).peak)
+                written = sum(len(kind.reels) for kind in reels._KINDS.values())
+        yield f"{name}, {budget}", (*found, written)
 
 
 def planners():
@@ -122,4 +139,5 @@ def planners():
 
 if __name__ == "__main__":
     with h200():
-        print(json.dumps({"calls": dict(calls()), "budgets": dict(budgets()), "planners": dict(planners())}))
+        found = {"calls": dict(calls()), "budgets": dict(budgets()), "planners": dict(planners())}
+    print(json.dumps(found | {"again": dict(again())}))
