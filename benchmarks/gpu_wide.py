@@ -5,6 +5,7 @@
 Every contender's loss and gradients are compared with a float32 reference (computed row block by row block) before it
 is timed; the relative errors stand in the results. The chip is limited by power, so that a kernel's time depends on
 what ran before: every contender is timed in turns with the products alone, and its ratio to them is what to compare.
+Calls are queued one behind the other; "from rest" is one call by itself on an idle device, with the host's time in it.
 Extra memory is the peak beyond inputs, results and gradients.
 Peers are imported from ``peers/`` (unpacked wheels) where they are. Writes ``gpu-wide-*.json`` and ``.md`` as it goes.
 """
@@ -21,7 +22,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,36 +195,40 @@ def _works() -> list[Work]:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[], Any], least: int = 3, seconds: float = 0.4) -> float:
-    """Median milliseconds of a call, after two to warm up."""
-    for _ in range(2):
-        call()
+def queued(calls: Sequence[Callable[[], Any]], rounds: int, warm: int = 1) -> list[float]:
+    """Median milliseconds of each call, in turns, one behind the other: the device has always something to do, as in a
+    training step and in Triton's ``do_bench``, so that the host counts only where it cannot keep up."""
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for turn in range(-warm, rounds):
+        for call, own in zip(calls, marks, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            if turn >= 0:
+                own.append((start, stop))
     torch.cuda.synchronize()
-    times: list[float] = []
-    began = time.time()
-    while len(times) < least or (time.time() - began < seconds and len(times) < 50):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return [statistics.median(start.elapsed_time(stop) for start, stop in own) for own in marks]
+
+
+def milliseconds(call: Callable[[], Any], seconds: float = 0.4) -> float:
+    """Median milliseconds of a call, run for about so long."""
+    (once,) = queued([call], 2)
+    return queued([call], max(3, min(50, int(seconds * 1e3 / max(once, 1e-3)))))[0]
+
+
+def from_rest(call: Callable[[], Any], rounds: int = 3) -> float:
+    """Median milliseconds of a call on an idle device."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        found += queued([call], 1, warm=0)
+    return statistics.median(found)
 
 
 def in_turns(call: Callable[[], Any], products: Callable[[], Any], rounds: int) -> tuple[float, float]:
     """Median milliseconds of a call, and its ratio to those of the products, one of each after the other."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        for own, found in zip((call, products), times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            own()
-            stop.record()
-            stop.synchronize()
-            if turn:  # the first is to warm up
-                found.append(start.elapsed_time(stop))
-    ours, theirs = map(statistics.median, times)
+    ours, theirs = queued([call, products], rounds)
     return ours, ours / theirs
 
 
@@ -329,11 +334,12 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
             row["MB"] = round(extra_memory(call), 1)
             ms, ratio = in_turns(call, products, ROUNDS.get(who, 3 if "skip" in who else 9))
             row["ms"], row["of the products"] = round(ms, 3), round(ratio, 3)
+            row["from rest ms"] = round(from_rest(call), 3)
             KEPT.clear()
             if who in ("ours", "torch.compile", "naive", "Cut Cross-Entropy"):
                 forward = partial(loss, *args)
                 with torch.no_grad():
-                    row["forward ms"] = round(milliseconds(forward, seconds=0.3), 3)
+                    row["forward ms"] = round(milliseconds(forward, 0.3), 3)
                     row["forward MB"] = round(extra_memory(forward), 1)
         except Exception as error:
             row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -384,7 +390,7 @@ def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
                             least = exact.gather(1, found.view(M, -1)).amin(1)
                             row["errors"] = [float((best - least).clamp(min=0).max())]
                         row["MB"] = round(extra_memory(call), 1)
-                        row["ms"] = round(milliseconds(call, seconds=0.2), 3)
+                        row["ms"], row["from rest ms"] = round(milliseconds(call, 0.2), 3), round(from_rest(call), 3)
                     except Exception as error:
                         row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
                     show(row)
@@ -395,19 +401,18 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [f"- {k}: {v}" for k, v in results["environment"].items()]
     lines += [
         "",
-        "Milliseconds of loss and gradients (and of the forward alone), bfloat16; extra megabytes; relative",
+        "Milliseconds of loss and gradients (and of the forward alone), bfloat16, calls queued one behind the other;",
+        "from rest: one call on an idle device. Extra megabytes. Relative errors of the loss and of each gradient",
+        "against float32; for picks: how far below the best a pick lies.",
         "",
     ]
-    lines[-2] += (
-        " errors of the loss and of each gradient against float32. For picks: how far below the best a pick lies."
-    )
     lines += [
-        "| work | who | ms | of the products | forward | MB | forward MB | errors |",
-        "|---|---|---|---|---|---|---|---|",
+        "| work | who | ms | of the products | from rest | forward | MB | forward MB | errors |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results["rows"]:
         cells = [r["work"], r["who"], r.get("ms", r.get("problem", ""))]
-        cells += [r.get(key, "") for key in ("of the products", "forward ms", "MB", "forward MB")]
+        cells += [r.get(key, "") for key in ("of the products", "from rest ms", "forward ms", "MB", "forward MB")]
         cells += [", ".join(map(str, r.get("errors", ())))]
         lines.append("| " + " | ".join(str(c).replace("\n", " ").replace("|", "/") for c in cells) + " |")
     return "\n".join(lines) + "\n"

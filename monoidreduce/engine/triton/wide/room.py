@@ -6,6 +6,7 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
 from ...walks import Walk
+from .. import describe
 from ..spec import WIDEST
 from . import epilogue
 from .joint import groups, parts
@@ -105,7 +107,7 @@ class Room:
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
         if self.stored and (found is None or found[1] < rows):  # not even some columns of all rows
-            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"))
+            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"), self._filling)
             if blocks:
                 return blocks
         return panels.Panels(*found[::-1]) if found else whole
@@ -118,9 +120,15 @@ class Room:
         """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
         if not self.stored or not self._each("rows"):
             return None
-        line = max(self._widths("rows")) * self.stored.itemsize
-        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
-        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST)
+        rows, cols = self.sizes.rows, self.sizes.cols
+        line, column = max(self._widths("rows")) * self.stored.itemsize, rows * self._pair()
+        half = rows * self.stored.itemsize // self.sizes.compute.itemsize // panels.ROUND * panels.ROUND
+        lent = half if filtering.now() is None else 0  # small tiles are looked for in whole panels
+        given = tail.Rows(rows, lent, self._each("cols"))
+        return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
+
+    def _filling(self, rows: int) -> Callable[[int], int]:
+        return panels.filling(rows, describe.processors(self.sizes.device))
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
