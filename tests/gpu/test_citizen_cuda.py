@@ -69,6 +69,7 @@ def test_cuda_graphs(name, dtype):
             assert torch.equal(g, n)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # what was captured keeps its own
 def test_make_graphed_callables():
     class Layer(torch.nn.Module):
         def __init__(self):
