@@ -75,6 +75,7 @@ class KernelStep(Room):
         self.halves: dict[tuple[int, int], tuple[tuple[slice, Tensor], ...]] = {}  # of them, where rows have two
         self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
+        self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
         self.fed = [dict(fed(stage)) for stage in self.walk.stages]
@@ -281,7 +282,8 @@ class KernelStep(Room):
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
         rows, cols = part.rows, part.cols
-        vectors = [part.feed(self.fed[key[0]][c.vector]) for c in products if c.vector is not None]
+        feeds = [self.fed[key[0]][c.vector] for c in products if c.vector is not None]
+        vectors = [part.feed(f) for f in feeds]
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
         width = vectors[0].shape[-1]
@@ -298,12 +300,20 @@ class KernelStep(Room):
             for piece, out in outs:
                 self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
-            self.rest.add(out, vectors[0])
+            self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
+
+    def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
+        """What a panel's rows add in their own columns: after all panels, so that 16 bits round it once, where the
+        vectors are there anyway."""
+        if given:
+            self.labels.setdefault(key, []).append((rest, vectors))
+        else:
+            rest.add(out, vectors)
 
     def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
         """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
@@ -352,6 +362,9 @@ class KernelStep(Room):
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
         cut = self.parts[at]
+        for key in [key for key in self.labels if key[0] == at]:
+            for rest, vectors in self.labels.pop(key):
+                rest.add(self.totals[key], vectors)
         results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
         for over, reductions in cut.numbers.items():
             for place, r in zip(cut.places[over], reductions, strict=True):
