@@ -47,7 +47,7 @@ def compiled(request):
     """Kernels of all the heads that are asked for, compiled side by side and kept on disk: alone they take minutes."""
     heads = [item for item in request.session.items if item.function is test_a_head_within_the_error_rule]
     given = [[item.callspec.params[p] for p in ("name", "sample", "dtype")] for item in heads]
-    workers = min(8, len(given) // 2, os.cpu_count() or 1)
+    workers = min(16, len(given) // 2, os.cpu_count() or 1)
     if workers > 1:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(met, *zip(*given, strict=True)))
