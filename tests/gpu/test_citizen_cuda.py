@@ -110,6 +110,17 @@ def test_compile(mode, dtype):
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), given), **loose)
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_tracing(name):
+    """Dynamo reads the front of every layer whole: what is launched there, on a GPU alone, it would stumble over."""
+    given, target = tensors(), labels()
+    step = lambda q, k, v: STEPS[name](q, k, v, target)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, step(*given))
+    wanted = torch.autograd.grad(step(*given), given[:2])
+    torch.testing.assert_close(torch.autograd.grad(found, given[:2]), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype):
     q, k, v = tensors()
