@@ -1,0 +1,178 @@
+"""Tiles of single kernels on a GPU, interleaved: which one each kernel of a perceptron's gradient should take.
+
+    python -m benchmarks.kernel_tiles swiglu|relu|gelu|relu64 [--dry]
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import time
+
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops, tuning
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import KernelPlan, launch, use_plan
+
+N, D, R = (256, 128, 2) if DRY else (16384, 128, 24)
+DEVICE = "cpu" if DRY else "cuda"
+
+
+def _args(*shapes):
+    torch.manual_seed(0)
+    return [(torch.randn(*s, device=DEVICE) * s[-1] ** -0.25).bfloat16() for s in shapes]
+
+
+def _square(count):
+    return lambda: _args(*[(N, 128)] * count)
+
+
+gelu = lambda x, p, q: ops.mlp(x, p, q, activation="gelu_tanh")
+CASES = {
+    "swiglu": (ops.gated_mlp, _square(4)),
+    "relu": (ops.mlp, _square(3)),
+    "gelu": (gelu, _square(3)),
+    "relu64": (ops.mlp, lambda: _args((N, 64), (4 * N, 64), (4 * N, 64))),
+}
+
+# per kernel: (pass, direction, which cut), what it is called, and its tiles: kept, folded, warps, stages, parts, boxes
+GATED = {
+    "forward (3)": ((0, "cols", 0), "64,64,4,2,1,1 128,64,8,3,1,1 128,64,8,2,1,1 128,64,8,3,1,0 128,128,8,2,1,0"),
+    "row (5)": (
+        (1, "cols", 0),
+        "128,64,8,3,1,0 128,64,8,3,2,0 128,64,8,3,1,1 128,64,8,2,1,1 128,64,8,2,1,0 64,32,4,3,1,1 64,32,4,2,1,1 "
+        "64,64,4,2,1,1 t64,128,8,2,1,1",
+    ),
+    "gate, up (5)": (
+        (1, "rows", 0),
+        "128,64,8,3,1,0 64,64,4,2,1,1 128,64,8,3,1,1 128,64,8,2,1,1 64,32,4,3,1,1 128,32,8,3,1,1 t64,128,8,2,1,1",
+    ),
+    "down (3)": ((1, "rows", 1), "128,64,8,3,1,0 64,64,4,2,1,1 128,64,8,3,1,1 64,64,4,2,1,0 128,128,8,2,1,0 t64,128,8,2,1,1"),
+    "all three (6)": (
+        (1, "rows", -1),
+        "t64,128,8,2,1,1 t64,128,8,2,1,0 t32,128,8,2,1,1 128,32,8,3,1,0 128,32,8,3,1,1 64,32,4,2,1,1 64,32,4,3,1,1",
+    ),
+}
+_PLAIN = "64,64,4,3,1,1 64,64,4,2,1,1 128,64,8,3,1,0 128,64,8,3,1,1 128,64,8,2,1,1 64,128,4,2,1,1"
+PLAIN = {"forward (2)": ((0, "cols", 0), _PLAIN), "row (3)": ((1, "cols", 0), _PLAIN), "columns (4)": ((1, "rows", 0), _PLAIN)}
+_LONG = "64,128,4,3,1,1 64,128,4,2,1,1 64,64,4,3,1,1 64,64,4,2,1,1 64,64,4,4,1,1 128,64,8,3,1,1 128,128,8,2,1,1 128,128,8,3,1,1"
+LONG = {
+    "forward (2)": ((0, "cols", 0), _LONG),
+    "row (3)": ((1, "cols", 0), _LONG + " 64,128,4,3,2,1"),
+    "columns (4)": ((1, "rows", 0), _LONG),
+}
+SWEEPS = {"swiglu": GATED, "relu": PLAIN, "gelu": PLAIN, "relu64": LONG}
+
+
+def turned(text):
+    text = re.sub(r"tl\.dot\((\w+_block), tl\.trans\((\w+_block)\)\)", r"tl.trans(tl.dot(\2, tl.trans(\1)))", text)
+    text = re.sub(
+        r"(sum\d) = tl\.dot\((.+?), (\w+_block), acc=\1\)", r"\1 = tl.dot(tl.trans(\3), tl.trans(\2), acc=\1)", text
+    )
+    text = re.sub(
+        r"(sum\d) = tl\.dot\(sum\d_late \+ 0\.0, (.+), acc=\1\)", r"\1 = tl.dot(tl.trans(\2), tl.trans(\1_late), acc=\1)", text
+    )
+    text = re.sub(r"(sum\d) = tl\.zeros\(\[KEPT, 128\]", r"\1 = tl.zeros([128, KEPT]", text)
+    return re.sub(r", (sum\d), mask", r", tl.trans(\1), mask", text)
+
+
+def folds(case):
+    op, make = CASES[case]
+    args = [a.requires_grad_() for a in make()]
+    if DRY:
+        return list(tuning.recorded(op, args, {}, backward=True).folds)
+    return list(tuning.recorded(op, args, {}, backward=True).folds)
+
+
+def variant(found, where, how):
+    at, over, cut = where
+    fold, leaves, sizes = found[at]
+    whole = next(part for o, part, _ in engine._directions(fold) if o == over)
+    part = whole if cut < 0 else engine._held(whole, sizes)[cut]
+    plan = KernelPlan(*map(int, how.lstrip("t").split(",")))
+    values, batch = engine.merged(fold, leaves, sizes)
+    with use_plan({over: plan}):
+        one = launch.Launch(part, over, values, batch, sizes)
+    if how.startswith("t"):
+        one.kernel = dataclasses.replace(one.kernel, text=turned(one.kernel.text))
+    one._first_plan = plan
+    place = {e: k for k, e in enumerate(fold.leaves)}
+    given = [leaves[place[e]] for e in part.leaves]
+    return lambda: one(given, lambda: values), one
+
+
+def everything(case):
+    return [(name, where, how) for name, (where, hows) in SWEEPS[case].items() for how in hows.split()]
+
+
+def compile_some(case, part, parts):
+    found = folds(case)
+    for name, where, how in everything(case)[part::parts]:
+        try:
+            variant(found, where, how)[0]()
+        except Exception as error:
+            print("   not compiled:", name, how, type(error).__name__, str(error)[:100], flush=True)
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+def timed(run):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    return begin, end
+
+
+def main(case):
+    began, workers = time.time(), 14
+    if not DRY:
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compile_some, [case] * workers, range(workers), [workers] * workers))
+    print(f"{case}: compiled in {time.time() - began:.1f} s", flush=True)
+    found, runs, truth = folds(case), {}, {}
+    for name, where, how in everything(case):
+        try:
+            run, one = variant(found, where, how)
+            result = [r.float() for r in run()]
+            if one.plan != one._first_plan:
+                print("   made smaller:", name, how, one.plan)
+                continue
+            key = tuple(r.attrs for r in one.fold.reductions), name
+            own = truth.setdefault(key, result)
+            wrong = max(float((a - b).norm() / b.norm()) for a, b in zip(result, own, strict=True))
+            runs[name, how] = run, wrong
+        except Exception as error:
+            print("   fails:", name, how, type(error).__name__, str(error)[:100], flush=True)
+    if DRY:
+        print({k: f"{w:.1e}" for k, (_, w) in runs.items()})
+        return
+    times = {k: [] for k in runs}
+    for _ in range(R):
+        events = [(k, timed(run)) for k, (run, _) in runs.items()]
+        torch.cuda.synchronize()
+        for k, (begin, end) in events:
+            times[k].append(begin.elapsed_time(end))
+    for (name, how), t in times.items():
+        products = int(re.search(r"\((\d)\)", name)[1])
+        fold, leaves, sizes = found[0]
+        flops = 2 * sizes.rows * sizes.cols * sizes.letters["d"] * products
+        middle = statistics.median(t)
+        print(f"{name:15} {how:17} {middle:.4f} ms, least {min(t):.4f}, {flops / middle / 1e9:.0f} TFLOP/s, differs {runs[name, how][1]:.1e}")
+    print(f"{case}: {time.time() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    for case in [a for a in sys.argv[1:] if not a.startswith("-")]:
+        main(case)
