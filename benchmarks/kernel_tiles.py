@@ -41,6 +41,7 @@ def _square(count):
 gelu = lambda x, p, q: ops.mlp(x, p, q, activation="gelu_tanh")
 CASES = {
     "swiglu": (ops.gated_mlp, _square(4)),
+    **{f"gated {n}": (ops.gated_mlp, lambda n=n: _args((n, 128), *[(N, 128)] * 3)) for n in (20000, 12000, 10000)},
     "relu": (ops.mlp, _square(3)),
     "gelu": (gelu, _square(3)),
     "relu64": (ops.mlp, lambda: _args((N, 64), (4 * N, 64), (4 * N, 64))),
@@ -72,7 +73,9 @@ LONG = {
     "row (3)": ((1, "cols", 0), _LONG + " 64,128,4,3,2,1"),
     "columns (4)": ((1, "rows", 0), _LONG),
 }
-SWEEPS = {"swiglu": GATED, "relu": PLAIN, "gelu": PLAIN, "relu64": LONG}
+_PARTS = lambda tile, boxes: " ".join(f"{tile},{parts},{boxes}" for parts in (1, 2, 4, 8))
+UNEVEN = {"row (5)": ((1, "cols", 0), _PARTS("128,64,8,3", 0)), "forward (3)": ((0, "cols", 0), _PARTS("64,64,4,2", 1))}
+SWEEPS = {"gated 20000": UNEVEN, "gated 12000": UNEVEN, "gated 10000": UNEVEN, "swiglu": GATED, "relu": PLAIN, "gelu": PLAIN, "relu64": LONG}
 
 
 def turned(text):
@@ -173,6 +176,36 @@ def main(case):
     print(f"{case}: {time.time() - began:.1f} s", flush=True)
 
 
+def whole():
+    from torch.profiler import ProfilerActivity, profile
+
+    from . import gpu
+    from .gpu_works import perceptrons
+
+    works = [w for w in perceptrons() if "contrastive" not in w.name]
+    for work in works:
+        args = work.args()
+        gpu.both(work.ours, args)
+        for _ in range(2):
+            print(work.name, "ours: forward %.4f, both %.4f" % gpu.both(work.ours, args), flush=True)
+        given = [a.detach().requires_grad_() for a in args]
+        g = torch.randn_like(work.ours(*given))
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(10):
+                torch.autograd.grad(work.ours(*given), given, g)
+            torch.cuda.synchronize()
+        for event in sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:6]:
+            print(f"      {event.device_time_total / 1e4:.4f} ms x {event.count / 10:.0f}  {event.key[:60]}")
+    work = next(w for w in works if "SwiGLU" in w.name)
+    args = work.args()
+    for name, peer in work.peers.items():
+        print(work.name, name, "forward %.4f, both %.4f" % gpu.both(peer, args), flush=True)
+        print(work.name, "ours: forward %.4f, both %.4f" % gpu.both(work.ours, args), flush=True)
+
+
 if __name__ == "__main__":
-    for case in [a for a in sys.argv[1:] if not a.startswith("-")]:
+    if "whole" in sys.argv:
+        whole()
+        sys.exit()
+    for case in [a.replace("_", " ") for a in sys.argv[1:] if not a.startswith("-")]:
         main(case)
