@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Row, tuning
 from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, use_plan
 from monoidreduce.engine.triton.text import emit, kinds
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
@@ -65,6 +65,26 @@ SPLIT = [
     "maxsim",
     "nearest_neighbours",
 ]
+
+
+def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypatch):
+    """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
+    x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    with planned(), mr.use(engine="triton"):
+        *_, (fold, leaves, sizes) = tuning.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+    monkeypatch.setattr(boxes, "on", lambda device: True)
+    monkeypatch.setattr(describe, "VERY_MANY", 0)
+
+    def columns(asked=None):
+        with use_plan({} if asked is None else {"rows": asked}):
+            return [one for one in engine.Ready(fold, leaves, sizes).launches if one.over == "rows"]
+
+    own = [one.plan for one in columns()]
+    assert len(set(own)) == len(own) == 2
+    shown = engine.tiles_of(fold, leaves, sizes)["rows"]
+    cut = columns(replace(KernelPlan(*shown), parts=2))
+    assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
+    assert {one.plan for one in columns(SMALL)} == {SMALL}
 
 
 @pytest.mark.parametrize("parts", [2, 5])
