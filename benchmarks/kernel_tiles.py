@@ -24,6 +24,7 @@ import monoidreduce as mr
 from monoidreduce import ops, tuning
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, use_plan
+from monoidreduce.engine.triton.text import emit, kinds
 
 N, D, R = (256, 128, 2) if DRY else (16384, 128, 24)
 DEVICE = "cpu" if DRY else "cuda"
@@ -53,7 +54,7 @@ GATED = {
     "row (5)": (
         (1, "cols", 0),
         "128,64,8,3,1,0 128,64,8,3,2,0 128,64,8,3,1,1 128,64,8,2,1,1 128,64,8,2,1,0 64,32,4,3,1,1 64,32,4,2,1,1 "
-        "64,64,4,2,1,1 t64,128,8,2,1,1",
+        "64,64,4,2,1,1 t64,128,8,2,1,1 p128,64,8,3,1,0 p128,64,8,3,1,1 p128,64,8,2,1,1 p64,32,4,3,1,1",
     ),
     "gate, up (5)": (
         (1, "rows", 0),
@@ -76,6 +77,19 @@ LONG = {
 _PARTS = lambda tile, boxes: " ".join(f"{tile},{parts},{boxes}" for parts in (1, 2, 4, 8))
 UNEVEN = {"row (5)": ((1, "cols", 0), _PARTS("128,64,8,3", 0)), "forward (3)": ((0, "cols", 0), _PARTS("64,64,4,2", 1))}
 SWEEPS = {"gated 20000": UNEVEN, "gated 12000": UNEVEN, "gated 10000": UNEVEN, "swiglu": GATED, "relu": PLAIN, "gelu": PLAIN, "relu64": LONG}
+
+
+STEP = kinds.Sum.step
+
+
+def products_first(self, fields):
+    parts = [kinds.factored(c) for c in kinds.contractions(fields[0], self.over)]
+    if len(parts) == 1:
+        return STEP(self, fields)
+    for c in parts:
+        self.v.products(c.weight)
+    for c in parts:
+        self.total.add(c, self.weight(c.weight))
 
 
 def turned(text):
@@ -103,10 +117,14 @@ def variant(found, where, how):
     fold, leaves, sizes = found[at]
     whole = next(part for o, part, _ in engine._directions(fold) if o == over)
     part = whole if cut < 0 else engine._held(whole, sizes)[cut]
-    plan = KernelPlan(*map(int, how.lstrip("t").split(",")))
+    plan = KernelPlan(*map(int, how.lstrip("tp").split(",")))
     values, batch = engine.merged(fold, leaves, sizes)
+    kinds.Sum.step = products_first if how.startswith("p") else STEP
+    emit.kernel.cache_clear()
     with use_plan({over: plan}):
         one = launch.Launch(part, over, values, batch, sizes)
+    kinds.Sum.step = STEP
+    emit.kernel.cache_clear()
     if how.startswith("t"):
         one.kernel = dataclasses.replace(one.kernel, text=turned(one.kernel.text))
     one._first_plan = plan
