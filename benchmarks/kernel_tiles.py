@@ -50,33 +50,62 @@ CASES = {
 
 # per kernel: (pass, direction, which cut), what it is called, and its tiles: kept, folded, warps, stages, parts, boxes
 GATED = {
-    "forward (3)": ((0, "cols", 0), "64,64,4,2,1,1 128,64,8,3,1,1 128,64,8,2,1,1 128,64,8,3,1,0 128,128,8,2,1,0"),
+    "forward (3)": (
+        (0, "cols", 0),
+        "64,64,4,2,1,1 128,64,8,3,1,0 r:64,64,4,2,1,1 r:64,64,4,3,1,1 r:128,64,8,3,1,1 r:128,64,8,3,1,0 r:64,32,4,3,1,1 "
+        "r:64,32,4,4,1,1",
+    ),
     "row (5)": (
         (1, "cols", 0),
-        "128,64,8,3,1,0 128,64,8,3,2,0 128,64,8,3,1,1 128,64,8,2,1,1 128,64,8,2,1,0 64,32,4,3,1,1 64,32,4,2,1,1 "
-        "64,64,4,2,1,1 t64,128,8,2,1,1 p128,64,8,3,1,0 p128,64,8,3,1,1 p128,64,8,2,1,1 p64,32,4,3,1,1",
+        "128,64,8,3,1,0 p:128,64,8,3,1,0 p:128,64,8,3,1,1 r:64,32,4,3,1,1 r:64,32,4,4,1,1 rp:64,32,4,3,1,1 rx0:64,64,4,2,1,1 "
+        "rx2:64,64,4,2,1,1 r:64,64,4,2,1,1 rx2:128,64,8,3,1,1 rx2:128,64,8,3,1,0 rx2:128,64,8,2,1,1",
     ),
     "gate, up (5)": (
         (1, "rows", 0),
-        "128,64,8,3,1,0 64,64,4,2,1,1 128,64,8,3,1,1 128,64,8,2,1,1 64,32,4,3,1,1 128,32,8,3,1,1 t64,128,8,2,1,1",
+        "128,64,8,3,1,0 64,64,4,2,1,1 rx1:64,64,4,2,1,1 rx1:64,32,4,3,1,1 rx3:64,32,4,3,1,1 rx1:64,64,4,3,1,1",
     ),
-    "down (3)": ((1, "rows", 1), "128,64,8,3,1,0 64,64,4,2,1,1 128,64,8,3,1,1 64,64,4,2,1,0 128,128,8,2,1,0 t64,128,8,2,1,1"),
-    "all three (6)": (
-        (1, "rows", -1),
-        "t64,128,8,2,1,1 t64,128,8,2,1,0 t32,128,8,2,1,1 128,32,8,3,1,0 128,32,8,3,1,1 64,32,4,2,1,1 64,32,4,3,1,1",
+    "down (3)": (
+        (1, "rows", 1),
+        "128,64,8,3,1,0 64,64,4,2,1,1 r:64,64,4,2,1,1 r:64,64,4,3,1,1 rx3:64,64,4,2,1,1 rx4:64,64,4,2,1,1 rx3:64,64,4,3,1,1 "
+        "r:128,64,8,3,1,1",
     ),
 }
-_PLAIN = "64,64,4,3,1,1 64,64,4,2,1,1 128,64,8,3,1,0 128,64,8,3,1,1 128,64,8,2,1,1 64,128,4,2,1,1"
-PLAIN = {"forward (2)": ((0, "cols", 0), _PLAIN), "row (3)": ((1, "cols", 0), _PLAIN), "columns (4)": ((1, "rows", 0), _PLAIN)}
-_LONG = "64,128,4,3,1,1 64,128,4,2,1,1 64,64,4,3,1,1 64,64,4,2,1,1 64,64,4,4,1,1 128,64,8,3,1,1 128,128,8,2,1,1 128,128,8,3,1,1"
+_KEPT = " r:64,64,4,3,1,1 r:64,64,4,2,1,1 r:64,64,4,4,1,1 r:128,64,8,3,1,1"
+_PLAIN = "64,64,4,3,1,1 64,64,4,2,1,1 128,64,8,3,1,0"
+PLAIN = {
+    "forward (2)": ((0, "cols", 0), _PLAIN + _KEPT + " r:64,128,4,2,1,1"),
+    "row (3)": ((1, "cols", 0), "128,64,8,3,1,0 64,64,4,3,1,1 64,64,4,2,1,1" + _KEPT + " rx2:64,64,4,3,1,1 r:64,128,4,2,1,1"),
+    "columns (4)": ((1, "rows", 0), "64,64,4,2,1,1 128,64,8,3,1,0 rx1:64,64,4,2,1,1 rx3:64,64,4,2,1,1 rx1:64,64,4,3,1,1 rx3:64,64,4,3,1,1"),
+}
 LONG = {
-    "forward (2)": ((0, "cols", 0), _LONG),
-    "row (3)": ((1, "cols", 0), _LONG + " 64,128,4,3,2,1"),
-    "columns (4)": ((1, "rows", 0), _LONG),
+    "forward (2)": ((0, "cols", 0), "64,128,4,3,1,1 64,64,4,3,1,1 64,64,4,4,1,1 64,64,4,5,1,1" + _KEPT + " r:64,128,4,3,1,1"),
+    "row (3)": ((1, "cols", 0), "64,128,4,3,1,1" + _KEPT + " r:64,128,4,3,1,1 rx2:64,128,4,3,1,1 rx2:64,64,4,4,1,1"),
+    "columns (4)": ((1, "rows", 0), "64,128,4,3,1,1" + _KEPT + " r:64,128,4,3,1,1 rx3:64,128,4,3,1,1 rx3:64,64,4,4,1,1 rx1:64,64,4,4,1,1"),
 }
 _PARTS = lambda tile, boxes: " ".join(f"{tile},{parts},{boxes}" for parts in (1, 2, 4, 8))
 UNEVEN = {"row (5)": ((1, "cols", 0), _PARTS("128,64,8,3", 0)), "forward (3)": ((0, "cols", 0), _PARTS("64,64,4,2", 1))}
 SWEEPS = {"gated 20000": UNEVEN, "gated 12000": UNEVEN, "gated 10000": UNEVEN, "swiglu": GATED, "relu": PLAIN, "gelu": PLAIN, "relu64": LONG}
+
+
+HELD = '''
+@triton.jit
+def in_registers(x, place, kept_at):
+    # as a product has it, plus a product of nothing: so the compiler keeps it in registers
+    never = kept_at < 0
+    lane = tl.arange(0, 16)
+    left = tl.load(place + kept_at[:, None] * 16 + lane[None, :], mask=never[:, None], other=0)
+    right = tl.load(place + lane[:, None] * 16 + tl.arange(0, x.shape[1])[None, :], mask=(lane < tl.max(never.to(tl.int32), 0))[:, None], other=0)
+    return (x.to(tl.float32) + tl.dot(left, right)).to(x.dtype)
+
+'''
+
+
+def held(text, which):
+    kept = [k for k in sorted(set(re.findall(r"(x\d)_at \+ kept_lane", text))) if not which or k in which]
+    lines = "".join(f"    {k}_block = in_registers({k}_block, {k}_ptr, kept_at)\n" for k in kept)
+    text = text.replace("    # running values\n", lines + "    # running values\n", 1)
+    i = text.index("\n@triton.jit(do_not")
+    return text[:i] + HELD + text[i:]
 
 
 STEP = kinds.Sum.step
@@ -117,15 +146,19 @@ def variant(found, where, how):
     fold, leaves, sizes = found[at]
     whole = next(part for o, part, _ in engine._directions(fold) if o == over)
     part = whole if cut < 0 else engine._held(whole, sizes)[cut]
-    plan = KernelPlan(*map(int, how.lstrip("tp").split(",")))
+    *change, tile = how.split(":")
+    change = change[0] if change else ""
+    plan = KernelPlan(*map(int, tile.split(",")))
     values, batch = engine.merged(fold, leaves, sizes)
-    kinds.Sum.step = products_first if how.startswith("p") else STEP
+    kinds.Sum.step = products_first if "p" in change else STEP
     emit.kernel.cache_clear()
     with use_plan({over: plan}):
         one = launch.Launch(part, over, values, batch, sizes)
     kinds.Sum.step = STEP
     emit.kernel.cache_clear()
-    if how.startswith("t"):
+    if "r" in change:
+        one.kernel = dataclasses.replace(one.kernel, text=held(one.kernel.text, re.findall(r"x\d", change)))
+    if "t" in change:
         one.kernel = dataclasses.replace(one.kernel, text=turned(one.kernel.text))
     one._first_plan = plan
     place = {e: k for k, e in enumerate(fold.leaves)}
