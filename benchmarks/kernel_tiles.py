@@ -24,7 +24,9 @@ import monoidreduce as mr
 from monoidreduce import ops, tuning
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, use_plan
+from monoidreduce.engine.triton import plan as plans
 from monoidreduce.engine.triton.text import emit, kinds
+from monoidreduce.plan import defaults, store
 
 N, D, R = (256, 128, 2) if DRY else (16384, 128, 24)
 DEVICE = "cpu" if DRY else "cuda"
@@ -227,6 +229,67 @@ def main(case):
     print(f"{case}: {time.time() - began:.1f} s", flush=True)
 
 
+_GATED, _ROW, _LAST = (128, 1, "gated"), (128, 1, "gated gradient"), (128, 1, "plain gradient")
+_LONG64 = (64, 1, "plain")
+TABLES = {  # per key: the tile, and whether kept blocks stay in registers; None: not in the table
+    "as it was": {_LONG64: ((64, 128, 4, 3), False)},
+    "last 64,64,4,2": {_LAST: ((64, 64, 4, 2), False), _LONG64: ((64, 64, 4, 4), False)},
+    "last 64,64,4,3 held": {_LAST: ((64, 64, 4, 3), True), _LONG64: ((64, 64, 4, 4), True)},
+    "gated 64,64,4,2 held": {_LAST: ((64, 64, 4, 3), True), _GATED: ((64, 64, 4, 2), True)},
+    "gated 128,64,8,3": {_LAST: ((64, 64, 4, 2), False), _GATED: None},
+    "row 64,32,4,3 held": {_LAST: ((64, 64, 4, 3), True), _ROW: ((64, 32, 4, 3), True)},
+    "row 64,32,4,4 held, gated held": {
+        _LAST: ((64, 64, 4, 3), True), _ROW: ((64, 32, 4, 4), True), _GATED: ((64, 64, 4, 2), True)
+    },
+}
+_COPIED = dict(defaults.COPIED)
+
+
+def switch(table):
+    defaults.COPIED.clear()
+    defaults.COPIED.update(_COPIED)
+    plans.HELD = frozenset(key for key, entry in table.items() if entry and entry[1])
+    for key, entry in table.items():
+        defaults.COPIED.pop(key, None)
+        if entry:
+            defaults.COPIED[key] = entry[0]
+    engine._READY.clear()
+    store.forget()
+
+
+def step_of(case):
+    op, make = CASES[case]
+    given = [a.requires_grad_() for a in make()]
+    g = torch.randn_like(op(*given))
+    return lambda: torch.autograd.grad(op(*given), given, g)
+
+
+def warm(case, name):
+    switch(TABLES[name])
+    step_of(case)()
+    torch.cuda.synchronize()
+
+
+def tables(names):
+    from triton.testing import do_bench
+
+    began = time.time()
+    jobs = [(case, name) for case in names for name in TABLES]
+    with concurrent.futures.ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(warm, *zip(*jobs, strict=True)))
+    print(f"compiled in {time.time() - began:.1f} s", flush=True)
+    for case in names:
+        found, step = {name: [] for name in TABLES}, step_of(case)
+        for _ in range(3):
+            for name, table in TABLES.items():
+                switch(table)
+                step()
+                found[name].append(do_bench(step, warmup=10, rep=50, return_mode="median"))
+        for name, times in found.items():
+            print(f"{case:8} {name:32} {statistics.median(times):.4f} ms, least {min(times):.4f}", flush=True)
+    print(f"{time.time() - began:.1f} s", flush=True)
+
+
 def whole():
     from torch.profiler import ProfilerActivity, profile
 
@@ -255,6 +318,9 @@ def whole():
 
 
 if __name__ == "__main__":
+    if "tables" in sys.argv:
+        tables([a for a in sys.argv[1:] if a in CASES])
+        sys.exit()
     if "whole" in sys.argv:
         whole()
         sys.exit()
