@@ -102,8 +102,9 @@ def _even(instances: int, tiles: int, processors: int) -> int:
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     key = _sums(kernel)
-    copied = COPIED.get(key) if boxes and item == 2 else None
-    return KernelPlan(*copied, boxes=3 if key in HELD else 1) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+    if boxes and item == 2 and key in COPIED:
+        return KernelPlan(*COPIED[key], boxes=3 if key in HELD else 1)
+    return KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
