@@ -54,23 +54,14 @@ CASES = {
 GATED = {
     "forward (3)": (
         (0, "cols", 0),
-        "64,64,4,2,1,1 128,64,8,3,1,0 r:64,64,4,2,1,1 r:64,64,4,3,1,1 r:128,64,8,3,1,1 r:128,64,8,3,1,0 r:64,32,4,3,1,1 "
-        "r:64,32,4,4,1,1",
+        "64,64,4,2,1,1 128,64,8,3,1,0 r:64,64,4,2,1,1 p:128,64,8,3,1,0 p:128,64,8,3,1,1 p:64,64,4,2,1,1 p:128,64,8,4,1,1 rp:64,64,4,2,1,1",
     ),
     "row (5)": (
         (1, "cols", 0),
-        "128,64,8,3,1,0 p:128,64,8,3,1,0 p:128,64,8,3,1,1 r:64,32,4,3,1,1 r:64,32,4,4,1,1 rp:64,32,4,3,1,1 rx0:64,64,4,2,1,1 "
-        "rx2:64,64,4,2,1,1 r:64,64,4,2,1,1 rx2:128,64,8,3,1,1 rx2:128,64,8,3,1,0 rx2:128,64,8,2,1,1",
+        "128,64,8,3,1,0 128,64,8,3,1,1 128,64,8,2,1,1 rx0:64,64,4,2,1,1 rx2:64,64,4,2,1,1 rx2:128,64,8,3,1,1",
     ),
-    "gate, up (5)": (
-        (1, "rows", 0),
-        "128,64,8,3,1,0 64,64,4,2,1,1 rx1:64,64,4,2,1,1 rx1:64,32,4,3,1,1 rx3:64,32,4,3,1,1 rx1:64,64,4,3,1,1",
-    ),
-    "down (3)": (
-        (1, "rows", 1),
-        "128,64,8,3,1,0 64,64,4,2,1,1 r:64,64,4,2,1,1 r:64,64,4,3,1,1 rx3:64,64,4,2,1,1 rx4:64,64,4,2,1,1 rx3:64,64,4,3,1,1 "
-        "r:128,64,8,3,1,1",
-    ),
+    "gate, up (5)": ((1, "rows", 0), "64,64,4,2,1,1 p:64,64,4,2,1,1 p:128,64,8,3,1,1"),
+    "down (3)": ((1, "rows", 1), "128,64,8,3,1,0 p:128,64,8,3,1,0 64,64,4,2,1,1 p:64,64,4,2,1,1 r:64,64,4,2,1,1 rp:64,64,4,2,1,1"),
 }
 _KEPT = " r:64,64,4,3,1,1 r:64,64,4,2,1,1 r:64,64,4,4,1,1 r:128,64,8,3,1,1"
 _PLAIN = "64,64,4,3,1,1 64,64,4,2,1,1 128,64,8,3,1,0"
@@ -115,8 +106,6 @@ STEP = kinds.Sum.step
 
 def products_first(self, fields):
     parts = [kinds.factored(c) for c in kinds.contractions(fields[0], self.over)]
-    if len(parts) == 1:
-        return STEP(self, fields)
     for c in parts:
         self.v.products(c.weight)
     for c in parts:
@@ -232,15 +221,12 @@ def main(case):
 _GATED, _ROW, _LAST = (128, 1, "gated"), (128, 1, "gated gradient"), (128, 1, "plain gradient")
 _LONG64 = (64, 1, "plain")
 TABLES = {  # per key: the tile, and whether kept blocks stay in registers; None: not in the table
-    "as it was": {_LONG64: ((64, 128, 4, 3), False)},
-    "last 64,64,4,2": {_LAST: ((64, 64, 4, 2), False), _LONG64: ((64, 64, 4, 4), False)},
-    "last 64,64,4,3 held": {_LAST: ((64, 64, 4, 3), True), _LONG64: ((64, 64, 4, 4), True)},
-    "gated 64,64,4,2 held": {_LAST: ((64, 64, 4, 3), True), _GATED: ((64, 64, 4, 2), True)},
-    "gated 128,64,8,3": {_LAST: ((64, 64, 4, 2), False), _GATED: None},
-    "row 64,32,4,3 held": {_LAST: ((64, 64, 4, 3), True), _ROW: ((64, 32, 4, 3), True)},
-    "row 64,32,4,4 held, gated held": {
-        _LAST: ((64, 64, 4, 3), True), _ROW: ((64, 32, 4, 4), True), _GATED: ((64, 64, 4, 2), True)
-    },
+    "as it was": {_LONG64: ((64, 128, 4, 3), False), _ROW: None},
+    "row": {},
+    "row, last": {_LAST: ((64, 64, 4, 2), False), _LONG64: ((64, 64, 4, 4), False)},
+    "row, last held": {_LAST: ((64, 64, 4, 2), True), _LONG64: ((64, 64, 4, 4), True)},
+    "row, last, gated 128,64,8,3": {_LAST: ((64, 64, 4, 2), False), _GATED: None, _LONG64: ((64, 64, 4, 3), False)},
+    "row, last, gated held": {_LAST: ((64, 64, 4, 2), False), _GATED: ((64, 64, 4, 2), True)},
 }
 _COPIED = dict(defaults.COPIED)
 

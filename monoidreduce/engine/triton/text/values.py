@@ -373,9 +373,9 @@ class Values(Exponents):
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
         return f"tl.reshape({text}, {shape})" if dims else text
 
-    def products(self, e: Expr) -> None:
-        """Bind the matrix products of an expression, before what is made of them."""
-        for n in topological([e]):
+    def products(self, *roots: Expr) -> None:
+        """Bind the matrix products of expressions, before what is made of them."""
+        for n in topological(roots):
             if n.op == "dot":
                 self.number(n)
 
