@@ -6,6 +6,7 @@ gradient, adds to all column gradients once more (benchmarks/gpu_wide.py). Its s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .tail import Tail
@@ -18,6 +19,7 @@ BLOCKS = 4  # rather: where a row's own column outweighs the rest, six add up to
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
+TILE = 128, 256  # rows and columns of a tile of a generated product, of which a processor does one at a time
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,35 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
-def blocks(rows: int, cols: int, pair: int, room: int, each: int) -> Panels | None:
+def filling(rows: int, processors: int) -> Callable[[int], int]:
+    """Of panels of ``rows`` rows: how many of at most so many columns to take, that none of the processors idle in the
+    last round of tiles; a quarter of them may be left for that."""
+
+    def fill(most: int) -> int:
+        high, wide = -(-rows // TILE[0]), most // TILE[1]
+        if wide < 4 or processors < 2:
+            return most
+        busy = {n: n / -(-high * n // processors) for n in range(wide, wide * 3 // 4, -1)}
+        return TILE[1] * next(n for n in busy if busy[n] >= 0.97 * max(busy.values()))
+
+    return fill
+
+
+def blocks(
+    rows: int, cols: int, pair: int, room: int, each: int, filling: Callable[[int], Callable[[int], int]]
+) -> Panels | None:
     """Few blocks of rows one after the other, each with all columns, some at a time.
 
     Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block. Of
-    numbers of blocks the one whose panels are longest along their shorter side: products of both are then large."""
+    numbers of blocks the one whose panels are longest along their shorter side: products of both are then large.
+    ``filling``: for panels of so many rows, how many of at most so many columns to take."""
     for counts in (range(2, BLOCKS + 1), range(BLOCKS + 1, ADDS + 1)):
         found: list[Panels] = []
         for count in counts:
             own = min(rows, -(-rows // count // ROUND) * ROUND)
             part = (room - own * each) // max(1, own * pair)
             if own * each <= room // 2 and part >= min(ROUND, cols):
-                found.append(Panels(own, _even(cols, part), outer="rows"))
+                found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part)), outer="rows"))
         if found:
             return max(found, key=lambda p: min(p.rows, p.cols))
     return None

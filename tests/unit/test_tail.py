@@ -5,22 +5,28 @@ import itertools
 import pytest
 
 from monoidreduce.plan import panels
-from monoidreduce.plan.tail import COLS, ROWS, tail
+from monoidreduce.plan.tail import COLS, ROWS, Rows, tail
 
 LARGE = [
-    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 8_000_000),
-    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 64_000_000),
-    (128_256, 8192, 8192 * 2, 8192 * 4096 * 4, 8_000_000),
-    (32_768, 1024, 32_768 * 2, 0, 64_000_000),
-    (50_257, 1536, 1000 * 6, 1000 * 768 * 4, 300_000),
-    (5000, 600, 59 * 2, 59 * 300 * 4, 4000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 8_000_000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 64_000_000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 0, 2304 * 4), 64_000_000),
+    (128_256, 8192, 8192 * 2, Rows(8192, 4096, 4096 * 4), 8_000_000),
+    (32_768, 1024, 32_768 * 2, Rows(32_768, 0, 0), 64_000_000),
+    (50_257, 1536, 1000 * 6, Rows(1000, 384, 768 * 4), 300_000),
+    (5000, 600, 59 * 2, Rows(59, 0, 300 * 4), 4000),
 ]
 
 
-@pytest.mark.parametrize(("cols", "line", "column", "totals", "room"), LARGE)
-def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
-    plan = tail(cols, line, column, totals, room, 4096)
-    assert plan is not None and plan.own * column <= room and plan.totals + totals <= cols * line
+@pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
+@pytest.mark.parametrize(("cols", "line", "column", "rows", "room"), LARGE)
+def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, rows, room, fill):
+    plan = tail(cols, line, column, rows, room, 4096, fill)
+    rest = (rows.number - rows.lent) * rows.each
+    assert plan is not None and plan.lent == rows.lent
+    assert plan.own * column + (rest if plan.totals is None else 0) <= room
+    free = cols * line if plan.totals is None else plan.totals
+    assert plan.totals is None or plan.totals + rest <= cols * line
     done = {"cols": 0, "rows": 0}
     spans = {over: [] for over in done}
     rows_done = False
@@ -34,7 +40,7 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
             assert turn.last - turn.first <= plan.own
             continue
         end = turn.at + -(-(turn.last - turn.first) // 64) * 64 * column
-        assert end <= (cols * line if rows_done else plan.totals)  # neither beyond, nor in the row totals
+        assert end <= (cols * line if rows_done else free)  # neither beyond, nor in the row totals
         written = max([0, *(last for _, last in spans["rows"])])
         assert turn.at >= (0 if turn.over == ROWS else written * line)
         if turn.over == ROWS:
@@ -44,15 +50,19 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room):
         ordered = sorted(spans[over])
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
     met_twice = sum(t.last - t.first for t in plan.turns if t.over == ROWS)
-    assert met_twice <= totals // line + 2
+    assert met_twice <= (0 if plan.totals is None else rest // line + 2)
 
 
 @pytest.mark.parametrize(
-    ("cols", "line", "column", "totals", "room"),
-    [(1000, 600, 100_000, 900_000, 10**7), (1000, 600, 10_000, 0, 10_000), (10, 4, 10**6, 0, 10**5)],
+    ("cols", "line", "column", "rows", "room"),
+    [
+        (1000, 600, 100_000, Rows(1000, 0, 900), 10**6),
+        (1000, 600, 10_000, Rows(1, 0, 0), 10_000),
+        (10, 4, 10**6, Rows(1, 0, 0), 10**5),
+    ],
 )
-def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
-    assert tail(cols, line, column, totals, room, 4096) is None
+def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
+    assert tail(cols, line, column, rows, room, 4096, lambda most: most) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,7 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
 )
 def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
     """Column totals are rounded four times where that fits; of the ways to cut, that with the longest shorter side."""
-    found = panels.blocks(length, length, 2, room, 4 * features)
+    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
     few = (length // 4) * 4 * features <= room // 2
     counts = range(2, panels.BLOCKS + 1) if few else range(panels.BLOCKS + 1, panels.ADDS + 1)
@@ -70,3 +80,21 @@ def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
         cols = (room - rows * 4 * features) // (2 * rows)
         fits = rows * 4 * features <= room // 2
         assert not fits or min(rows, cols) < min(found.rows, found.cols) + 256  # but for rounding
+
+
+@pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
+def test_panels_leave_few_processors_idle(rows, most):
+    found = panels.filling(rows, 132)(most)
+    assert 0.7 * most <= found <= most
+
+    def busy(count):
+        tiles = -(-rows // 128) * count
+        return tiles / (-(-tiles // 132) * 132)
+
+    whole = most // 256
+    best = max(busy(n) for n in range(-(-whole * 4 // 5), whole + 1))
+    assert found == most if most < 1024 else busy(found // 256) >= 0.97 * best
+
+
+def test_without_processors_panels_are_as_large_as_they_may():
+    assert panels.filling(8192, 1)(2862) == 2862

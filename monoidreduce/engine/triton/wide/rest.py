@@ -52,6 +52,7 @@ def complete_rows(
 def add_labels(
     out, hits, targets, vectors, vectors_s, vectors_f, rows,
     DISTINCT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     row = tl.program_id(0) // BLOCKS
     lane = tl.program_id(0) % BLOCKS * LANES + tl.arange(0, LANES)
@@ -73,14 +74,18 @@ def add_labels(
         own = vectors + row.to(tl.int64) * vectors_s + lane * vectors_f
         value += hit * tl.load(own, mask=lane < WIDTH, other=0).to(tl.float32)
         if after > 0:
-            for start in range(row + 1, rows, ROWS):
-                other = start + tl.arange(0, ROWS)
-                there = tl.load(hits + other, mask=other < rows, other=0.0)
-                there = tl.where(tl.load(targets + other, mask=other < rows, other=-1) == target, there, 0.0)
-                if tl.max(tl.abs(there)) > 0.0:
-                    more = vectors + other.to(tl.int64)[:, None] * vectors_s + lane[None, :] * vectors_f
-                    mask = (there != 0.0)[:, None] & (lane < WIDTH)[None, :]
-                    value += tl.sum(tl.load(more, mask=mask, other=0).to(tl.float32) * there[:, None], 0)
+            for start in range(row + 1, rows, MANY):
+                others = start + tl.arange(0, MANY)
+                same = tl.load(targets + others, mask=others < rows, other=-1) == target
+                if tl.max(tl.abs(tl.load(hits + others, mask=same, other=0.0))) > 0.0:
+                    for some in range(start, min(start + MANY, rows), ROWS):
+                        other = some + tl.arange(0, ROWS)
+                        there = tl.load(hits + other, mask=other < rows, other=0.0)
+                        there = tl.where(tl.load(targets + other, mask=other < rows, other=-1) == target, there, 0.0)
+                        if tl.max(tl.abs(there)) > 0.0:
+                            more = vectors + other.to(tl.int64)[:, None] * vectors_s + lane[None, :] * vectors_f
+                            mask = (there != 0.0)[:, None] & (lane < WIDTH)[None, :]
+                            value += tl.sum(tl.load(more, mask=mask, other=0).to(tl.float32) * there[:, None], 0)
         tl.store(place, value, mask=lane < WIDTH)
 '''
 _run = Kernels(_TEXT)
@@ -115,6 +120,6 @@ class Rest:
         if self.hits is None or self.targets is None:
             return
         width, lanes = sums.shape[1], 2048  # every block of lanes looks for rows of the same label
-        constants = dict(DISTINCT=self.distinct, WIDTH=width, LANES=lanes, BLOCKS=-(-width // lanes), ROWS=8)
+        constants = dict(DISTINCT=self.distinct, WIDTH=width, LANES=lanes, BLOCKS=-(-width // lanes), ROWS=8, MANY=256)
         arguments = (sums, self.hits, self.targets, vectors, *vectors.stride(), vectors.shape[0])
         _run("add_labels", (vectors.shape[0] * constants["BLOCKS"],), arguments, constants)
