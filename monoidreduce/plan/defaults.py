@@ -37,7 +37,7 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 1, "one block, softmax"): (64, 128, 4, 3),
     (256, 1, "one block"): (128, 64, 8, 3),
     (256, 1, "one block, softmax"): (128, 64, 8, 3),
-    (64, 1, "plain"): (64, 128, 4, 3),
+    (64, 1, "plain"): (64, 64, 4, 4),
     (64, 1, "plain gradient"): (64, 128, 4, 3),
     (64, 2, "plain"): (64, 128, 4, 3),
     (128, 1, "plain"): (64, 64, 4, 3),

@@ -19,7 +19,7 @@ from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan
 from monoidreduce.engine.triton.text import emit, kinds
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
-from tests.layers_compare import assert_equal, run
+from tests.layers_compare import assert_equal, assert_error_rule, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SMALL = KernelPlan(16, 16, 4, 1)
@@ -85,6 +85,22 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     cut = columns(replace(KernelPlan(*shown), parts=2))
     assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
     assert {one.plan for one in columns(SMALL)} == {SMALL}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (59, 111), (65, 127), (32, 48)], ids=str)
+def test_a_gated_row_gradient_multiplies_before_it_adds(size):
+    """What is added to a sum would be waited for with the next product; whole tiles and ragged ones give the same."""
+    layer, gen = BY_NAME["swiglu"], torch.Generator().manual_seed(7)
+    exact = [torch.randn(n, 32, generator=gen, dtype=torch.float64) for n in (size[0], *[size[1]] * 3)]
+    args = [a.half() for a in exact]
+    with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=1))), mr.use(engine="triton"):
+        got = run(layer.op, args)
+    *_, ready = engine._READY.values()
+    (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
+    whole = text.split("for t in range(")[1]
+    assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
+    truth, plain = (run(layer.dense, given) for given in ([a.double() for a in args], args))
+    assert_error_rule([(got, plain, truth)])
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
