@@ -276,6 +276,35 @@ def tables(names):
     print(f"{time.time() - began:.1f} s", flush=True)
 
 
+def timeline(case):
+    from torch.profiler import ProfilerActivity, profile
+    from triton.testing import do_bench
+
+    step, flush = step_of(case), torch.empty(2**28, dtype=torch.int8, device="cuda")
+    print(case, "do_bench", do_bench(step, warmup=20, rep=80, return_mode="median"), flush=True)
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(40)]
+    for clears in (True, False):
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for begin, end in marks:
+                if clears:
+                    flush.zero_()
+                begin.record()
+                step()
+                end.record()
+            torch.cuda.synchronize()
+        print("flushed" if clears else "not flushed", "by events", statistics.median(a.elapsed_time(b) for a, b in marks))
+        events = sorted((e for e in seen.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start)
+        last = None
+        for e in events[-14:]:
+            gap = e.time_range.start - last if last is not None else 0
+            last = e.time_range.end
+            print(f"    gap {gap:7.1f} us, {e.time_range.elapsed_us():8.1f} us  {e.name[:50]}")
+        total = {}
+        for e in events:
+            total.setdefault(e.name[:50], []).append(e.time_range.elapsed_us())
+        print({k: (round(statistics.median(v), 1), len(v)) for k, v in total.items()}, flush=True)
+
+
 def whole():
     from torch.profiler import ProfilerActivity, profile
 
@@ -304,6 +333,10 @@ def whole():
 
 
 if __name__ == "__main__":
+    if "timeline" in sys.argv:
+        for case in [a for a in sys.argv[1:] if a in CASES]:
+            timeline(case)
+        sys.exit()
     if "tables" in sys.argv:
         tables([a for a in sys.argv[1:] if a in CASES])
         sys.exit()
