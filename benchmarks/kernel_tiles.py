@@ -218,15 +218,17 @@ def main(case):
     print(f"{case}: {time.time() - began:.1f} s", flush=True)
 
 
-_GATED, _ROW, _LAST = (128, 1, "gated"), (128, 1, "gated gradient"), (128, 1, "plain gradient")
+_GATED, _ROW, _LAST, _APART = (
+    (128, 1, "gated"), (128, 1, "gated gradient"), (128, 1, "plain gradient"), (128, 1, "plain apart")
+)
 _LONG64 = (64, 1, "plain")
 TABLES = {  # per key: the tile, and whether kept blocks stay in registers; None: not in the table
-    "as it was": {_LONG64: ((64, 128, 4, 3), False), _ROW: None},
-    "row": {},
-    "row, last": {_LAST: ((64, 64, 4, 2), False), _LONG64: ((64, 64, 4, 4), False)},
-    "row, last held": {_LAST: ((64, 64, 4, 2), True), _LONG64: ((64, 64, 4, 4), True)},
-    "row, last, gated 128,64,8,3": {_LAST: ((64, 64, 4, 2), False), _GATED: None, _LONG64: ((64, 64, 4, 3), False)},
-    "row, last, gated held": {_LAST: ((64, 64, 4, 2), False), _GATED: ((64, 64, 4, 2), True)},
+    "as it was": {_LONG64: ((64, 128, 4, 3), False), _ROW: None, _APART: None},
+    "row": {_APART: None},
+    "row, last": {_LAST: ((64, 64, 4, 2), False)},
+    "row, last held": {_LAST: ((64, 64, 4, 2), True), _APART: ((64, 64, 4, 2), True), _LONG64: ((64, 64, 4, 4), True)},
+    "row, last, gated 128,64,8,3": {_LAST: ((64, 64, 4, 3), False), _GATED: None, _LONG64: ((64, 64, 4, 3), False)},
+    "row, last, gated held": {_LAST: ((64, 64, 4, 3), True), _GATED: ((64, 64, 4, 2), True)},
 }
 _COPIED = dict(defaults.COPIED)
 

@@ -111,7 +111,8 @@ def _sums(kernel: Kernel) -> tuple[int, int, str]:
     """The widest features, how many sums of them are held, and what the kernel does, in the words of the table."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = _does(kernel, widest) + ("" if alone else " gradient")
+    how = _does(kernel, widest)
+    how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
     return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 
