@@ -28,8 +28,9 @@ KERNELS: dict[str, Tile] = {
 # where tensor descriptors copy the blocks of a kernel: by its widest features, how many sums of them it holds, and what
 # it does: "one block" is all it meets in a tile, where a softmax may guess its maximum; else conditions let it pass
 # over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
-# of a plain one's row gradient, and of what holds two blocks and sums a third, which can wait ("apart"). Conditions on data ("reads") need numbers, for which two instances on a processor have
-# no room beside three stages of 64; they, and several conditions together ("short"), make walks short
+# of a plain one's row gradient, or of what keeps two blocks and sums a third, which is in no other product ("apart").
+# Conditions on data ("reads") need numbers, for which two instances on a processor have no room beside three stages of
+# 64; they, and several conditions together ("short"), make walks short
 COPIED: dict[tuple[int, int, str], Tile] = {
     (64, 1, "one block"): (64, 64, 4, 2),
     (64, 1, "one block, softmax"): (64, 64, 4, 2),

@@ -74,6 +74,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
         *_, (fold, leaves, sizes) = tuning.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     monkeypatch.setattr(boxes, "on", lambda device: True)
     monkeypatch.setattr(describe, "VERY_MANY", 0)
+    monkeypatch.setitem(plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
 
     def columns(asked=None):
         with use_plan({} if asked is None else {"rows": asked}):
