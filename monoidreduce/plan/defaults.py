@@ -68,9 +68,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 }
 
 
-# of these, where the kept blocks stay in registers, and leave shared memory, and its bandwidth, to the others
-HELD: frozenset[tuple[int, int, str]] = frozenset()
-
 # where copies and products take turns: two groups of four warps, 64 indices each
 STAGED: Tile = (128, 128, 4, 2)
 

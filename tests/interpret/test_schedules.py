@@ -104,23 +104,6 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     assert_error_rule([(got, plain, truth)])
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "columns"), [("swiglu", 3), ("relu_mlp", 2)])
-def test_kept_blocks_in_registers_are_the_same_blocks(name, columns, kind):
-    """Infinities and NaN too; wider types have no such kernel."""
-    gen, op = torch.Generator().manual_seed(5), BY_NAME[name].op
-    args = [torch.randn(n, 24, generator=gen, dtype=torch.float64).to(kind) for n in (37, *[43] * columns)]
-    args[0][3, 2], args[0][20, 0] = torch.inf, torch.nan
-    found = []
-    for copies in (0, 3):
-        with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=copies))), mr.use(engine="triton"):
-            found.append(run(op, args))
-        *_, ready = engine._READY.values()
-        held = ["in_registers" in one.kernel.text for one in ready.launches]
-        assert held == [copies == 3 and kind != torch.float64] * len(held)
-    assert_equal(*found, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_split_walk_gives_the_whole(name, parts):
