@@ -232,7 +232,7 @@ class Launch:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
         asked = [leaves[leaf] for _, leaf in self.asked]
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()))
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
