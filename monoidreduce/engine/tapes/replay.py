@@ -64,6 +64,8 @@ class Program:
 
     def _met(self, now: tuple, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
         many = early.many(sizes)  # what the host does is nothing beside them
+        if many:
+            self.steps.look(values, sizes)
         found = None if many else recover.instead(self._recorded, lambda *_: None, (sizes, values), sizes)
         if len(self.kept) < _MOST:
             self.kept[now] = found

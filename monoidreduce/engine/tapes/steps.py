@@ -69,9 +69,16 @@ class Steps:
         if not self.launches:
             return None
         with torch.no_grad():
-            known = dict(zip(self.script.names, values, strict=True))
-            folder = functools.partial(self._fold, sizes)
+            known, folder = self._given(values, sizes)
             return triton.record(self.script.steps or (), known, folder, sizes, self.counted(sizes), self.total)
+
+    def look(self, values: Sequence[Any], sizes: Sizes) -> None:
+        """Compile all kernels on these inputs together, where they are run otherwise."""
+        if self.launches and not torch.is_grad_enabled() and self.counted(sizes) is None:
+            triton.look(self.script.steps or (), *self._given(values, sizes), sizes)
+
+    def _given(self, values: Sequence[Any], sizes: Sizes) -> tuple[dict[str, Any], Any]:
+        return dict(zip(self.script.names, values, strict=True)), functools.partial(self._fold, sizes)
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)

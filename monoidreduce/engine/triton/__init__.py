@@ -30,10 +30,10 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import describe, launch, rows, sides, source, topk
+from . import ahead, describe, launch, rows, sides, source, topk
 from .describe import as_for
 from .plan import KernelPlan, overrides, use_plan
-from .record import record
+from .record import look, record
 from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
 from .tape import Buffer, Counted, Recipe, Recorded, Tape
@@ -55,6 +55,7 @@ __all__ = [
     "is_deep",
     "kind",
     "launches_on",
+    "look",
     "overrides",
     "ready",
     "ready_deep",
@@ -237,11 +238,18 @@ class Ready:
         self.launches = [launch.Launch(part, over, values, self.batch, sizes) for over, part in parts]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
+        self.fresh = len(self.launches) > 1  # whether nothing was launched yet of several
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         views = _Once(lambda: merged(self.fold, leaves, self.sizes)[0])
+        if self.fresh:
+            self.fresh = False
+            rooms = lambda one: [room() for room in one.rooms]
+            looked = lambda: [one.launched(rooms(one), leaves, views) for one in self.launches if one.grid]
+            ahead.compiled(self.sizes.device, looked)
         found: list[Tensor] = []
         for r in self.picks:
+            ahead.needs_results()
             picked = pick(r, views(), self.batch, self.sizes)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:

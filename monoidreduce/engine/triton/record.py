@@ -12,7 +12,7 @@ from ...program.lower import Fold
 from ..evaluate import Sizes
 from ..script import Step
 from ..sides import Side
-from . import launch, sides, source
+from . import ahead, launch, sides, source
 from .spec import Unsupported
 from .tape import Counted, Launched, Recipe, Recorded
 
@@ -35,6 +35,20 @@ def record(
         values.update(zip(counted.results, counted(*(values[name] for name in counted.names)), strict=True))
     if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
         return None  # (other integers of the same kind may be larger than kernels take)
+    look(steps, values, folder, sizes, total)
+    found = _recorded(steps, values, folder, sizes, total)
+    return None if found is None else Recorded(*found, counted)
+
+
+def look(steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes: Sizes, total: bool = False) -> None:
+    """Compile the kernels of steps together; nothing is run."""
+    ahead.compiled(sizes.device, lambda: _recorded(steps, dict(values), folder, sizes, total))
+
+
+def _recorded(
+    steps: Sequence[Step], values: dict[str, Any], folder: Folder, sizes: Sizes, total: bool
+) -> tuple[list[Launched], tuple[str, ...]] | None:
+    """The launches, and what the results of the last fold are called."""
     found: list[Launched] = []
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
@@ -48,11 +62,12 @@ def record(
         else:
             results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
         for theirs, recipe in launches or [([], None)]:
-            if recipe is None:
+            if recipe is not None:
+                found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
+            elif not ahead.looks():
                 return None
-            found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
         values.update(zip(names, results, strict=True))
-    return Recorded(found, called, counted)
+    return found, called
 
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], list | None]:
