@@ -52,8 +52,12 @@ def needs_results() -> None:
 
 
 def compiled(device: torch.device, launches: Callable[[], Any]) -> None:
-    """Compile the kernels that ``launches`` would launch for the first time, where there are several."""
-    if _waiting.get() is not None or not _may_wait(device):
+    """Compile the kernels that ``launches`` would launch for the first time, where there are several.
+
+    Where launches are only looked at already, these are too."""
+    if looks():
+        launches()
+    if looks() or not _may_wait(device):
         return
     waiting: _Waiting = {}
     token = _waiting.set(waiting)

@@ -128,7 +128,7 @@ class KernelStep(Room):
         self._fold_rows(at, part, here)
         self._look(group, part, here)
         weights = self._sweep(group, part, here)
-        self.contract = filtered.Contract()
+        self.contract: Callable[..., None] = filtered.Contract()
         for place, value in self._sums(at, weights, part):
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
