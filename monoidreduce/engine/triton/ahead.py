@@ -80,8 +80,8 @@ def _compile(function: Any, launches: list[_Given], device: torch.device) -> Non
 
 
 def _may_wait(device: torch.device) -> bool:
-    """Whether launches can be left out: nobody watches torch's calls, no graph is captured, kernels are compiled (by
-    a Triton that does so in threads)."""
-    if not source.repeats(device) or source.rests() or torch._C._len_torch_dispatch_stack():
+    """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
+    watches torch's calls, and no graph is captured."""
+    if device.type != "cuda" or source.version() < (3, 4) or source.rests():
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())

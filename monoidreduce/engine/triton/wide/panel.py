@@ -144,7 +144,7 @@ class KernelStep(Room):
         """Compile the small kernels around a product that guesses, the first time that panels are like this one."""
         moved = self.panel.cols < self.sizes.cols
         fused = self._fused(moved)
-        key = (here.rows, here.cols, here.device, self.over, *here.letters.values())
+        key = (here.cols, here.device, self.over, *here.letters.values())
         if fused is None or not fused.guesses or key in fused.met:
             return
         fused.met.add(key)
