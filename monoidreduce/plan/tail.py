@@ -1,20 +1,30 @@
-"""Gradients in almost no memory: what is not written yet of the column gradients holds everything else.
+"""Gradients in almost no memory: what is not written yet of the gradients holds everything else.
 
 Column gradients of a vocabulary are the largest thing that a backward returns, and are written a few columns at a
-time. Until then their memory is free: at its end lie the float32 totals of the row gradients, before them the panel of
-pairs. So the columns whose place the totals take are met twice: first for the rows alone, and last, when the row
-gradients are done, for themselves.
+time. Until then their memory is free for a panel of pairs. Row gradients are added up in float32 and rounded at the
+very end, so that their own memory holds the totals of the first half of the rows. Those of the other half lie apart
+where the budget has room for that, else at the end of the column gradients: the columns whose place they take are met
+twice, first for the rows alone, and last, when the row gradients are done, for themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _ROUND = 128  # columns of a panel are a multiple of this where there are more
 _LEAST = 16  # columns of the least panel
 _ALIGN = 256  # bytes: where panels and totals may begin
 ROWS, COLS = frozenset({"cols"}), frozenset({"rows"})  # the directions folded over: of row, of column gradients
+
+
+class Rows(NamedTuple):
+    """Rows: how many there are, of how many the row gradients' memory holds the totals, and bytes of a row's totals."""
+
+    number: int
+    lent: int
+    each: int
 
 
 @dataclass(frozen=True)
@@ -29,25 +39,29 @@ class Turn:
 
 @dataclass(frozen=True)
 class Tail:
-    """The turns, the columns that a panel of its own holds, and where the row totals lie."""
+    """The turns, the columns that a panel of its own holds, and where the row totals lie: those of the first ``lent``
+    rows in the row gradients, the others in the column gradients, from ``totals`` on (None: apart)."""
 
     turns: tuple[Turn, ...]
     own: int
-    totals: int
+    lent: int
+    totals: int | None
 
 
 def tail(
-    cols: int, line: int, column: int, totals: int, room: int, most: int, fill: Callable[[int], int]
+    cols: int, line: int, column: int, rows: Rows, room: int, most: int, fill: Callable[[int], int]
 ) -> Tail | None:
     """Plan the turns; None where the column gradients are too small to be of use.
 
-    ``line``: bytes of one column's gradient; ``column``: bytes that a panel holds of one column; ``totals``: bytes of
-    the row totals; ``room``: bytes for a panel of its own, at least one of a few columns; ``most``: columns of a panel;
-    ``fill``: how many of at most so many columns a panel had better have.
+    ``line``: bytes of one column's gradient; ``column``: bytes that a panel holds of one column; ``room``: bytes for a
+    panel of its own, at least one of a few columns, and for row totals; ``most``: columns of a panel; ``fill``: how
+    many of at most so many columns a panel had better have.
     """
-    own = min(room // max(1, column), cols, most)
+    rest = (rows.number - rows.lent) * rows.each
+    apart = rest <= room * 3 // 4
+    own = min((room - rest if apart else room) // max(1, column), cols, most)
     own = own // _ROUND * _ROUND or own // _LEAST * _LEAST
-    begin = (cols * line - totals) // _ALIGN * _ALIGN
+    begin = cols * line if apart else (cols * line - rest) // _ALIGN * _ALIGN
     first = begin // line  # the columns from here on are met twice
     if not own or first < cols // 2:
         return None
@@ -57,7 +71,7 @@ def tail(
     again = [Turn(at, min(cols, at + step), ROWS, place) for at in range(first, cols, step)]
     once = _written(0, first, begin, line, column, own, fit, ROWS | COLS)
     late = _written(first, cols, cols * line, line, column, own, fit, COLS)
-    return Tail((*again, *once, *late), own, begin)
+    return Tail((*again, *once, *late), own, rows.lent, None if apart else begin)
 
 
 def _written(

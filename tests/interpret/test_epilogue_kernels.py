@@ -136,6 +136,19 @@ def test_the_label_is_the_row(seed, used):
     compared(got, lambda x, w: F.cross_entropy((x @ w.mT).double(), torch.arange(40), reduction="sum"), (x, w))
 
 
+def test_labels_are_added_last(seed, used):
+    """However many panels there are, what outweighs the rest of a column's sum is rounded once."""
+    x, w, _ = vectors(120, 120, 264)
+    each = 120 * 2 + 32 + 264 * 2
+    whole, cut = (pulled(own_index.total, (x, w), limit) for limit in ("10MB", each * 20))
+    assert used == GUESSED * (1 + 6)
+    truth = torch.autograd.functional.jacobian(
+        lambda w: F.cross_entropy(x.double() @ w.mT, torch.arange(120), reduction="sum") * 0.3, w.double()
+    )
+    errors = [torch.linalg.vector_norm(found[2].double() - truth) for found in (whole, cut)]
+    assert errors[1] <= 1.1 * errors[0], errors
+
+
 INF, NAN = math.inf, math.nan
 STEPS = torch.arange(80) // 20
 FAR = {

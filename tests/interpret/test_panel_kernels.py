@@ -133,25 +133,35 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
     assert used and not [w for w in recwarn if isinstance(w.message, mr.FallbackWarning)]
 
 
-@pytest.mark.parametrize("limit", [600, 2000])
-def test_what_is_not_written_yet_holds_the_rest(limit, used, seed):
-    """bfloat16 column gradients lend their memory: the panel, and the float32 totals of the row gradients."""
-    args = [torch.randn(s, dtype=torch.float64).bfloat16() for s in ((14, 30), (500, 30), (500,))]
-    target = torch.randint(500, (14,))
+@pytest.mark.parametrize(
+    ("rows", "cols", "limit", "lent", "apart"),
+    [
+        (14, 500, 600, 4, False),
+        (14, 500, 2000, 4, True),
+        (300, 900, 10_000, 148, False),
+        (300, 900, 30_000, 148, True),
+    ],
+)
+def test_what_is_not_written_yet_holds_the_rest(rows, cols, limit, lent, apart, used, seed):
+    """bfloat16 gradients lend their memory: the panel, and the float32 totals of the row gradients."""
+    args = [torch.randn(s, dtype=torch.float64).bfloat16() for s in ((rows, 30), (cols, 30), (cols,))]
+    target = torch.randint(cols, (rows,))
+    scale = torch.arange(rows) / rows
 
     def sum_of_rows(x, w, bias, target):
-        return (loss(x, w, target, bias) * torch.arange(14)).sum()
+        return (loss(x, w, target, bias) * scale).sum()
 
     def plain_sum(x, w, bias, target):
         s = (x @ w.mT + bias).to(torch.promote_types(x.dtype, torch.float32))
-        return (F.cross_entropy(s, target, reduction="none") * torch.arange(14)).sum()
+        return (F.cross_entropy(s, target, reduction="none") * scale).sum()
 
     given = [a.detach().requires_grad_() for a in args]
     with mr.use(engine="panel"):
         value = sum_of_rows(*given, target)
     with mr.use(engine="panel"), mr.budget(limit):
         grads = torch.autograd.grad(value * 0.3, given)
-    assert used[-1].tail is not None
+    plan = used[-1].tail
+    assert plan is not None and (plan.lent, plan.totals is None) == (lent, apart)
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain_sum, cast(args, torch.float64), target)
     assert_error_rule([(got, pulled(plain_sum, args, target), truth)], factor=3.0)

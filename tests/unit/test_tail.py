@@ -5,23 +5,28 @@ import itertools
 import pytest
 
 from monoidreduce.plan import panels
-from monoidreduce.plan.tail import COLS, ROWS, tail
+from monoidreduce.plan.tail import COLS, ROWS, Rows, tail
 
 LARGE = [
-    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 8_000_000),
-    (256_000, 4608, 8192 * 2, 8192 * 2304 * 4, 64_000_000),
-    (128_256, 8192, 8192 * 2, 8192 * 4096 * 4, 8_000_000),
-    (32_768, 1024, 32_768 * 2, 0, 64_000_000),
-    (50_257, 1536, 1000 * 6, 1000 * 768 * 4, 300_000),
-    (5000, 600, 59 * 2, 59 * 300 * 4, 4000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 8_000_000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 64_000_000),
+    (256_000, 4608, 8192 * 2, Rows(8192, 0, 2304 * 4), 64_000_000),
+    (128_256, 8192, 8192 * 2, Rows(8192, 4096, 4096 * 4), 8_000_000),
+    (32_768, 1024, 32_768 * 2, Rows(32_768, 0, 0), 64_000_000),
+    (50_257, 1536, 1000 * 6, Rows(1000, 384, 768 * 4), 300_000),
+    (5000, 600, 59 * 2, Rows(59, 0, 300 * 4), 4000),
 ]
 
 
 @pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
-@pytest.mark.parametrize(("cols", "line", "column", "totals", "room"), LARGE)
-def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room, fill):
-    plan = tail(cols, line, column, totals, room, 4096, fill)
-    assert plan is not None and plan.own * column <= room and plan.totals + totals <= cols * line
+@pytest.mark.parametrize(("cols", "line", "column", "rows", "room"), LARGE)
+def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, rows, room, fill):
+    plan = tail(cols, line, column, rows, room, 4096, fill)
+    rest = (rows.number - rows.lent) * rows.each
+    assert plan is not None and plan.lent == rows.lent
+    assert plan.own * column + (rest if plan.totals is None else 0) <= room
+    free = cols * line if plan.totals is None else plan.totals
+    assert plan.totals is None or plan.totals + rest <= cols * line
     done = {"cols": 0, "rows": 0}
     spans = {over: [] for over in done}
     rows_done = False
@@ -35,7 +40,7 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room, 
             assert turn.last - turn.first <= plan.own
             continue
         end = turn.at + -(-(turn.last - turn.first) // 64) * 64 * column
-        assert end <= (cols * line if rows_done else plan.totals)  # neither beyond, nor in the row totals
+        assert end <= (cols * line if rows_done else free)  # neither beyond, nor in the row totals
         written = max([0, *(last for _, last in spans["rows"])])
         assert turn.at >= (0 if turn.over == ROWS else written * line)
         if turn.over == ROWS:
@@ -45,15 +50,19 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, totals, room, 
         ordered = sorted(spans[over])
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
     met_twice = sum(t.last - t.first for t in plan.turns if t.over == ROWS)
-    assert met_twice <= totals // line + 2
+    assert met_twice <= (0 if plan.totals is None else rest // line + 2)
 
 
 @pytest.mark.parametrize(
-    ("cols", "line", "column", "totals", "room"),
-    [(1000, 600, 100_000, 900_000, 10**7), (1000, 600, 10_000, 0, 10_000), (10, 4, 10**6, 0, 10**5)],
+    ("cols", "line", "column", "rows", "room"),
+    [
+        (1000, 600, 100_000, Rows(1000, 0, 900), 10**6),
+        (1000, 600, 10_000, Rows(1, 0, 0), 10_000),
+        (10, 4, 10**6, Rows(1, 0, 0), 10**5),
+    ],
 )
-def test_where_it_is_of_no_use_there_is_none(cols, line, column, totals, room):
-    assert tail(cols, line, column, totals, room, 4096, lambda most: most) is None
+def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
+    assert tail(cols, line, column, rows, room, 4096, lambda most: most) is None
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,10 @@ class KernelStep(Room):
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
+        self.halves: dict[tuple[int, int], tuple[tuple[slice, Tensor], ...]] = {}  # of them, where rows have two
         self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
+        self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
         self.fed = [dict(fed(stage)) for stage in self.walk.stages]
@@ -93,21 +95,43 @@ class KernelStep(Room):
         cut, rows = self.parts[0], self.sizes.rows
         sums = {over: [(0, place) for place, o, _ in cut.sums if o == over] for over in ("rows", "cols")}
         widths = {over: dict(zip(sums[over], self._widths(over), strict=True)) for over in sums}
-        for key, width in widths["rows"].items():
-            self.totals[key] = torch.empty(self.sizes.cols, width, dtype=self.kind, device=self.sizes.device)
+        for over, length in (("rows", self.sizes.cols), ("cols", rows)):
+            for key, width in widths[over].items():
+                self.totals[key] = torch.empty(length, width, dtype=self.kind, device=self.sizes.device)
         host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
         at = plan.totals
         for key, width in widths["cols"].items():
-            size = rows * width * self.sizes.compute.itemsize
-            self.totals[key] = host[at : at + size].view(self.sizes.compute).view(rows, width).zero_()
-            at += size
+            self.halves[key] = self._two(self.totals[key], None if at is None else host[at:], plan.lent)
+            at = None if at is None else at + (rows - plan.lent) * width * self.sizes.compute.itemsize
         for turn in plan.turns:
             if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
-                self.totals |= {key: self.totals[key].to(self.kind) for key in widths["cols"]}
-                widths["cols"] = {}
+                self._close_halves()
             self.over = turn.over
             self.buffers = self.own if turn.at is None else self._inside(host, turn)
             yield slice(0, rows), slice(turn.first, turn.last)
+        self._close_halves()
+
+    def _two(self, own: Tensor, place: Tensor | None, lent: int) -> tuple[tuple[slice, Tensor], ...]:
+        """Totals of the first rows in the memory of their gradients, of the others in some place, or in one apart."""
+        compute, (rows, width) = self.sizes.compute, own.shape
+        size = (rows - lent) * width * compute.itemsize
+        if place is None:
+            place = torch.empty(size, dtype=torch.uint8, device=own.device)
+        first = own.view(-1)[: lent * width * compute.itemsize // own.itemsize].view(compute).view(lent, width)
+        rest = place[:size].view(compute).view(rows - lent, width)
+        return (slice(0, lent), first.zero_()), (slice(lent, rows), rest.zero_())
+
+    def _close_halves(self) -> None:
+        """Row gradients from their totals: from the first on, each written where totals were read already."""
+        for key, ((_, first), (others, rest)) in self.halves.items():
+            own, at = self.totals[key], min(_FIRST, len(first))
+            own[:at] = first[:at].to(own.dtype)
+            while at < len(first):
+                end = min(2 * at, len(first))
+                own[at:end] = first[at:end]
+                at = end
+            own[others] = rest
+        self.halves = {}
 
     def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
         """The panel's buffers in the memory of something else."""
@@ -280,28 +304,38 @@ class KernelStep(Room):
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
         rows, cols = part.rows, part.cols
-        vectors = [part.feed(self.fed[key[0]][c.vector]) for c in products if c.vector is not None]
+        feeds = [self.fed[key[0]][c.vector] for c in products if c.vector is not None]
+        vectors = [part.feed(f) for f in feeds]
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
         width = vectors[0].shape[-1]
         shape = (kept.stop - kept.start, width)
-        if alone:
-            out = self._alone(key, rows, width)
+        if key in self.halves:
+            outs: Iterable[tuple[slice, Tensor]] = self.halves[key]
         else:
-            out = self._total(key, over, kept, width)
+            outs = [(slice(None), self._alone(key, rows, width) if alone else self._total(key, over, kept, width))]
         for k, (c, vector) in enumerate(zip(products, vectors, strict=True)):
             weight = weights[c.weight]
             rest = self.rest if over == "rows" else None
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
-            self.contract(out, weight, vector, over, add=k > 0 or begun)
+            for piece, out in outs:
+                self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
-            self.rest.add(out, vectors[0])
+            self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
         if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             self.totals[key][kept] = self.adding[key][: shape[0]]
         return None
+
+    def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
+        """What a panel's rows add in their own columns: after all panels, so that 16 bits round it once, where the
+        vectors are there anyway."""
+        if given:
+            self.labels.setdefault(key, []).append((rest, vectors))
+        else:
+            rest.add(out, vectors)
 
     def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
         """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
@@ -350,6 +384,9 @@ class KernelStep(Room):
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
         cut = self.parts[at]
+        for key in [key for key in self.labels if key[0] == at]:
+            for rest, vectors in self.labels.pop(key):
+                rest.add(self.totals[key], vectors)
         results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
         for over, reductions in cut.numbers.items():
             for place, r in zip(cut.places[over], reductions, strict=True):
@@ -360,6 +397,7 @@ class KernelStep(Room):
 
 
 _MOST = 256
+_FIRST = 8  # rows that are rounded by way of other memory
 _SIDES: dict[tuple, sides.Launch] = {}
 
 

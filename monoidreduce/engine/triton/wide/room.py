@@ -94,35 +94,44 @@ class Room:
         each = self._beside()
         whole = panels.by_rows(rows, cols, pair, room, each=each)
         if totals and (whole is None or not self.stored or whole.count(rows) > panels.ADDS):
-            whole = panels.by_rows(rows, cols, pair, room - totals, wide=True, each=each)
+            # a gradient of 16 bits, half as large, is not there before the panel is gone
+            left = room - totals // 2 if totals <= room else 0
+            whole = panels.by_rows(rows, cols, pair, left, wide=True, each=each)
         if not self._is_sum():
             return whole
         if whole is not None and whole.rows >= min(panels.FEW, rows):
             return whole
-        found_tail = self._tail(room)
-        if found_tail:
-            return panels.Panels(rows, found_tail.own, tail=found_tail)
+        found_tail, blocks = self._tail(room), self._blocks(room)
+        if found_tail and (not blocks or cols // len(found_tail.turns) * rows >= blocks.rows * blocks.cols):
+            return panels.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average
         if not self._each("rows"):
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        if self.stored and (found is None or found[1] < rows):  # not even some columns of all rows
-            blocks = panels.blocks(rows, cols, pair, room, self._each("cols"), self._filling)
-            if blocks:
-                return blocks
+        if blocks and (found is None or found[1] < rows):  # not even some columns of all rows
+            return blocks
         return panels.Panels(*found[::-1]) if found else whole
 
     def chosen(self) -> panels.Panels | None:
         """What would be chosen now, where nobody asks for a budget."""
         return self.choose(budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least()))
 
+    def _blocks(self, room: int) -> panels.Panels | None:
+        """Blocks of rows, where column gradients of 16 bits are added to."""
+        if not self.stored or not self._each("rows"):
+            return None
+        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, self._each("cols"), self._filling)
+
     def _tail(self, room: int) -> tail.Tail | None:
         """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
         if not self.stored or not self._each("rows"):
             return None
-        line = max(self._widths("rows")) * self.stored.itemsize
-        column, totals = self.sizes.rows * self._pair(), self._each("cols") * self.sizes.rows
-        return tail.tail(self.sizes.cols, line, column, totals, room, panels.MOST, self._filling(self.sizes.rows))
+        rows, cols = self.sizes.rows, self.sizes.cols
+        line, column = max(self._widths("rows")) * self.stored.itemsize, rows * self._pair()
+        half = rows * self.stored.itemsize // self.sizes.compute.itemsize // panels.ROUND * panels.ROUND
+        lent = half if filtering.now() is None else 0  # small tiles are looked for in whole panels
+        given = tail.Rows(rows, lent, self._each("cols"))
+        return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
     def _filling(self, rows: int) -> Callable[[int], int]:
         return panels.filling(rows, describe.processors(self.sizes.device))
