@@ -26,10 +26,11 @@ from ...evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...panel import ALIGN, Part, cut_evenly
 from ...sides import Gathered, gather
 from ...walks import Walk, fed
-from .. import ahead, kept, sides, topk
+from .. import kept, sides, topk
 from ..spec import Unsupported
 from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
+from .looked import look
 from .rest import Rest
 from .room import Room
 
@@ -150,36 +151,15 @@ class KernelStep(Room):
         cut = self.parts[at]
         here = self._here(part)
         self._fold_rows(at, part, here)
-        self._look(group, part, here)
+        look(self, group, part, here)
         weights = self._sweep(group, part, here)
-        self.contract: Callable[..., None] = filtered.Contract()
-        for place, value in self._sums(at, weights, part):
+        self.contract = filtered.Contract()
+        for place, over, products in cut.sums:
+            value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
-
-    def _sums(self, at: int, weights: dict[Expr, Tensor], part: Part) -> Iterator[tuple[int, Tensor | None]]:
-        for place, over, products in self.parts[at].sums:
-            if over in self.over:
-                yield place, self._contract((at, place), over, products, weights, part)
-
-    def _look(self, group: range, part: Part, here: Sizes) -> None:
-        """Compile the small kernels around a product that guesses, the first time that panels are like this one."""
-        moved = self.panel.cols < self.sizes.cols
-        fused = self._fused(moved)
-        key = (here.cols, here.device, self.over, *here.letters.values())
-        if fused is None or not fused.guesses or key in fused.met:
-            return
-        fused.met.add(key)
-        names = [n for names in joint(self.walk, group, moved).names for n in names]
-
-        def launches() -> None:
-            weights = self._written(fused, part, here, [self._rows(n)[part.rows] for n in names])
-            self.contract = lambda *given, **named: None
-            list(self._sums(group[-1], weights, part))
-
-        ahead.compiled(here.device, launches)
 
     def _here(self, part: Part) -> Sizes:
         lengths = part.rows.stop - part.rows.start, part.cols.stop - part.cols.start
