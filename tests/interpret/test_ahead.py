@@ -11,6 +11,9 @@ import threading
 import pytest
 import torch
 
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import ahead, source
 
 CPU = torch.device("cpu")
@@ -116,6 +119,32 @@ def waits(monkeypatch):
 def launches(*kernels):
     for k, kernel in enumerate(kernels):
         ahead.launched(kernel, (k,), ("x", k), {"WIDTH": 64})
+
+
+@mr.op
+def both_ways(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y
+    own = mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+    return mr.logsumexp(s) - own, mr.logsumexp(s, over="rows"), mr.topk(s, 3)[0]
+
+
+@pytest.mark.parametrize("op", [both_ways, ops.attention], ids=["picks and bests", "attention"])
+@pytest.mark.parametrize("rows", [33, 2])  # few rows: the walk is cut
+def test_launches_that_are_looked_at_leave_nothing_behind(waits, monkeypatch, op, rows, seed):
+    args = [torch.randn(n, 16).requires_grad_() for n in (rows, 300, 300)[: 2 if op is both_ways else 3]]
+    looked = []
+
+    def called():
+        monkeypatch.setattr(engine, "_READY", {})
+        with mr.use(engine="triton"):
+            out = op(*args)
+        results = out if isinstance(out, tuple) else (out,)
+        return [*results, *torch.autograd.grad(results, args, [torch.ones_like(r) for r in results])]
+
+    found = called()
+    monkeypatch.setattr(ahead, "_may_wait", lambda device: looked.append(device))
+    assert all(torch.equal(a, b) for a, b in zip(found, called(), strict=True))
+    assert looked
 
 
 def test_threads_compile_with_what_a_launch_is_given_and_where_it_is_asked(waits):

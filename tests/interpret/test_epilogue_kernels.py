@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engine.triton import KernelPlan, ahead
 from monoidreduce.engine.triton.text import deep
 from monoidreduce.engine.triton.wide import epilogue, late
 from monoidreduce.engine.triton.wide.joint import groups, joint
@@ -101,6 +101,24 @@ def plain_head(target, bias):
 
 
 GUESSED = ["guess_peaks", "write_guessed", "pick_own", "close_rows", "write_spare"]
+
+
+def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkeypatch):
+    x, w, target = vectors(40, 59, 272)
+    bias = torch.randn(59).bfloat16()
+    loss = lambda x, w: head.total(x, w, target, bias)
+    limit = 20 * 1024  # several panels
+    expected = pulled(loss, (x, w), limit)
+    panels = len(used) // len(GUESSED)
+    assert panels > 1
+    used.clear()
+    monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
+    found = pulled(loss, (x, w), limit)
+    assert used == GUESSED * (panels + 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    used.clear()
+    pulled(loss, (x, w), limit)
+    assert used == GUESSED * panels
 
 
 @pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])

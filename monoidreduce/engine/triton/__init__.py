@@ -243,10 +243,9 @@ class Ready:
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         views = _Once(lambda: merged(self.fold, leaves, self.sizes)[0])
         if self.fresh:
-            self.fresh = False
             rooms = lambda one: [room() for room in one.rooms]
             looked = lambda: [one.launched(rooms(one), leaves, views) for one in self.launches if one.grid]
-            ahead.compiled(self.sizes.device, looked)
+            self.fresh = not ahead.compiled(self.sizes.device, looked)
         found: list[Tensor] = []
         for r in self.picks:
             ahead.needs_results()

@@ -51,14 +51,14 @@ def needs_results() -> None:
         raise Unlaunched
 
 
-def compiled(device: torch.device, launches: Callable[[], Any]) -> None:
-    """Compile the kernels that ``launches`` would launch for the first time, where there are several.
-
-    Where launches are only looked at already, these are too."""
+def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
+    """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
+    called. Where launches are only looked at already, these are too."""
     if looks():
         launches()
-    if looks() or not _may_wait(device):
-        return
+        return True
+    if not _may_wait(device):
+        return False
     waiting: _Waiting = {}
     token = _waiting.set(waiting)
     try:
@@ -70,6 +70,7 @@ def compiled(device: torch.device, launches: Callable[[], Any]) -> None:
         with concurrent.futures.ThreadPoolExecutor(min(len(waiting), os.cpu_count() or 1), "compiling") as threads:
             for function, own in waiting.items():
                 threads.submit(contextvars.copy_context().run, _compile, function, own, device)
+    return True
 
 
 def _compile(function: Any, launches: list[_Given], device: torch.device) -> None:

@@ -16,9 +16,10 @@ def look(step: Any, group: range, part: Part, here: Sizes) -> None:
     """Compile what a panel needs, the first time that one is like it. ``step``: the ``KernelStep`` that does it."""
     fused: Epilogue | None = step._fused(step.panel.cols < step.sizes.cols)
     key = (here.cols, here.device, step.over, *here.letters.values())
-    if fused is not None and fused.guesses and key not in fused.met:
+    if fused is None or not fused.guesses or key in fused.met:
+        return
+    if ahead.compiled(here.device, lambda: _launches(copy.copy(step), fused, group, part, here)):
         fused.met.add(key)
-        ahead.compiled(here.device, lambda: _launches(copy.copy(step), fused, group, part, here))
 
 
 def _launches(step: Any, fused: Epilogue, group: range, part: Part, here: Sizes) -> None:
