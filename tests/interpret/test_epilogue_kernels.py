@@ -12,6 +12,7 @@ from monoidreduce.engine.triton import KernelPlan, ahead
 from monoidreduce.engine.triton.text import deep
 from monoidreduce.engine.triton.wide import epilogue, late
 from monoidreduce.engine.triton.wide.joint import groups, joint
+from monoidreduce.engine.triton.wide.rest import Rest
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
@@ -112,9 +113,12 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     panels = len(used) // len(GUESSED)
     assert panels > 1
     used.clear()
+    added, add = [], Rest.add
     monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
+    monkeypatch.setattr(Rest, "add", lambda *given: added.append(ahead.looks()) or add(*given))
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)
+    assert added == [True] + [False] * panels
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     used.clear()
     pulled(loss, (x, w), limit)

@@ -22,6 +22,7 @@ _Given = tuple[tuple[int, ...], Sequence[Any], Mapping[str, Any]]  # a launch: g
 _Waiting = dict[Any, list[_Given]]  # by kernel
 
 _waiting: contextvars.ContextVar[_Waiting | None] = contextvars.ContextVar("waiting", default=None)
+_MOST = 4096
 _launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
 
 
@@ -33,6 +34,8 @@ def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], giv
     """Launch a kernel on the current device; what was compiled. Where launches are only looked at: nothing, None."""
     waiting, key = _waiting.get(), (function, *given.items())
     if waiting is None:
+        if len(_launched) >= _MOST:
+            _launched.clear()  # they would be compiled ahead once more, that is found compiled
         _launched.add(key)
         return function[grid](*arguments, **given)
     if key not in _launched:
