@@ -176,13 +176,19 @@ def test_mistakes_are_left_to_the_launch(waits):
 
     def stops():
         launches(Kernel(said, "c"))
-        ahead.needs_results()
-        launches(Kernel(said, "d"))
+        raise ValueError
 
     said.clear()
     ahead.compiled(CPU, stops)
     assert not said and not ahead.looks()
-    ahead.needs_results()
+
+
+def test_what_was_not_launched_is_zeros(waits):
+    t = torch.ones(3)
+    ahead.blank([t])
+    assert t.tolist() == [1, 1, 1]
+    ahead.compiled(CPU, lambda: ahead.blank([t]))
+    assert t.tolist() == [0, 0, 0]
 
 
 def test_a_look_inside_a_look_waits_for_the_outer(waits):

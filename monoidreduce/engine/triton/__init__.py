@@ -238,17 +238,16 @@ class Ready:
         self.launches = [launch.Launch(part, over, values, self.batch, sizes) for over, part in parts]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
-        self.fresh = len(self.launches) > 1  # whether nothing was launched yet of several
+        split = any(one.spec.split for one in self.launches)  # and its parts are united by kernels
+        self.fresh = len(self.launches) > 1 or split  # whether nothing was launched yet of several
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         views = _Once(lambda: merged(self.fold, leaves, self.sizes)[0])
         if self.fresh:
-            rooms = lambda one: [room() for room in one.rooms]
-            looked = lambda: [one.launched(rooms(one), leaves, views) for one in self.launches if one.grid]
+            looked = lambda: [one(leaves, views) for one in self.launches]
             self.fresh = not ahead.compiled(self.sizes.device, looked)
         found: list[Tensor] = []
         for r in self.picks:
-            ahead.needs_results()
             picked = pick(r, views(), self.batch, self.sizes)
             found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
         for one in self.launches:

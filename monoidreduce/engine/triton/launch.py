@@ -210,7 +210,7 @@ class Launch:
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs: those of a split walk combined, the lists of the best sorted."""
-        ahead.needs_results()
+        ahead.blank(outputs)
         if self.spec.split:
             block = self.plan.block_folded
             step = -(-self.lengths[1] // (block * self.parts)) * block
