@@ -290,6 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark itself")
     parser.add_argument("--case", action="append", default=[], help="only cases whose name contains this, or another")
+    parser.add_argument("--kind", default="cpu", help="the results' name: another where they stand beside all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -302,7 +303,7 @@ def main() -> int:
     print(text)
     if not options.quick:
         RESULTS.mkdir(exist_ok=True)
-        stem = RESULTS / f"cpu-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
+        stem = RESULTS / f"{options.kind}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M}"
         stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         stem.with_suffix(".md").write_text(text)
         print(f"written to {stem}.md and .json", file=sys.stderr)

@@ -5,7 +5,8 @@
 Every contender's loss and gradients are compared with a float32 reference (computed row block by row block) before it
 is timed; the relative errors stand in the results. The chip is limited by power, so that a kernel's time depends on
 what ran before: every contender is timed in turns with the products alone, and its ratio to them is what to compare.
-Calls are queued one behind the other; "from rest" is one call by itself on an idle device, with the host's time in it.
+"By itself" is the ratio of medians of each run alone, one call behind the other: hotter, as in a training step. "From
+rest" is one call on an idle device, with the host's time in it.
 Extra memory is the peak beyond inputs, results and gradients.
 Peers are imported from ``peers/`` (unpacked wheels) where they are. Writes ``gpu-wide-*.json`` and ``.md`` as it goes.
 """
@@ -23,176 +24,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
 
 from .cpu import environment
+from .wide_works import Loss, Work, best50, contrastive, cross_entropy, distill, draw, normal, top, works
 
-BUDGETS = ("8MB", "64MB", "550MB", "1100MB")
 SMALL = 2.0**-12
 KEPT: list[mr.skip_below] = []
+COLUMNS = "of the products", "by itself", "from rest ms", "forward ms", "MB", "forward MB"
 ROUNDS = {"naive": 1, "Cut Cross-Entropy": 3, "Liger": 3, "torch.compile": 5}
-Loss = Callable[..., Tensor]
-
-
-@mr.op
-@no_type_check
-def own_index(x: Row["d"], y: Col["d"]):
-    s = x @ y
-    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
-
-
-@mr.op
-@no_type_check
-def top(x: Row["d"], w: Col["d"]):
-    return mr.argmax(x @ w)
-
-
-@mr.op
-@no_type_check
-def draw(x: Row["d"], w: Col["d"], seed: int):
-    return mr.sample(x @ w, seed)
-
-
-@mr.op
-@no_type_check
-def best50(x: Row["d"], w: Col["d"]):
-    return mr.topk(x @ w, 50)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Something to do: its inputs, whose first ``grads`` get gradients, the plain form, and how many products of it."""
-
-    name: str
-    make: Callable[[], tuple[Tensor, ...]]
-    ours: Loss
-    plain: Loss  # of rows of the first inputs against all columns: a sum over rows
-    rows: int
-    by_rows: tuple[int, ...]  # which inputs have one entry per row
-    grads: int
-    gemms: Callable[[tuple[Tensor, ...]], Callable[[], Any]]
-    budgets: tuple[str, ...] = BUDGETS
-    brief: bool = False  # ours and plain torch only
-
-
-def _normal(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
-
-
-def _head(M: int, D: int, V: int, peaked: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """A linear head; peaked: each row's own class stands out so far that its mean probability is about 0.6."""
-
-    def make() -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        w, target = _normal(V, D), torch.randint(V, (M,), device="cuda")
-        x = torch.randn(M, D, device="cuda") / math.sqrt(D)
-        if peaked:
-            x = x + w[target].float() * ((math.log(V) + 0.9 + 3 * torch.randn(M, 1, device="cuda")) / D)
-        return x.bfloat16(), w, target
-
-    return make
-
-
-def _cross_entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy((x @ w.mT).float(), t, reduction="sum")
-
-
-def _contrastive(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy((x @ y.mT).float(), t, reduction="sum")
-
-
-def _distill(p: Tensor, q: Tensor, c: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy((p @ c.mT).float(), torch.softmax((q @ t.mT).float(), -1), reduction="sum")
-
-
-def _three(*pairs: tuple[int, int]) -> Callable[[tuple[Tensor, ...]], Callable[[], Any]]:
-    """The products alone: forward and both gradients, of the given (row, column) inputs."""
-
-    def prepare(args: tuple[Tensor, ...]) -> Callable[[], Any]:
-        def call() -> None:
-            for r, c in pairs:
-                x, w = args[r], args[c]
-                s = x @ w.mT
-                s @ w
-                s.mT @ x
-
-        return call
-
-    return prepare
-
-
-def _works() -> list[Work]:
-    works = []
-    for name, M, D, V in (("g", 8192, 2304, 256000), ("l", 8192, 4096, 128256)):
-        for peaked in (False, True):
-            kind = "peaked" if peaked else "random"
-            works.append(
-                Work(
-                    f"cross-entropy {name} M{M} D{D} V{V}, {kind}",
-                    _head(M, D, V, peaked),
-                    lambda x, w, t: mr.ops.cross_entropy(x, w, t),
-                    _cross_entropy,
-                    M,
-                    (0, 2),
-                    2,
-                    _three((0, 1)),
-                    brief=peaked,
-                )
-            )
-    for N, D in ((32768, 512), (65536, 768)):
-
-        def pairs(N: int = N, D: int = D) -> tuple[Tensor, ...]:
-            torch.manual_seed(0)
-            x, y = (F.normalize(torch.randn(N, D, device="cuda"), dim=-1) for _ in range(2))
-            y = F.normalize(y + 0.5 * x, dim=-1)
-            return (x * 14).bfloat16(), torch.arange(N, device="cuda"), y.bfloat16()
-
-        works.append(
-            Work(
-                f"contrastive N{N} D{D}",
-                pairs,
-                lambda x, t, y: own_index.total(x, y) / len(x),
-                _contrastive,
-                N,
-                (0, 1),
-                3,
-                _three((0, 2)),
-                BUDGETS[1:],
-            )
-        )
-
-    def teachers() -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        p, q = _normal(4096, 2048, scale=2048**-0.5), _normal(4096, 4096, scale=2 * 4096**-0.5)
-        return p, q, _normal(128256, 2048), _normal(128256, 4096)
-
-    works.append(
-        Work(
-            "two distributions M4096 D2048 E4096 V128256 (student's gradients)",
-            teachers,
-            lambda p, q, c, t: mr.ops.cross_entropy_distributions(p, c, q.detach(), t.detach()),
-            _distill,
-            4096,
-            (0, 1),
-            4,
-            lambda args: lambda: [_three((0, 2))(args)(), args[1] @ args[3].mT],
-            ("300MB", "550MB", "1100MB"),
-        )
-    )
-    return works
-
-
-# Measuring ------------------------------------------------------------------------------------------------------------
 
 
 def queued(calls: Sequence[Callable[[], Any]], rounds: int, warm: int = 1) -> list[float]:
@@ -288,19 +135,19 @@ def contenders(work: Work) -> Iterator[tuple[str, Loss]]:
 
         yield f"ours {limit}", ours
     yield "ours", work.ours
-    if work.plain is _cross_entropy:
+    if work.plain is cross_entropy:
         yield f"ours, skip_below 2**{round(math.log2(SMALL))}", partial(_filtered, work.ours)
     mean: Loss = lambda *args: work.plain(*args) / work.rows
     if not work.brief:
         yield "torch.compile", torch.compile(mean, dynamic=False)
     if work.rows < 65536:
         yield "naive", mean
-    if work.plain is not _distill and not work.brief:
+    if work.plain is not distill and not work.brief:
         yield from _peers(work)
 
 
 def _peers(work: Work) -> Iterator[tuple[str, Loss]]:
-    order = (0, 1, 2) if work.plain is _cross_entropy else (0, 2, 1)
+    order = (0, 1, 2) if work.plain is cross_entropy else (0, 2, 1)
     with contextlib.suppress(Exception):  # not here, or not for this machine
         cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
         yield "Cut Cross-Entropy", lambda *a: cce(*(a[k] for k in order))
@@ -313,12 +160,13 @@ def _peers(work: Work) -> Iterator[tuple[str, Loss]]:
 def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
     args = work.make()
     grads = [k for k, a in enumerate(args[: work.grads]) if a.is_floating_point()]
-    if work.plain is _distill or work.plain is _contrastive:
+    if work.plain is distill or work.plain is contrastive:
         grads = [0, 2]
     truth = reference(work, args, grads)
     torch.cuda.empty_cache()
     products = work.gemms(args)
-    show({"work": work.name, "who": "the products alone", "ms": round(milliseconds(products), 3)})
+    floor = milliseconds(products)
+    show({"work": work.name, "who": "the products alone", "ms": round(floor, 3)})
     torch.cuda.empty_cache()
     for who, loss in contenders(work):
         if not clock():
@@ -334,6 +182,8 @@ def measure(work: Work, clock: Callable[[], bool], show: Callable[[dict], None])
             row["MB"] = round(extra_memory(call), 1)
             ms, ratio = in_turns(call, products, ROUNDS.get(who, 3 if "skip" in who else 9))
             row["ms"], row["of the products"] = round(ms, 3), round(ratio, 3)
+            if who.startswith("ours ") or who == "torch.compile":
+                row["by itself"] = round(milliseconds(call, 0.3) / floor, 3)
             row["from rest ms"] = round(from_rest(call), 3)
             KEPT.clear()
             if who in ("ours", "torch.compile", "naive", "Cut Cross-Entropy"):
@@ -373,9 +223,9 @@ def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
     """Sampling, argmax and top-50 over a vocabulary, without gradients."""
     D, V = 4096, 128256
     torch.manual_seed(0)
-    w = _normal(V, D)
+    w = normal(V, D)
     for M in (64, 1024):
-        x = _normal(M, D, scale=D**-0.5)
+        x = normal(M, D, scale=D**-0.5)
         exact = x.float() @ w.float().mT
         with torch.no_grad():
             for name, whos in _pickers(x, w).items():
@@ -402,17 +252,18 @@ def markdown(results: dict[str, Any]) -> str:
     lines += [
         "",
         "Milliseconds of loss and gradients (and of the forward alone), bfloat16, calls queued one behind the other;",
-        "from rest: one call on an idle device. Extra megabytes. Relative errors of the loss and of each gradient",
-        "against float32; for picks: how far below the best a pick lies.",
+        "of the products: in turns with them; by itself: the ratio where each runs alone; from rest: one call on an",
+        "idle device. Extra megabytes. Relative errors of the loss and of each gradient against float32; for picks:",
+        "how far below the best a pick lies.",
         "",
     ]
     lines += [
-        "| work | who | ms | of the products | from rest | forward | MB | forward MB | errors |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| work | who | ms | of the products | by itself | from rest | forward | MB | forward MB | errors |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results["rows"]:
         cells = [r["work"], r["who"], r.get("ms", r.get("problem", ""))]
-        cells += [r.get(key, "") for key in ("of the products", "from rest ms", "forward ms", "MB", "forward MB")]
+        cells += [r.get(key, "") for key in COLUMNS]
         cells += [", ".join(map(str, r.get("errors", ())))]
         lines.append("| " + " | ".join(str(c).replace("\n", " ").replace("|", "/") for c in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -444,9 +295,9 @@ def main() -> None:
 
     clock = lambda: time.time() - began < options.budget
     wanted = lambda name: not options.only or any(word in name for word in options.only)
-    works = _works()
-    todo: list[tuple[str, Callable[..., None]]] = [(work.name, partial(measure, work)) for work in works]
-    largest = next(k for k, work in enumerate(works) if work.rows == 65536)
+    known = works()
+    todo: list[tuple[str, Callable[..., None]]] = [(work.name, partial(measure, work)) for work in known]
+    largest = next(k for k, work in enumerate(known) if work.rows == 65536)
     todo += [("picks", picks), todo.pop(largest)]  # the longest last, should time run out
     for name, do in todo:
         if clock() and wanted(name):
