@@ -32,6 +32,11 @@ def many(sizes: Sizes) -> bool:
 
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
     """How a fold keeps what its rows' gradients need, where that pays; as the call that is rehearsed would."""
+    return wanted(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves), sizes, engine)
+
+
+def wanted(fold: Fold, asked: tuple[bool, ...], sizes: Sizes, engine: str) -> Early | None:
+    """The same where it is said which leaves ask for a gradient."""
     real = hardware.rehearsed.get()
     sizes = sizes if real is None else real
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
@@ -39,7 +44,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early 
         return None
     if budget.asked() is not None or not triton.runs_on(sizes.device):
         return None
-    found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
+    found = early(fold, asked)
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
         return None
     widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]

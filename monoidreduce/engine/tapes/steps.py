@@ -15,7 +15,7 @@ import torch
 
 from ...program.expr import Expr, topological
 from ...program.lower import Fold, Lowered
-from .. import triton
+from .. import early, triton
 from ..evaluate import Sizes
 from ..script import Script, script
 from ..sides import Side
@@ -73,9 +73,15 @@ class Steps:
             return triton.record(self.script.steps or (), known, folder, sizes, self.counted(sizes), self.total)
 
     def look(self, values: Sequence[Any], sizes: Sizes) -> None:
-        """Compile all kernels on these inputs together, where they are run otherwise."""
-        if self.launches and not torch.is_grad_enabled() and self.counted(sizes) is None:
-            triton.look(self.script.steps or (), *self._given(values, sizes), sizes)
+        """Compile all kernels on these inputs together, where they are run step by step; not where a fold may be
+        another one, which keeps more for a backward."""
+        if not self.launches or self.counted(sizes) is not None:
+            return
+        steps = self.script.steps or ()
+        folds = [step.what for step in steps if torch.is_grad_enabled() and isinstance(step.what, Fold)]
+        if not any(early.wanted(f, (True,) * len(f.leaves), sizes, self.engine) for f in folds):
+            with torch.no_grad():
+                triton.look(steps, *self._given(values, sizes), sizes)
 
     def _given(self, values: Sequence[Any], sizes: Sizes) -> tuple[dict[str, Any], Any]:
         return dict(zip(self.script.names, values, strict=True)), functools.partial(self._fold, sizes)
