@@ -31,7 +31,7 @@ from monoidreduce.engine import early, gradients, hardware, script
 from monoidreduce.engine.planning import planner, roads
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.tapes import replay
-from monoidreduce.engine.triton import boxes, describe, rows, source, staged
+from monoidreduce.engine.triton import boxes, describe, kept, rows, source, staged
 from monoidreduce.engine.triton.wide import epilogue, reels
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
@@ -44,10 +44,11 @@ _CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def h200() -> Iterator[None]:
-    """Calls inside the block run as they would on an H200."""
+def h200(again: bool = False) -> Iterator[None]:
+    """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
     bare, form, line = planner.bare, early.form, boxes.line
-    nothing, yes, many = (lambda *given: None), (lambda *given: True), (lambda device: 132)
+    repeated = reels.repeated if again else lambda walked, *given: walked(*given)
+    yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (boxes, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
         (ceilings, dict(of=lambda device: ceilings.GPUS["hopper"])),
@@ -55,13 +56,13 @@ def h200() -> Iterator[None]:
         (early, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(on=yes)),
         (gradients, dict(straight=yes)),
-        (hardware, dict(free_memory=lambda device: _FREE, panel_into=nothing, contract_into=nothing)),
+        (hardware, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_heard)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
-        (reels, dict(repeated=lambda walked, *given: walked(*given))),  # products here are heard by nobody
+        (reels, dict(repeated=repeated)),
         (replay, dict(straight=yes)),
         (roads, dict(may_be_dense=lambda *given: False)),
         (script, dict(row_dot=_row_dot)),
-        (source, dict(again=lambda *given: nothing, repeats=yes)),
+        (source, dict(again=lambda *given: _nothing, repeats=yes)),
         (staged, dict(on=yes, processors=many)),
     )
     with contextlib.ExitStack() as stack:
@@ -69,6 +70,15 @@ def h200() -> Iterator[None]:
             stack.enter_context(mock.patch.multiple(module, **names))
         stack.enter_context(source.resting())
         yield
+
+
+def _nothing(*given: Any) -> None:
+    pass
+
+
+def _heard(*given: Any) -> None:
+    """A product: whoever writes down a walk over panels hears of it as of a kernel."""
+    kept.tell(_nothing, given)
 
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:

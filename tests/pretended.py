@@ -1,8 +1,13 @@
 """Calls on a GPU that is not there (``benchmarks/pretend.py``): of each, what is predicted to be held at once, and what
 is, as JSON. Run by ``interpret/test_memory_kernels.py`` in a process of its own."""
 
+import contextlib
+import itertools
 import json
+import weakref
+from collections import OrderedDict
 from typing import no_type_check
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +15,11 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
-from monoidreduce import Col, Row
+from monoidreduce import Col, Row, tuning
+from monoidreduce.engine import library, triton
+from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.engine.triton import recent
+from monoidreduce.engine.triton.wide import reels
 
 B, S = torch.bfloat16, torch.float32
 
@@ -70,6 +79,12 @@ def given(*shapes, dtype=B):
     return [torch.zeros(s, dtype=dtype).requires_grad_() for s in shapes]
 
 
+@mr.op
+@no_type_check
+def causal(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k, -torch.inf), v)
+
+
 def labels(rows):
     return torch.arange(rows) % 7
 
@@ -79,6 +94,7 @@ CASES = {
     "shared keys": (attention, given((2, 6, 517, 64), (2, 1, 1031, 64), (2, 1, 1031, 64))),
     "one row": (attention, given((1, 128), (8191, 128), (8191, 128))),
     "float32": (attention, given((1023, 48), (4097, 48), (4097, 48), dtype=S)),
+    "causal": (causal, given((1025, 64), (1025, 64), (1025, 64))),
     "documents": (documents, [*given((2049, 64), (2049, 64), (2049, 64)), labels(2049), labels(2049)]),
     "gated": (gated, given((1025, 128), (511, 128), (511, 128), (511, 64))),
     "wide gated": (gated, given((1025, 512), (2047, 512), (2047, 512), (2047, 512))),
@@ -105,13 +121,57 @@ def calls():
             yield f"{name}, {how}", (predicted(op, args, backward).peak, counted(op, args, backward).peak)
 
 
+WIDE = ("wide gated", "wide labels", "wide labels, float32", "wide both ways")
+WITHIN = list(itertools.product(WIDE, ("16MB", "1MB")))
+
+
 def budgets():
     """Panels cut along one axis, along both, and in the column gradients' own memory."""
-    for name in ("wide gated", "wide labels", "wide labels, float32", "wide both ways"):
-        for budget in ("16MB", "1MB"):
-            with mr.budget(budget):
-                op, args = CASES[name]
-                yield f"{name}, {budget}", (predicted(op, args).peak, counted(op, args).peak)
+    for name, budget in WITHIN:
+        with mr.budget(budget):
+            op, args = CASES[name]
+            yield f"{name}, {budget}", (predicted(op, args).peak, counted(op, args).peak)
+
+
+def again():
+    """Of walks over panels: bytes where each is walked, where it is run as it was written down, and how many were."""
+    for name, budget in [*WITHIN, ("wide labels", "10GB"), ("wide distilled", "10GB")]:
+        found = []
+        for repeated in (False, True):
+            with h200(repeated), mr.budget(budget), mock.patch.object(reels, "_KINDS", {}):
+                found.append(counted(*CASES[name]).peak)
+                written = sum(len(kind.reels) for kind in reels._KINDS.values())
+        yield f"{name}, {budget}", (*found, written)
+
+
+class Staying(Alive):
+    """Storages that were made inside the block by this thread, and still have memory."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.made = []
+
+    def grew(self, t, size):
+        self.made.append(weakref.ref(t.untyped_storage()))
+
+    def bytes(self):
+        return sum(ref().nbytes() for ref in self.made if ref() is not None)
+
+
+def staying():
+    """Bytes that calls of the operator leave behind: of a compiler's pool, in which nothing may stay."""
+    for name, (op, args) in CASES.items():
+        folds, left = tuning.recorded(op, args, {}, backward=True).folds, []
+        for fold, leaves, sizes in folds:
+            forgotten = ((triton, "_READY", {}), (recent, "_kept", OrderedDict()), (reels, "_KINDS", {}))
+            with contextlib.ExitStack() as stack:
+                for where in forgotten:
+                    stack.enter_context(mock.patch.object(*where))
+                for _ in range(3):  # walks over panels are walked, heard, and run
+                    with Staying([v for v in leaves if isinstance(v, torch.Tensor)]) as made:
+                        library.call(fold, "triton", leaves, sizes)
+                    left.append(made.bytes())
+        yield name, left
 
 
 def planners():
@@ -122,4 +182,8 @@ def planners():
 
 if __name__ == "__main__":
     with h200():
-        print(json.dumps({"calls": dict(calls()), "budgets": dict(budgets()), "planners": dict(planners())}))
+        found = {"calls": dict(calls()), "budgets": dict(budgets()), "planners": dict(planners())}
+    found["again"] = dict(again())
+    with h200(again=True), mr.use(engine="auto"):
+        found["staying"] = dict(staying())
+    print(json.dumps(found))

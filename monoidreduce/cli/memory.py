@@ -90,7 +90,10 @@ def record(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it announces each start and stop on stderr
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+    # ``acc_events``: there is one cycle, but without it torch may warn that others would be dropped
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, acc_events=True
+    ) as profiler:
         with record_function(_FORWARD):
             outputs = forward()
             wait()

@@ -55,7 +55,8 @@ Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 class Room:
     """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads options.
 
-    The model is one number, expanded; made when it is first needed: plans are also made for devices elsewhere."""
+    The model is made when it is first needed: plans are also made for devices elsewhere. It has a shape and no memory,
+    since it stays: a compiler that captures graphs gives a first call a pool in which nothing may."""
 
     __slots__ = ("_model", "device", "form")
 
@@ -69,6 +70,7 @@ class Room:
         if self._model is None:
             shape, dtype = self.form
             self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
+            self._model.untyped_storage().resize_(0)
         return self._model
 
     def __call__(self) -> Tensor:

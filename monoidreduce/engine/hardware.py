@@ -101,7 +101,8 @@ SHARE: list[Callable[[Tensor, int], Tensor | None]] = []  # the GPU engine's own
 
 def share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
     """One over the number of labels that are not ignored, a 0-dim tensor: infinite where there are none."""
-    if labels.is_cuda and type(labels) is Tensor and dtype is torch.float32 and SHARE:
+    plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
+    if plain and dtype is torch.float32 and SHARE:
         found = SHARE[0](labels, ignored)
         if found is not None:
             return found

@@ -20,6 +20,7 @@ from ..program.digest import digest
 from ..program.lower import Fold
 from .evaluate import Form, Sizes, form, pair_form
 from .registry import FOLDERS
+from .triton import recent
 
 _SCHEMA = (
     "fold(str fold, str engine, Tensor[] leaves, Scalar[] numbers, int[] places, SymInt rows, SymInt cols, "
@@ -53,7 +54,7 @@ def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[T
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
-    with torch.no_grad():  # gradients are autograd.py's business
+    with torch.no_grad(), recent.apart():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels may hand vectors back in 16 bits, others do not: a graph is told one type for all engines
     return [t.to(dtype) for t, (_, dtype) in zip(found, shapes(known, leaves, sizes), strict=True)]

@@ -37,12 +37,13 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 1, "one block, softmax"): (64, 128, 4, 3),
     (256, 1, "one block"): (128, 64, 8, 3),
     (256, 1, "one block, softmax"): (128, 64, 8, 3),
-    (64, 1, "plain"): (64, 128, 4, 3),
+    (64, 1, "plain"): (64, 64, 4, 4),
     (64, 1, "plain gradient"): (64, 128, 4, 3),
     (64, 2, "plain"): (64, 128, 4, 3),
     (128, 1, "plain"): (64, 64, 4, 3),
     (128, 2, "plain"): (64, 64, 4, 2),
     (128, 1, "gated"): (64, 64, 4, 2),
+    (128, 1, "gated gradient"): (128, 64, 8, 3),
     (128, 1, "passes"): (64, 64, 4, 3),
     (128, 1, "short"): (64, 64, 4, 3),
     (128, 1, "reads"): (64, 32, 4, 3),
@@ -64,6 +65,9 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     },
 }
 
+
+# of these, where the kept blocks stay in registers, and leave shared memory, and its bandwidth, to the others
+HELD: frozenset[tuple[int, int, str]] = frozenset()
 
 # where copies and products take turns: two groups of four warps, 64 indices each
 STAGED: Tile = (128, 128, 4, 2)

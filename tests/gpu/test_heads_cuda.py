@@ -1,5 +1,10 @@
 """The vocabulary heads on a GPU: values and gradients against float64, and labels that are not waited for."""
 
+import contextlib
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
@@ -22,20 +27,42 @@ def there(function):
     return call
 
 
+def case(name, sample, dtype, seed):
+    """What is called: of the plain form too, the arguments, and which of them have gradients."""
+    f = FUNCTIONS[name]
+    names, args = split(draw(f, sample | {"rows": (65,), "classes": 259, "features": 32}, dtype, seed))
+    asked = [k for k, a in enumerate(args) if is_float(a) and names[k] != "class_weights"]
+    return there(by_name(f.ours, names)), by_name(f.plain, names), args, asked
+
+
+def met(name, sample, dtype):
+    """Its kernels are compiled; what is wrong with them, their test will say."""
+    with contextlib.suppress(Exception):
+        ours, _, args, asked = case(name, sample, dtype, 0)
+        run(ours, args, asked=asked)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request):
+    """Kernels of all the heads that are asked for, compiled side by side and kept on disk: alone they take minutes."""
+    heads = [item for item in request.session.items if item.function is test_a_head_within_the_error_rule]
+    given = [[item.callspec.params[p] for p in ("name", "sample", "dtype")] for item in heads]
+    workers = min(16, len(given) // 2, os.cpu_count() or 1)
+    if workers > 1:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(met, *zip(*given, strict=True)))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
 )
 @HEADS
 def test_a_head_within_the_error_rule(name, sample, dtype):
-    f, trials = FUNCTIONS[name], []
+    trials = []
     for seed in range(2):
-        names, args = split(draw(f, sample | {"rows": (65,), "classes": 259, "features": 32}, dtype, seed))
+        ours, plain, args, asked = case(name, sample, dtype, seed)
         exact = [a.double() if is_float(a) else a for a in args]
-        asked = [k for k, a in enumerate(args) if is_float(a) and names[k] != "class_weights"]
-        ours, plain = by_name(f.ours, names), by_name(f.plain, names)
-        trials.append(
-            (run(there(ours), args, asked=asked), run(plain, args, asked=asked), run(plain, exact, asked=asked))
-        )
+        trials.append((run(ours, args, asked=asked), run(plain, args, asked=asked), run(plain, exact, asked=asked)))
     if dtype is torch.float64:
         for ours, _, truth in trials:
             assert_equal(ours, truth)

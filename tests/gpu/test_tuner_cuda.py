@@ -1,5 +1,6 @@
 """The tuner and the memory contract on a GPU: real kernels, real spills, memory that really runs out."""
 
+import contextlib
 import time
 
 import pytest
@@ -11,10 +12,10 @@ from monoidreduce import Col, Row, explain, tuning
 from monoidreduce.engine import triton
 from monoidreduce.engine.planning import planner, trial, tuner, winners
 from monoidreduce.engine.triton import KernelPlan, source
-from monoidreduce.plan import candidates, store
+from monoidreduce.plan import candidates, store, tiles
 from monoidreduce.plan.choice import Choice
 from tests.layers_compare import errors
-from tests.wrong_kernels import wrong
+from tests.wrong_kernels import GUESSED, wrong
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -106,7 +107,7 @@ def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
 
 
-@pytest.mark.parametrize("change", ["forgets the ragged end", "writes no vectors", "leaves a row out"])
+@pytest.mark.parametrize("change", GUESSED)
 def test_a_wrong_kernel_never_wins(change, monkeypatch):
     args = drawn(1000, 1500, 1500)
     candidate = Choice("flash", (("cols", (64, 128, 4, 2, 1)),))
@@ -117,21 +118,45 @@ def test_a_wrong_kernel_never_wins(change, monkeypatch):
     assert len(found.trials) == 1 and "wrong in" in found.trials[0].refused
 
 
-def test_memory_that_runs_out_is_given_back():
-    args = [a.requires_grad_() for a in drawn(2048, 2048, 2048, dtype=torch.float32)]
-    expected = attention(*args).detach()
-    torch.cuda.synchronize()
+PIECE = 2**21  # bytes: of what is asked for at once, half of a usual tile, and all of the result below
+
+
+def limited(more):
+    """From here on, so many bytes beyond what the allocator has now."""
+    share = (torch.cuda.memory_reserved() + more) / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def pieces():
+    """All memory that there is, in pieces: at least 16, and no place is left that would hold another."""
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    total = torch.cuda.get_device_properties(0).total_memory
+    taken = [torch.empty(PIECE, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    limited(0)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(PIECE, dtype=torch.uint8, device="cuda"))
+    return taken
+
+
+def test_memory_that_runs_out_is_given_back():
+    """Where there is no place for a result; and in holes that hold a result, but no tile of the usual size."""
+    args = [a.requires_grad_() for a in drawn(2048, 2048, 2048, dtype=torch.float32)]
+    with mr.use(engine="eager"):
+        expected = attention(*args).detach()  # and the vendor's library has what it keeps
+    assert expected.nbytes == PIECE < tiles.ELEMENTS * 4
+    ran_out = lambda: torch.cuda.memory_stats()["num_ooms"]
     try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+        taken = pieces()
+        before, often = torch.cuda.memory_allocated(), ran_out()
         with mr.use(engine="eager"), pytest.raises(mr.OutOfMemoryError, match="out of memory"):
             attention(*args)
-        assert torch.cuda.memory_allocated() == before
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 40 * 2**20) / total)
-        with mr.use(engine="eager"):  # its usual tiles take more
+        assert torch.cuda.memory_allocated() == before and ran_out() > often
+        del taken[::2]
+        often = ran_out()
+        limited(4 * PIECE)  # for what is small: a place for large tensors is of 20 MiB
+        with mr.use(engine="eager"):
             found = attention(*args).detach()
+        assert ran_out() > often  # and it was done all the same
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert errors(found, expected).max() < 1e-3

@@ -45,6 +45,18 @@ def test_predicted_memory_within_a_budget_is_what_is_allocated(told):
     assert_near(told["budgets"])
 
 
+def test_walks_as_they_were_written_down_hold_no_more(told):
+    """On the road of a GPU: tensor descriptors, products that write weights, panels in the gradients' own memory."""
+    assert len(told["again"]) == 10
+    for name, (walked, run, written) in told["again"].items():
+        assert written and run <= walked, name
+
+
+def test_calls_of_the_operator_leave_no_memory_behind(told):
+    """A compiler that captures graphs refuses what stays: not even the tables of masked tiles, or a number's model."""
+    assert len(told["staying"]) > 20 and not any(map(sum, told["staying"].values())), told["staying"]
+
+
 def test_predicted_memory_of_the_planners_cases_is_what_is_allocated(told):
     assert len(told["planners"]) == 3 * len(WORKS)
     assert_near(told["planners"])

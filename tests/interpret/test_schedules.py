@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
+from monoidreduce import Col, Row, tuning
 from monoidreduce.engine import library, registry
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, describe, launch, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, use_plan
 from monoidreduce.engine.triton.text import emit, kinds
 from monoidreduce.errors import EngineError
 from tests.layers import BY_NAME
-from tests.layers_compare import assert_equal, run
+from tests.layers_compare import assert_equal, assert_error_rule, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SMALL = KernelPlan(16, 16, 4, 1)
@@ -65,6 +65,59 @@ SPLIT = [
     "maxsim",
     "nearest_neighbours",
 ]
+
+
+def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypatch):
+    """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
+    x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    with planned(), mr.use(engine="triton"):
+        *_, (fold, leaves, sizes) = tuning.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+    monkeypatch.setattr(boxes, "on", lambda device: True)
+    monkeypatch.setattr(describe, "VERY_MANY", 0)
+
+    def columns(asked=None):
+        with use_plan({} if asked is None else {"rows": asked}):
+            return [one for one in engine.Ready(fold, leaves, sizes).launches if one.over == "rows"]
+
+    own = [one.plan for one in columns()]
+    assert len(set(own)) == len(own) == 2
+    shown = engine.tiles_of(fold, leaves, sizes)["rows"]
+    cut = columns(replace(KernelPlan(*shown), parts=2))
+    assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
+    assert {one.plan for one in columns(SMALL)} == {SMALL}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (59, 111), (65, 127), (32, 48)], ids=str)
+def test_a_gated_row_gradient_multiplies_before_it_adds(size):
+    """What is added to a sum would be waited for with the next product; whole tiles and ragged ones give the same."""
+    layer, gen = BY_NAME["swiglu"], torch.Generator().manual_seed(7)
+    exact = [torch.randn(n, 32, generator=gen, dtype=torch.float64) for n in (size[0], *[size[1]] * 3)]
+    args = [a.half() for a in exact]
+    with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=1))), mr.use(engine="triton"):
+        got = run(layer.op, args)
+    *_, ready = engine._READY.values()
+    (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
+    whole = text.split("for t in range(")[1]
+    assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
+    truth, plain = (run(layer.dense, given) for given in ([a.double() for a in args], args))
+    assert_error_rule([(got, plain, truth)])
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "columns"), [("swiglu", 3), ("relu_mlp", 2)])
+def test_kept_blocks_in_registers_are_the_same_blocks(name, columns, kind):
+    """Infinities and NaN too; wider types have no such kernel."""
+    gen, op = torch.Generator().manual_seed(5), BY_NAME[name].op
+    args = [torch.randn(n, 24, generator=gen, dtype=torch.float64).to(kind) for n in (37, *[43] * columns)]
+    args[0][3, 2], args[0][20, 0] = torch.inf, torch.nan
+    found = []
+    for copies in (0, 3):
+        with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=copies))), mr.use(engine="triton"):
+            found.append(run(op, args))
+        *_, ready = engine._READY.values()
+        held = ["in_registers" in one.kernel.text for one in ready.launches]
+        assert held == [copies == 3 and kind != torch.float64] * len(held)
+    assert_equal(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("parts", [2, 5])

@@ -15,7 +15,7 @@ from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.planning.rehearse import Noted
 from monoidreduce.engine.triton import KernelPlan, describe, launch, source, use_plan
 from monoidreduce.plan.choice import Choice
-from tests.wrong_kernels import CHANGES, wrong
+from tests.wrong_kernels import CHANGES, GUESSED, wrong
 
 SAFE = Choice("flash", (("cols", (16, 16, 4, 1, 1)),))
 CANDIDATE = Choice("flash", (("cols", (16, 32, 4, 1, 1)),))
@@ -37,9 +37,9 @@ def perform(choice, fold, leaves, sizes):
         return triton.run(fold, list(leaves), sizes)
 
 
-def call(rows=75, cols=90, d=16):
+def call(rows=75, cols=90, d=16, dtype=torch.float32):
     torch.manual_seed(0)
-    args = [torch.randn(n, d) for n in (rows, cols, cols)]
+    args = [torch.randn(n, d).to(dtype) for n in (rows, cols, cols)]
     sizes = Sizes(rows, cols, (), {"f": d, "d": d}, torch.device("cpu"), torch.float32)
     return attention.program(*args).passes[0].fold, args, sizes
 
@@ -49,9 +49,13 @@ def test_a_right_kernel_passes():
     assert trial.wrong(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_wrong_kernel_does_not(change):
-    given = call()
+WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.float16) for change in GUESSED)]
+
+
+@pytest.mark.parametrize(("change", "dtype"), WRONG, ids=str)
+def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
+    monkeypatch.setattr(describe, "_GUESSED", (torch.float16,))  # the interpreter multiplies no bfloat16
+    given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:
         assert "wrong in" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)

@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import stat
+import threading
 import warnings
 from collections import OrderedDict
 
@@ -17,8 +18,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
-from monoidreduce.engine import eager, registry, triton
+from monoidreduce import Col, Row, tuning
+from monoidreduce.engine import eager, library, registry, triton
 from monoidreduce.engine.eager import tilecode
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.triton import KernelPlan, launch, recent, skip, source, use_plan
@@ -231,6 +232,28 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
                         assert any(truths[c] == (0.0, 0.0) for c in truths)
                     checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "document_attention"])
+def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch):
+    """And is the same."""
+    layer, threads, here = BY_NAME[name], [], threading.get_ident()
+    original = skip.bounds
+    monkeypatch.setattr(skip, "bounds", lambda *given: threads.append(threading.get_ident()) or original(*given))
+
+    def folded(run_fold):
+        monkeypatch.setattr(recent, "_kept", OrderedDict())
+        monkeypatch.setattr(triton, "_READY", {})
+        threads.clear()
+        return [t for call in folds for t in run_fold(*call)]
+
+    with kernels():
+        folds = tuning.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
+        wanted = folded(triton.run)
+        assert threads and set(threads) == {here}
+        found = folded(lambda fold, *given: library.call(fold, "triton", *given))
+        assert threads and here not in threads
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def _ranges(fold, over, values, lengths, blocks, b, t, f):

@@ -98,7 +98,8 @@ class Launch:
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         by_turns = staged.takes(self.plan, sizes.device)
         found = boxes.vectors(self.fold, found) if by_turns else found if self.plan.boxes else ()
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
+        held = self.plan.boxes == 3 and self.spec.narrow is not None
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line, held=held)
         self.kernel = (staged.kernel(self.spec) if by_turns else None) or emit.kernel(self.spec)
         self.grid = self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
@@ -234,7 +235,7 @@ class Launch:
         """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
         asked = [leaves[leaf] for _, leaf in self.asked]
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()))
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, HELD, STAGED, Family
 from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,7 +25,9 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``
+    # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``; 3: and the
+    # kept blocks stay in registers
+    boxes: int = 0
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -99,8 +101,10 @@ def _even(instances: int, tiles: int, processors: int) -> int:
 
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
-    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
-    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+    key = _sums(kernel)
+    if boxes and item == 2 and key in COPIED:
+        return KernelPlan(*COPIED[key], boxes=3 if key in HELD else 1)
+    return KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:

@@ -3,12 +3,19 @@
 A tensor is recognised by its storage, which must still be alive, its place in it and its version, which torch moves
 with every change in place (as autograd itself relies on). Nothing is remembered while a CUDA graph is captured, whose
 replays may find other numbers in the same place, nor of tensors that have no version.
+
+A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a pool
+of memory for whatever its thread allocates, in which nothing may stay. So what is remembered from inside the operator
+is made in another thread (:func:`apart`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,6 +24,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _MOST = 256
 _kept: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
+_is_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What is remembered from inside the block is no memory of this thread."""
+    token = _is_apart.set(True)
+    try:
+        yield
+    finally:
+        _is_apart.reset(token)
 
 
 def _key(parts: Sequence[Any]) -> tuple | None:
@@ -32,15 +50,29 @@ def _key(parts: Sequence[Any]) -> tuple | None:
     return tuple(found)
 
 
-def remembered(parts: Sequence[Any], make: Callable[[], Any]) -> Any:
+def remembered(parts: Sequence[Any], make: Callable[[], Any], device: torch.device) -> Any:
     """What was made from equal parts, if the tensors among them are still the same; else it is made, and kept."""
     key = _key(parts)
     if key is None:
         return make()
     found = _kept.get(key)
     if found is None or any(ref.expired() for ref in found[0]):
-        found = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], make()
+        made = _elsewhere(make, device) if _is_apart.get() else make()
+        found = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], made
         _kept[key] = found
         while len(_kept) > _MOST:
             _kept.popitem(last=False)
     return found[1]
+
+
+def _elsewhere(make: Callable[[], Any], device: torch.device) -> Any:
+    """What ``make`` returns, made in a thread of its own, on the stream of this one."""
+    here = contextvars.copy_context()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def made() -> Any:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            return here.run(make)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()

@@ -48,6 +48,8 @@ class Sum(Kind):
             self.v.inside.append(self.total.catch_up())
             self.v.inside.append(self.total.wait(self.weight(parts[0].weight)))
             return
+        if self.v.late and len(parts) > 1:  # a product is waited for, and with it what was added to the sum before
+            self.v.products(*(c.weight for c in parts if not c.walk))
         for c in parts:
             self.total.add(c, None if c.walk else self.weight(c.weight))
 

@@ -358,6 +358,7 @@ class Values(Exponents):
         text = f"tl.load({self.pointer(e)} + {side}_lane[:, None] * {name}_s + {lane}[None, :] * {name}_f{mask})"
         wanted = self.operand_type()
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        text = f"in_registers({text}, {name}_ptr, kept_at)" if self.spec.held and not folded else text
         return self.bind((e, "block"), text, folded, f"{name}_block")
 
     def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
@@ -372,9 +373,9 @@ class Values(Exponents):
         shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
         return f"tl.reshape({text}, {shape})" if dims else text
 
-    def products(self, e: Expr) -> None:
-        """Bind the matrix products of an expression, before what is made of them."""
-        for n in topological([e]):
+    def products(self, *roots: Expr) -> None:
+        """Bind the matrix products of expressions, before what is made of them."""
+        for n in topological(roots):
             if n.op == "dot":
                 self.number(n)
 

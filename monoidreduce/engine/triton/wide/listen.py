@@ -91,6 +91,7 @@ class Listener(TorchDispatchMode):
         self.held: dict[str, Tensor] = {}  # numbers that were made elsewhere
         self.fixed: set[str] = set()  # storages whose content depends on nothing that was given
         self.stores: dict[int, tuple[str, int]] = {}  # what storages are called, and where they begin
+        self.tokens: list[Any] = []  # of blocks inside each other
         self.inputs, self.named, self.lost = inputs, 0, ""
         for name, t in inputs.items():
             if self.stores.setdefault(id(t.untyped_storage()), (name, t.data_ptr()))[1] != t.data_ptr():
@@ -102,11 +103,11 @@ class Listener(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        self.token = kept.hearing.set(self)
+        self.tokens.append(kept.hearing.set(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        kept.hearing.reset(self.token)
+        kept.hearing.reset(self.tokens.pop())
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
