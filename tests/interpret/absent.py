@@ -85,6 +85,7 @@ LAYERS = {
     "attention": (ops.attention, lambda: _given(*((2, 8, 1024, 64),) * 3)),  # many pairs, step by step
     "few": (ops.attention, lambda: _given(*((1, 1, 256, 32),) * 3)),  # few of them, a tape
     "perceptron": (ops.mlp, lambda: _given((4096, 128), (8192, 128), (8192, 128))),
+    "narrow": (_loss, lambda: _given((4096, 128), (32000, 128))),  # a walk that is cut
     "head": (_loss, lambda: _given((1024, 1024), (32000, 1024))),
 }
 

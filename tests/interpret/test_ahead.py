@@ -30,7 +30,7 @@ def heard(*asked):
     return {name: found for name, *found in map(json.loads, said.stdout.splitlines())}
 
 
-LAYERS = ("head", "attention", "perceptron")
+LAYERS = ("head", "attention", "perceptron", "narrow")
 
 
 def together(layer):
@@ -59,6 +59,7 @@ def test_every_kernel_is_compiled_once_and_launched_in_its_order(layer):
     [
         ("attention", {"side", "fold_over_cols", "fold_over_rows"}),  # the backward's
         ("perceptron", {"fold_over_cols", "fold_over_rows"}),
+        ("narrow", {"unite_softmax", "side", "fold_over_cols", "fold_over_rows"}),
         (
             "head",
             {
