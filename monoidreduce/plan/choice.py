@@ -71,7 +71,7 @@ class Choice:
 
 def _kernel(kept: int, folded: int, warps: int, stages: int, parts: int, boxes: int = 0) -> str:
     cut = f", {parts} part{'s' if parts > 1 else ''}" if parts else ""
-    copied = ("", ", tensor descriptors", ", by turns", ", blocks in registers")[min(boxes, 3)]
+    copied = ("", ", tensor descriptors", ", by turns")[min(boxes, 2)]
     return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{copied}"
 
 

@@ -28,8 +28,9 @@ KERNELS: dict[str, Tile] = {
 # where tensor descriptors copy the blocks of a kernel: by its widest features, how many sums of them it holds, and what
 # it does: "one block" is all it meets in a tile, where a softmax may guess its maximum; else conditions let it pass
 # over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
-# of a plain one's row gradient. Conditions on data ("reads") need numbers, for which two instances on a processor have
-# no room beside three stages of 64; they, and several conditions together ("short"), make walks short
+# of a plain one's row gradient, or of what keeps two blocks and sums a third, which is in no other product ("apart").
+# Conditions on data ("reads") need numbers, for which two instances on a processor have no room beside three stages of
+# 64; they, and several conditions together ("short"), make walks short
 COPIED: dict[tuple[int, int, str], Tile] = {
     (64, 1, "one block"): (64, 64, 4, 2),
     (64, 1, "one block, softmax"): (64, 64, 4, 2),
@@ -44,6 +45,7 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 2, "plain"): (64, 64, 4, 2),
     (128, 1, "gated"): (64, 64, 4, 2),
     (128, 1, "gated gradient"): (128, 64, 8, 3),
+    (128, 1, "plain apart"): (64, 64, 4, 2),
     (128, 1, "passes"): (64, 64, 4, 3),
     (128, 1, "short"): (64, 64, 4, 3),
     (128, 1, "reads"): (64, 32, 4, 3),
@@ -65,9 +67,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     },
 }
 
-
-# of these, where the kept blocks stay in registers, and leave shared memory, and its bandwidth, to the others
-HELD: frozenset[tuple[int, int, str]] = frozenset()
 
 # where copies and products take turns: two groups of four warps, 64 indices each
 STAGED: Tile = (128, 128, 4, 2)

@@ -74,6 +74,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
         *_, (fold, leaves, sizes) = tuning.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     monkeypatch.setattr(boxes, "on", lambda device: True)
     monkeypatch.setattr(describe, "VERY_MANY", 0)
+    monkeypatch.setitem(plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
 
     def columns(asked=None):
         with use_plan({} if asked is None else {"rows": asked}):
@@ -101,23 +102,6 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
     truth, plain = (run(layer.dense, given) for given in ([a.double() for a in args], args))
     assert_error_rule([(got, plain, truth)])
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "columns"), [("swiglu", 3), ("relu_mlp", 2)])
-def test_kept_blocks_in_registers_are_the_same_blocks(name, columns, kind):
-    """Infinities and NaN too; wider types have no such kernel."""
-    gen, op = torch.Generator().manual_seed(5), BY_NAME[name].op
-    args = [torch.randn(n, 24, generator=gen, dtype=torch.float64).to(kind) for n in (37, *[43] * columns)]
-    args[0][3, 2], args[0][20, 0] = torch.inf, torch.nan
-    found = []
-    for copies in (0, 3):
-        with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=copies))), mr.use(engine="triton"):
-            found.append(run(op, args))
-        *_, ready = engine._READY.values()
-        held = ["in_registers" in one.kernel.text for one in ready.launches]
-        assert held == [copies == 3 and kind != torch.float64] * len(held)
-    assert_equal(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("parts", [2, 5])

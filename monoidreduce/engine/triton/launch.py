@@ -98,8 +98,7 @@ class Launch:
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         by_turns = staged.takes(self.plan, sizes.device)
         found = boxes.vectors(self.fold, found) if by_turns else found if self.plan.boxes else ()
-        held = self.plan.boxes == 3 and self.spec.narrow is not None
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line, held=held)
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
         self.kernel = (staged.kernel(self.spec) if by_turns else None) or emit.kernel(self.spec)
         self.grid = self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)

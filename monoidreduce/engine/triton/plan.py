@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, HELD, STAGED, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
 from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,9 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``; 3: and the
-    # kept blocks stay in registers
-    boxes: int = 0
+    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -101,17 +99,16 @@ def _even(instances: int, tiles: int, processors: int) -> int:
 
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
-    key = _sums(kernel)
-    if boxes and item == 2 and key in COPIED:
-        return KernelPlan(*COPIED[key], boxes=3 if key in HELD else 1)
-    return KernelPlan(*family.tile(_kind(kernel, item)))
+    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
 
 def _sums(kernel: Kernel) -> tuple[int, int, str]:
     """The widest features, how many sums of them are held, and what the kernel does, in the words of the table."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = _does(kernel, widest) + ("" if alone else " gradient")
+    how = _does(kernel, widest)
+    how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
     return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 

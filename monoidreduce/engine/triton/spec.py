@@ -40,7 +40,6 @@ class Spec:
     native: bool = False  # whether the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
     line: bool = False  # whether shifts have tensor descriptors
-    held: bool = False  # whether kept blocks stay in registers
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:

@@ -11,17 +11,6 @@ from typing import Any
 tl: Any = None  # triton.language, where the text is copied to
 
 
-def in_registers(x, place, at):
-    # a block to multiply by, as products leave theirs: the compiler, which would read it from shared memory in every
-    # tile, then holds it. What is added is a product of nothing: ``at`` is never negative, and nothing is read.
-    lane = tl.arange(0, 16)
-    nowhere = at < 0
-    left = tl.load(place + at[:, None] + lane[None, :], mask=nowhere[:, None], other=0).to(x.dtype)
-    some = lane < tl.max(nowhere.to(tl.int32), 0)
-    right = tl.load(place + lane[:, None] + tl.arange(0, x.shape[1])[None, :], mask=some[:, None], other=0).to(x.dtype)
-    return (x.to(tl.float32) + tl.dot(left, right)).to(x.dtype)
-
-
 def sign(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 

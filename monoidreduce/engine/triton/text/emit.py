@@ -62,6 +62,7 @@ class Kernel:
     reads: bool = False  # whether it is data, which cut tiles read
     deep: bool = False  # whether a product's features are walked
     draws: bool = False  # whether pairs draw random numbers
+    apart: bool = False  # whether a block is summed, and in no other product
     staged: bool = False  # whether its copies and products take turns as the text says
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
 
@@ -125,6 +126,7 @@ def kernel(spec: Spec) -> Kernel:
         any(e.op == "leaf" and spec.folds(e) for e in topological(truths)),
         spec.deep,
         deep.draws(spec),
+        not v.factors.issuperset(folded),
     )
 
 

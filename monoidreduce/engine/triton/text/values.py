@@ -358,7 +358,6 @@ class Values(Exponents):
         text = f"tl.load({self.pointer(e)} + {side}_lane[:, None] * {name}_s + {lane}[None, :] * {name}_f{mask})"
         wanted = self.operand_type()
         text = text if kind == wanted else f"{text}.to(tl.{wanted})"
-        text = f"in_registers({text}, {name}_ptr, kept_at)" if self.spec.held and not folded else text
         return self.bind((e, "block"), text, folded, f"{name}_block")
 
     def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
