@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engine.triton import KernelPlan, ahead
 from monoidreduce.engine.triton.text import deep
 from monoidreduce.engine.triton.wide import epilogue, late
 from monoidreduce.engine.triton.wide.joint import groups, joint
+from monoidreduce.engine.triton.wide.rest import Rest
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
@@ -101,6 +102,27 @@ def plain_head(target, bias):
 
 
 GUESSED = ["guess_peaks", "write_guessed", "pick_own", "close_rows", "write_spare"]
+
+
+def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkeypatch):
+    x, w, target = vectors(40, 59, 272)
+    bias = torch.randn(59).bfloat16()
+    loss = lambda x, w: head.total(x, w, target, bias)
+    limit = 20 * 1024  # several panels
+    expected = pulled(loss, (x, w), limit)
+    panels = len(used) // len(GUESSED)
+    assert panels > 1
+    used.clear()
+    added, add = [], Rest.add
+    monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
+    monkeypatch.setattr(Rest, "add", lambda *given: added.append(ahead._waiting.get() is not None) or add(*given))
+    found = pulled(loss, (x, w), limit)
+    assert used == GUESSED * (panels + 1)
+    assert added == [True] + [False] * panels
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    used.clear()
+    pulled(loss, (x, w), limit)
+    assert used == GUESSED * panels
 
 
 @pytest.mark.parametrize(("rows", "cols", "features"), [(1, 59, 264), (33, 70, 264), (20, 64, 300)])

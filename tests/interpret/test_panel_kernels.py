@@ -139,7 +139,7 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
         (14, 500, 600, 4, False),
         (14, 500, 2000, 4, True),
         (300, 900, 10_000, 148, False),
-        (300, 2400, 30_000, 148, True),
+        (300, 2400, 40_000, 148, True),
     ],
 )
 def test_what_is_not_written_yet_holds_the_rest(rows, cols, limit, lent, apart, used, seed):

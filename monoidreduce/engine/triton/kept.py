@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from . import source
+from . import ahead, source
 
 _MOST = 256
 Again = Callable[..., Any]
@@ -102,7 +102,8 @@ class Kernels:
     ) -> Again | None:
         device = arguments[0].device
         with source.on(device):
-            compiled = getattr(source.load(self.text), name)[grid](*arguments, **constants, **options)
+            kernel = getattr(source.load(self.text), name)
+            compiled = ahead.launched(kernel, grid, arguments, {**constants, **options})
             return source.again(compiled, grid, tuple(constants.values()), device)
 
 

@@ -21,7 +21,7 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
-from . import boxes, describe, recent, skip, source, staged, topk, united
+from . import ahead, boxes, describe, recent, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST
 from .tape import Leaf, Recipe
@@ -61,9 +61,10 @@ def execute(call: Call) -> Callable[..., None] | None:
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     options |= staged.OPTIONS if call.kernel.staged else {}
     with source.on(call.device):
-        compiled = getattr(module, call.kernel.name)[(call.grid,)](*call.arguments, **constants, **options)
+        kernel, grid = getattr(module, call.kernel.name), (call.grid,)
+        compiled = ahead.launched(kernel, grid, call.arguments, constants | options)
         source.note(compiled)
-        return source.again(compiled, (call.grid,), tuple(constants.values()), call.device)
+        return source.again(compiled, grid, tuple(constants.values()), call.device)
 
 
 class Launch:

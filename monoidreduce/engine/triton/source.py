@@ -81,6 +81,11 @@ def resting() -> Iterator[None]:
         _resting.reset(token)
 
 
+def rests() -> bool:
+    """Whether launches do nothing here."""
+    return _resting.get()
+
+
 @dataclass(frozen=True)
 class Resources:
     """What the compiler says of a kernel: registers and bytes spilled of a thread, bytes of shared memory."""

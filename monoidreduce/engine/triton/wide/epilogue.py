@@ -67,6 +67,7 @@ class Epilogue:
     vectors: tuple[Expr, Expr]  # and as kernels call them
     feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
     ready: dict[tuple, _Ready] = field(default_factory=dict, compare=False)
+    met: set[tuple] = field(default_factory=set, compare=False)  # what kernels were asked for, besides the rows
 
     @property
     def guesses(self) -> bool:

@@ -30,6 +30,7 @@ from .. import kept, sides, topk
 from ..spec import Unsupported
 from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
+from .looked import look
 from .rest import Rest
 from .room import Room
 
@@ -150,6 +151,7 @@ class KernelStep(Room):
         cut = self.parts[at]
         here = self._here(part)
         self._fold_rows(at, part, here)
+        look(self, group, part, here)
         weights = self._sweep(group, part, here)
         self.contract = filtered.Contract()
         for place, over, products in cut.sums:
