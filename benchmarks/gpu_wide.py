@@ -134,8 +134,9 @@ def contenders(work: Work) -> Iterator[tuple[str, Loss]]:
                 return work.ours(*args)
 
         yield f"ours {limit}", ours
-    yield "ours", work.ours
-    if work.plain is cross_entropy:
+    if not work.brief:
+        yield "ours", work.ours
+    if work.plain is cross_entropy and not work.brief:
         yield f"ours, skip_below 2**{round(math.log2(SMALL))}", partial(_filtered, work.ours)
     mean: Loss = lambda *args: work.plain(*args) / work.rows
     if not work.brief:
