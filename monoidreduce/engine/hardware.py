@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import platform
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -208,13 +209,26 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
         out.add_(product) if add else out.copy_(product)
 
 
+_SOON = 0.1  # seconds
+_asked: dict[torch.device, tuple[float, int]] = {}  # when a GPU's driver was asked, and what there was
+
+
+def _obtainable(device: torch.device) -> int:
+    """Bytes of a GPU that this process has or could have: the driver is asked ten times a second at most, for it takes
+    longer to answer than a small call takes."""
+    now, (then, found) = time.monotonic(), _asked.get(device, (-math.inf, 0))
+    if now - then >= _SOON:
+        found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        _asked[device] = now, found
+    return found
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
     meant = rehearsed.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        return max(0, _obtainable(device) - torch.cuda.memory_allocated(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # a system that does not say

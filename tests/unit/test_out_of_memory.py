@@ -15,7 +15,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import autograd, recover, registry
+from monoidreduce.engine import autograd, hardware, recover, registry
 from monoidreduce.plan import budget, tiles
 from tests.layers_compare import errors
 from tests.layers_memory import Watch
@@ -275,3 +275,22 @@ def test_a_backward_keeps_the_budget_of_its_forward(seed):
 def test_a_budget_too_small_says_the_least():
     with pytest.raises(mr.BudgetError, match="at least"):
         attention.within(100)(*drawn(0))
+
+
+def test_a_driver_is_not_asked_for_every_call(monkeypatch):
+    """What torch holds is known at once; what others hold, a tenth of a second later."""
+    asked, clock, held = [], [10.0], [300]
+    monkeypatch.setattr(hardware, "_asked", {})
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: asked.append(1) or (1000 - 400 * (len(asked) > 1), 0)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    gpu = torch.device("cuda", 0)
+    assert hardware.free_memory(gpu) == 1200
+    held[0], clock[0] = 450, 10.05
+    assert hardware.free_memory(gpu) == 1050 and len(asked) == 1
+    clock[0] = 10.2
+    assert hardware.free_memory(gpu) == 650 and len(asked) == 2
