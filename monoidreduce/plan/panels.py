@@ -15,7 +15,7 @@ ROUND = 128  # rows of a panel are a multiple of this where there are more
 NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
 # a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
 ADDS = 8
-BLOCKS = 4  # rather: where a row's own column outweighs the rest, six add up to 2.3 times the error, four to 1.9
+BLOCKS = 4  # rather: where a row's own column outweighs the rest, eight add up to 2.3 times torch's error, six to 2
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
@@ -82,14 +82,15 @@ def blocks(
     """Few blocks of rows one after the other, each with all columns, some at a time.
 
     Column totals are added to once a block, which 16 bits bear; ``each``: bytes of a row's totals, kept for a block. Of
-    numbers of blocks the one whose panels are longest along their shorter side: products of both are then large.
+    up to four blocks the number whose panels are longest along their shorter side, products of both are then large; of
+    more as few as fit.
     ``filling``: for panels of so many rows, how many of at most so many columns to take."""
-    for counts in (range(2, BLOCKS + 1), range(BLOCKS + 1, ADDS + 1)):
+    for counts in (range(2, BLOCKS + 1), *((n,) for n in range(BLOCKS + 1, ADDS + 1))):
         found: list[Panels] = []
         for count in counts:
             own = min(rows, -(-rows // count // ROUND) * ROUND)
             part = (room - own * each) // max(1, own * pair)
-            if own * each <= room // 2 and part >= min(ROUND, cols):
+            if own * each <= room * 2 // 3 and part >= min(ROUND, cols):
                 found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part)), outer="rows"))
         if found:
             return max(found, key=lambda p: min(p.rows, p.cols))

@@ -69,17 +69,21 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
     ("length", "features", "room"), [(32_768, 512, 64_000_000), (65_536, 768, 64_000_000), (5000, 300, 10**7)]
 )
 def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
-    """Column totals are rounded four times where that fits; of the ways to cut, that with the longest shorter side."""
+    """Column totals are rounded four times where that fits, else as rarely as fits; of the ways to cut into four or
+    fewer, that with the longest shorter side."""
     found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
-    few = (length // 4) * 4 * features <= room // 2
-    counts = range(2, panels.BLOCKS + 1) if few else range(panels.BLOCKS + 1, panels.ADDS + 1)
-    assert found.count(length) in counts
-    for count in counts:
+
+    def cut(count):
         rows = -(-length // count // 128) * 128
         cols = (room - rows * 4 * features) // (2 * rows)
-        fits = rows * 4 * features <= room // 2
-        assert not fits or min(rows, cols) < min(found.rows, found.cols) + 256  # but for rounding
+        return rows, cols if rows * 4 * features <= room * 2 // 3 else 0
+
+    few = [n for n in range(2, panels.BLOCKS + 1) if cut(n)[1] >= 128]
+    counts = few or [next(n for n in range(panels.BLOCKS + 1, panels.ADDS + 1) if cut(n)[1] >= 128)]
+    assert found.count(length) in counts
+    for n in counts:
+        assert min(cut(n)) < min(found.rows, found.cols) + 256  # but for rounding
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
