@@ -279,6 +279,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     sys.path.append(str(Path(__file__).parent.parent / "peers"))
+    torch._dynamo.config.cache_size_limit = 256  # torch.compile goes dense, silently, after 8 recompilations
     began = time.time()
     found = environment()
     found["machine"] = torch.cuda.get_device_name()

@@ -210,16 +210,16 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
 
 
 _SOON = 0.1  # seconds
-_asked: dict[torch.device, tuple[float, int]] = {}  # when a GPU's driver was asked, and what there was
+_driver_said: dict[torch.device, tuple[float, int]] = {}  # when a GPU's driver was asked, and what there was
 
 
 def _obtainable(device: torch.device) -> int:
     """Bytes of a GPU that this process has or could have: the driver is asked ten times a second at most, for it takes
     longer to answer than a small call takes."""
-    now, (then, found) = time.monotonic(), _asked.get(device, (-math.inf, 0))
+    now, (then, found) = time.monotonic(), _driver_said.get(device, (-math.inf, 0))
     if now - then >= _SOON:
         found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-        _asked[device] = now, found
+        _driver_said[device] = now, found
     return found
 
 

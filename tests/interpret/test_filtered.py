@@ -100,7 +100,6 @@ def test_a_loss_in_panels(limit, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
     monkeypatch.setattr(topk, "_STRIP", 16)
-    monkeypatch.setattr(topk, "_FEW", 1)
     torch.manual_seed(0)
     x = torch.randn(4, length + 8)[:, :length].to(dtype)
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0

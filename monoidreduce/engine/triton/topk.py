@@ -30,7 +30,6 @@ _MOST = 64  # beyond, the list takes too many registers
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
 _LONG = 4  # rows of fewer strips than so many times k are sorted whole
-_FEW = 256  # rows: torch sorts fewer in the time that it takes to begin what is done to more
 
 
 class TopK(Kind):
@@ -136,7 +135,7 @@ def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
     minimum would be NaN where anything in it is.)
     """
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
-    if not largest or rows < _FEW or strips < _LONG * k:
+    if not largest or not rows or strips < _LONG * k:
         return panel.topk(k, dim=1, largest=largest)
     whole = strips * _STRIP
     maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)

@@ -32,6 +32,4 @@ def _launches(step: Any, fused: Epilogue, group: range, part: Part, here: Sizes)
     for place, over, products in step.parts[group[-1]].sums:
         if over in step.over:
             step._contract((group[-1], place), over, products, weights, part)
-    for key, waiting in step.labels.items():
-        for rest, vectors in waiting:
-            rest.add(step.totals[key], vectors)
+    step.add_waiting(group[-1])

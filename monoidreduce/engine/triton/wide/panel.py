@@ -317,6 +317,12 @@ class KernelStep(Room):
         else:
             rest.add(out, vectors)
 
+    def add_waiting(self, at: int) -> None:
+        """The labels of a stage that waited for all panels."""
+        for key in [key for key in self.labels if key[0] == at]:
+            for rest, vectors in self.labels.pop(key):
+                rest.add(self.totals[key], vectors)
+
     def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
         """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
         empty = functools.partial(torch.empty, dtype=self.kind, device=self.sizes.device)
@@ -364,9 +370,7 @@ class KernelStep(Room):
 
     def finish(self, at: int) -> list[list[Tensor] | None]:
         cut = self.parts[at]
-        for key in [key for key in self.labels if key[0] == at]:
-            for rest, vectors in self.labels.pop(key):
-                rest.add(self.totals[key], vectors)
+        self.add_waiting(at)
         results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
         for over, reductions in cut.numbers.items():
             for place, r in zip(cut.places[over], reductions, strict=True):
