@@ -65,6 +65,7 @@ class Kernel:
     apart: bool = False  # whether a block is summed, and in no other product
     staged: bool = False  # whether its copies and products take turns as the text says
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
+    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: of ``bent.Made``
 
 
 @functools.lru_cache(maxsize=1024)
