@@ -51,8 +51,7 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
 
 # Whole tiles, from one turn to another; the kept vectors are read from registers or, where those are few, from room.
 WHOLE = "    # whole tiles: the scores of each beside the sums of the one before"
-LOADED = f"""{WHOLE}; the kept vectors are in registers
-    {{x0}}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))"""
+LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
 LOOP = """    for turn in range({first_turn}, {last_turn}):
         score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
         {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
