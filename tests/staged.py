@@ -86,6 +86,7 @@ CASES = [
     _sized(200, 520, softcap=30.0, dropout_p=0.2, seed=3),
     _sized(64, 400, softcap=500.0),
     _sized(64, 400, softcap=2e4),
+    *(_sized(64, 300, softcap=30.0, scale=x) for x in (0.0, -0.1, 1e-30, 1e30)),
     Case("far apart, capped", lambda: _far(0.0, 15.0, -40.0, 12.0), {"scale": 1.0, "softcap": 20.0}),
     Case("beyond, capped", lambda: _far(0.0, 2.0, 28.0, 40.0), {"scale": 1.0, "softcap": 30.0}),
     Case("far beyond, capped", lambda: _far(0.0, 2.0, 300.0), {"scale": 1.0, "softcap": 30.0}),

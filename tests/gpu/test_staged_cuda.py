@@ -37,9 +37,10 @@ def test_against_float64(case, kernels):
     assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 
-def test_nan_and_infinity_stay_in_their_rows(kernels):
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}][PART % 2 :: min(PARTS, 2)], ids=repr)
+def test_nan_and_infinity_stay_in_their_rows(options, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
-        check_nan("cuda")
+        check_nan("cuda", **options)
     assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 

@@ -3,6 +3,7 @@
 They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
 """
 
+import math
 import pathlib
 import re
 from dataclasses import replace
@@ -99,6 +100,17 @@ def test_the_text_of_a_staged_kernel():
     if not GOLDEN.exists():
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
+    gain, shift, base = first(softcap=20.0, scale=0.25).arguments[-3:]
+    s = torch.linspace(-400, 400, 100001, dtype=torch.float64)
+    logit = s * gain * ((s * s + shift) ** 2 + base) * math.log(2)
+    assert (logit.diff() > 0).all()
+    exact, near = 20 * torch.tanh(s / 80), s.abs() <= 64
+    assert ((logit - exact).abs() <= 3.4e-4 * exact.abs() + 1e-12)[near].all()
+    end = float(re.search(r"tl.minimum\(.* \* ([\d.]+), 64.0\)", first(softcap=20.0, scale=0.25).kernel.text)[1])
+    assert 0.999 < end * 20 / min(logit[near].max(), exact[near].max()) < 1
 
 
 @pytest.fixture
