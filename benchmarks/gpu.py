@@ -102,12 +102,12 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
         args = _qkv(b, h, s, d)
         row: dict[str, Any] = {"work": f"attention {kind} {b}×{h}×{s}×{d}"}
         with mr.use(engine="triton"):
-            row["ours"] = _guarded(lambda a=args, k=kind, w=d: both(_attention(k, w), a))
-            row["MB"] = _guarded(lambda a=args, k=kind, w=d: extra(_attention(k, w), a))
+            row["ours"] = _guarded(both, _attention(kind, d), args)
+            row["MB"] = _guarded(extra, _attention(kind, d), args)
         for name, fn in peers(kind).items():
-            row[name] = _guarded(lambda f=fn, a=args: both(f, a))
+            row[name] = _guarded(both, fn, args)
         if clock():
-            row["Flex"] = _guarded(lambda k=kind, n=s, a=args: both(flex(k, n), a))
+            row["Flex"] = _guarded(both, flex(kind, s), args)
         _show(row)
         rows.append(row)
         save("speed", rows)
@@ -123,10 +123,10 @@ def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], row
         row: dict[str, Any] = {"work": work.name}
         timed = forward if work.forward_only else both
         with mr.use(engine="triton", strict=True, **work.how):
-            row["ours"] = _guarded(lambda f=work.ours, a=args, t=timed: t(f, a))
-            row["MB"] = _guarded(lambda f=work.ours, a=args: extra(f, a))
+            row["ours"] = _guarded(timed, work.ours, args)
+            row["MB"] = _guarded(extra, work.ours, args)
         for name, fn in work.peers.items():
-            row[name] = _guarded(lambda f=fn, a=args, t=timed: t(f, a))
+            row[name] = _guarded(timed, fn, args)
         _show(row)
         rows.append(row)
         save("speed", rows)
@@ -191,9 +191,11 @@ def promises(save: Callable[[str, Any], None]) -> None:
     torch.cuda.empty_cache()
 
 
-def _guarded(measure: Callable[[], tuple[float, ...]]) -> list[float] | str:
+def _guarded(
+    measure: Callable[..., tuple[float, ...]], fn: Callable[..., torch.Tensor], args: list[torch.Tensor]
+) -> list[float] | str:
     try:
-        return [round(t, 4) for t in measure()]
+        return [round(t, 4) for t in measure(fn, args)]
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     finally:
@@ -248,8 +250,8 @@ def markdown(results: dict[str, Any]) -> str:
             ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=False))
             lines.append("| " + " | ".join([row["work"], shown(ours), memory, name, shown(theirs), ratio]) + " |")
     for name, costs in results.get("host", {}).items():
-        shown = "; ".join(f"{who} {a:.0f} / {b:.0f}" for who, (a, b) in costs.items())
-        lines.append(f"\nHost time of a tiny call, {name}, µs forward / forward+backward: {shown}")
+        each = "; ".join(f"{who} {a:.0f} / {b:.0f}" for who, (a, b) in costs.items())
+        lines.append(f"\nHost time of a tiny call, {name}, µs forward / forward+backward: {each}")
     for promise in ("1,000 runs bitwise equal", "relative error past 2^31 elements"):
         if promise in results:
             lines.append(f"\n{promise}: {results[promise]}")

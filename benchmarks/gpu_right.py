@@ -54,6 +54,11 @@ def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
     return mr.sum(torch.relu(x @ p) * q)
 
 
+@mr.op
+def gaussian(x: Row["f"], y: Col["f"], b: Col):
+    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
+
+
 def dense_mlp(x, p, q):
     return torch.relu(x @ p.mT) @ q
 
