@@ -44,6 +44,17 @@ def test_nan_and_infinity_stay_in_their_rows(options, kernels):
     assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 
+def test_another_cap_is_the_same_kernel(kernels):
+    q, k, v = (a.cuda() for a in made(200, 520))
+    for cap in (30.0, 25.0):
+        with use_plan(BY_TURNS), mr.use(engine="triton"):
+            got = ops.attention(q, k, v, softcap=cap)
+        with mr.use(engine="reference"):
+            exact = ops.attention(q.double(), k.double(), v.double(), softcap=cap)
+        assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
+    assert [k.staged for k in kernels] == [True]
+
+
 def test_repeats_bit_for_bit():
     args = [a.cuda() for a in made(1000, 777)]
     with use_plan(BY_TURNS), mr.use(engine="triton"):
