@@ -236,8 +236,9 @@ class Prepared:
         return launch.execute(call)
 
     def _box(self, e: Expr, v: Tensor) -> Any:
-        block = self.plan.block_folded if e.cols else self.plan.block_kept
-        return boxes.template(v, (), (block, deep.DEPTH))
+        kept = self.plan.block_kept // 2 if self.kernel.staged else self.plan.block_kept  # of each group
+        block = self.plan.block_folded if e.cols else kept
+        return boxes.template(v, (), (block, deep.DEPTH), self.kernel.staged)
 
 
 def specialized(v: Any) -> Any:
