@@ -1,10 +1,10 @@
-"""The text of a product with an epilogue whose copies, products and arithmetic take turns (``wide/write.py`` fills it in).
+"""The text of a product with an epilogue whose copies, products and arithmetic take turns (``wide/paired.py`` fills it in).
 
-``{x0}``: the rows' vectors, ``{x1}``: the columns'. Two groups of four warps have a tile each, of neighbouring rows and
-the same columns, whose blocks they share. The second begins a few blocks after the first, and stays as far behind: so
-one multiplies while the other weighs and writes. ``copies`` runs in two warps: one fetches the columns and the rows of
-the first group, one the rows of the second. A ring's ``full`` barriers say that a block came, its ``empty`` ones that
-whoever needs it is done with it; their phase is the parity of the round.
+``{x0}``: the rows' vectors, ``{x1}``: the columns'. Two groups of four warps take tiles of pairs by turns: while one
+multiplies its tile, the other weighs and writes the one before. ``copies`` runs in one warp, and is ahead of both: it
+fetches blocks of rows and of columns for one tile after the other. A ring's ``full`` barriers say that blocks came, its
+``empty`` ones that they are done with; their phase is the parity of the round. A group may look at the ring when the
+other has seen all of its own blocks (``order``): before, it could take the last round for its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from .staged_text import IMPORTS as _IMPORTS
 
 IMPORTS = f"""{_IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """
-ROWS, COLS = 3, 6  # blocks in the rings of rows, of each group, and of columns
-LAG = 2  # blocks that the second group begins later
-OWNED = 128  # rows of a group, and columns of a tile
+TILE = 128  # rows and columns of a tile
+_STAGES = 6  # blocks of rows and columns in the rings: with what is written, all of shared memory
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "rows, cols, room, rows_full, rows_empty, cols_full, cols_empty, begun"
+_RINGS = "rows, cols, room, full, empty, order"
 
 KERNEL = f"""
 @gluon.jit
@@ -33,15 +32,11 @@ def copies(
     for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns)
         for d in range(0, {{blocks}}):
-            if SIDE == 0:
-                slot = at % {COLS}
-                mbarrier.wait(cols_empty.index(slot), (at // {COLS} & 1) ^ 1)
-                mbarrier.expect(cols_full.index(slot), {{x1}}_box.block_type.nbytes)
-                copy({{x1}}_box, [turn * FOLDED, d * {{depth}}], cols_full.index(slot), cols.index(slot))
-            slot = at % {ROWS} * 2 + SIDE
-            mbarrier.wait(rows_empty.index(slot), (at // {ROWS} & 1) ^ 1)
-            mbarrier.expect(rows_full.index(slot), {{x0}}_box.block_type.nbytes)
-            copy({{x0}}_box, [(tile * 2 + SIDE) * KEPT, d * {{depth}}], rows_full.index(slot), rows.index(slot))
+            slot = at % {_STAGES}
+            mbarrier.wait(empty.index(slot), (at // {_STAGES} & 1) ^ 1)
+            mbarrier.expect(full.index(slot), {{x0}}_box.block_type.nbytes + {{x1}}_box.block_type.nbytes)
+            copy({{x0}}_box, [tile * KEPT, d * {{depth}}], full.index(slot), rows.index(slot))
+            copy({{x1}}_box, [turn * FOLDED, d * {{depth}}], full.index(slot), cols.index(slot))
             at += 1
 
 
@@ -69,31 +64,28 @@ def computes(
     kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
     half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
     score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
-    at = 0
-    if SIDE == 1:
-        if tl.program_id(0) < tiles * turns:
-            mbarrier.wait(begun, 0)
-    for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
+    at = SIDE * {{blocks}}
+    phase = 1 - SIDE
+    first = tl.program_id(0) + SIDE * tl.num_programs(0)
+    for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns)
-        tile = tile * 2 + SIDE
         kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
         kept_in = kept_at < kept_size
 {{first}}
+        mbarrier.wait(order.index(SIDE), phase)
+        phase ^= 1
         for d in range(0, {{blocks}}):
-            slot = at % {ROWS} * 2 + SIDE
-            mbarrier.wait(rows_full.index(slot), at // {ROWS} & 1)
-            mbarrier.wait(cols_full.index(at % {COLS}), at // {COLS} & 1)
-            block = cols.index(at % {COLS}).permute((1, 0))
+            slot = at % {_STAGES}
+            mbarrier.wait(full.index(slot), at // {_STAGES} & 1)
+            block = cols.index(slot).permute((1, 0))
             score = warpgroup_mma(rows.index(slot), block, score, use_acc=d > 0, is_async=True)
             score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive(rows_empty.index((at + {ROWS - 1}) % {ROWS} * 2 + SIDE), pred=d > 0)
-            mbarrier.arrive(cols_empty.index((at + {COLS - 1}) % {COLS}), pred=d > 0)
-            if SIDE == 0:
-                mbarrier.arrive(begun, pred=at == {LAG})
+            mbarrier.arrive(empty.index((at + {_STAGES - 1}) % {_STAGES}), pred=d > 0)
             at += 1
+        mbarrier.arrive(order.index(1 - SIDE))
         score = warpgroup_mma_wait(0, deps=[score])
-        mbarrier.arrive(rows_empty.index((at + {ROWS - 1}) % {ROWS} * 2 + SIDE))
-        mbarrier.arrive(cols_empty.index((at + {COLS - 1}) % {COLS}))
+        mbarrier.arrive(empty.index((at + {_STAGES - 1}) % {_STAGES}))
+        at += {{blocks}}
         scores0, scores1 = halved(score)
         scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
 {{lines}}
@@ -105,42 +97,33 @@ def {{name}}(
 {{names}},
     __CONSTANTS__,
 ):
-    rows = tl.allocate_shared_memory({{narrow}}, [{2 * ROWS}] + {{x0}}_box.block_type.shape, {{x0}}_box.layout)
-    cols = tl.allocate_shared_memory({{narrow}}, [{COLS}] + {{x1}}_box.block_type.shape, {{x1}}_box.layout)
+    rows = tl.allocate_shared_memory({{narrow}}, [{_STAGES}] + {{x0}}_box.block_type.shape, {{x0}}_box.layout)
+    cols = tl.allocate_shared_memory({{narrow}}, [{_STAGES}] + {{x1}}_box.block_type.shape, {{x1}}_box.layout)
     room = tl.allocate_shared_memory({{narrow}}, [2] + out_box.block_type.shape, out_box.layout)
-    rows_full = tl.allocate_shared_memory(tl.int64, [{2 * ROWS}, 1], mbarrier.MBarrierLayout())
-    rows_empty = tl.allocate_shared_memory(tl.int64, [{2 * ROWS}, 1], mbarrier.MBarrierLayout())
-    cols_full = tl.allocate_shared_memory(tl.int64, [{COLS}, 1], mbarrier.MBarrierLayout())
-    cols_empty = tl.allocate_shared_memory(tl.int64, [{COLS}, 1], mbarrier.MBarrierLayout())
-    begun = tl.allocate_shared_memory(tl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    for k in tl.static_range({2 * ROWS}):
-        mbarrier.init(rows_full.index(k), count=1)
-        mbarrier.init(rows_empty.index(k), count=1)
-    for k in tl.static_range({COLS}):
-        mbarrier.init(cols_full.index(k), count=1)
-        mbarrier.init(cols_empty.index(k), count=2)
-    mbarrier.init(begun, count=1)
+    full = tl.allocate_shared_memory(tl.int64, [{_STAGES}, 1], mbarrier.MBarrierLayout())
+    empty = tl.allocate_shared_memory(tl.int64, [{_STAGES}, 1], mbarrier.MBarrierLayout())
+    order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in tl.static_range({_STAGES}):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=1)
+    for k in tl.static_range(2):
+        mbarrier.init(order.index(k), count=1)
     fence_async_shared()
     tl.warp_specialize([
         (computes, (
 {{names}},
     __RINGS__,
-    0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
+    0, KEPT, FOLDED, INT, PRECISION, RAGGED,
         )),
         (computes, (
 {{names}},
     __RINGS__,
-    1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
+    1, KEPT, FOLDED, INT, PRECISION, RAGGED,
         )),
         (copies, (
 {{names}},
     __RINGS__,
-    0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
+    0, KEPT, FOLDED, INT, PRECISION, RAGGED,
         )),
-        (copies, (
-{{names}},
-    __RINGS__,
-    1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
-        )),
-    ], [4, 1, 1], [232, 40, 40])
+    ], [4, 1], [232, 40])
 """.replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)

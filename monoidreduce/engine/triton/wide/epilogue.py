@@ -25,7 +25,7 @@ from ...walks import Walk
 from .. import boxes, describe, staged
 from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
-from ..text.paired_text import OWNED
+from ..text.paired_text import TILE
 from . import paired, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
@@ -42,7 +42,7 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-PAIRED = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(2 * OWNED, OWNED, 4, 1))  # as groups take turns
+PAIRED = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(TILE, TILE, 4, 1))  # as groups take turns
 SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
@@ -103,15 +103,14 @@ class _Ready:
         wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
         name = "write_guessed" if whole.guesses else "write_known"
-        many = here.rows > OWNED and here.cols >= OWNED and bool(self.copied) and staged.on(here.device)
+        many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and staged.on(here.device)
         self.by_turns = (
-            many and paired.kernel(name, whole.task, self._spec(name, values), here.cols % OWNED != 0) is not None
+            many and paired.kernel(name, whole.task, self._spec(name, values), here.cols % TILE != 0) is not None
         )
         self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
-        block = (OWNED, OWNED // HALVES) if self.by_turns else (plan.block_kept, plan.block_folded // HALVES)
-        self.box = boxes.template(out, (), block, self.by_turns)
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES), self.by_turns)
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width, self.by_turns)

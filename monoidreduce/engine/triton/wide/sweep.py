@@ -236,8 +236,7 @@ class Prepared:
         return launch.execute(call)
 
     def _box(self, e: Expr, v: Tensor) -> Any:
-        kept = self.plan.block_kept // 2 if self.kernel.staged else self.plan.block_kept  # of each group
-        block = self.plan.block_folded if e.cols else kept
+        block = self.plan.block_folded if e.cols else self.plan.block_kept
         return boxes.template(v, (), (block, deep.DEPTH), self.kernel.staged)
 
 
