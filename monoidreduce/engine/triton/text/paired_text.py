@@ -1,10 +1,10 @@
-"""The text of a product with an epilogue whose copies, products and arithmetic take turns (``wide/paired.py`` fills it in).
+"""The text of a product with an epilogue whose copies, products and arithmetic take turns (two ``paired.py`` fill it in).
 
-``{x0}``: the rows' vectors, ``{x1}``: the columns'. Two groups of four warps take tiles of pairs by turns: while one
-multiplies its tile, the other weighs and writes the one before. ``copies`` runs in one warp, and is ahead of both: it
-fetches blocks of rows and of columns for one tile after the other. A ring's ``full`` barriers say that blocks came, its
-``empty`` ones that they are done with; their phase is the parity of the round. A group may look at the ring when the
-other has seen all of its own blocks (``order``): before, it could take the last round for its own.
+``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with. Two groups of four warps take tiles of pairs by
+turns: while one multiplies its tile, the other does the arithmetic of its own. ``copies`` runs in one warp, and is
+ahead of both: it fetches blocks of both sides for one tile after the other. A ring's ``full`` barriers say that blocks
+came, its ``empty`` ones that they are done with; their phase is the parity of the round. A group may look at the ring
+when the other has seen all of its own blocks (``order``): before, it could take the last round for this one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,86 @@ from .staged_text import IMPORTS as _IMPORTS
 
 IMPORTS = f"""{_IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """
-TILE = 128  # rows and columns of a tile
-_STAGES = 6  # blocks of rows and columns in the rings: with what is written, all of shared memory
+TILE = 128  # kept and folded indices of a tile
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "rows, cols, room, full, empty, order"
+_RINGS = "kept, folded, room, full, empty, order"
 
-KERNEL = f"""
+_KERNEL = """
 @gluon.jit
+def fetched(kept_box, folded_box, kept, folded, full, empty, row, col, at):
+    # begin to copy a tile's blocks, wherever there is room
+    for d in range(0, {blocks}):
+        slot = at % {stages}
+        mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
+        mbarrier.expect(full.index(slot), kept_box.block_type.nbytes + folded_box.block_type.nbytes)
+        copy(kept_box, [row, d * {depth}], full.index(slot), kept.index(slot))
+        copy(folded_box, [col, d * {depth}], full.index(slot), folded.index(slot))
+        at += 1
+    return at
+
+
+@gluon.jit
+def multiplied(kept, folded, full, empty, order, at, phase, score, SIDE: tl.constexpr):
+    # a tile's product, when it is this group's turn
+    mbarrier.wait(order.index(SIDE), phase)
+    for d in range(0, {blocks}):
+        slot = at % {stages}
+        mbarrier.wait(full.index(slot), at // {stages} & 1)
+        block = folded.index(slot).permute((1, 0))
+        score = warpgroup_mma(kept.index(slot), block, score, use_acc=d > 0, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive(empty.index((at + {stages} - 1) % {stages}), pred=d > 0)
+        at += 1
+    mbarrier.arrive(order.index(1 - SIDE))
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(empty.index((at - 1) % {stages}))
+    return score
+
+
+__PARTITIONS__
+
+
+@gluon.jit(do_not_specialize={unspecialized})
+def {name}(
+{names},
+    __CONSTANTS__,
+):
+    kept = tl.allocate_shared_memory({narrow}, [{stages}] + {x0}_box.block_type.shape, {x0}_box.layout)
+    folded = tl.allocate_shared_memory({narrow}, [{stages}] + {x1}_box.block_type.shape, {x1}_box.layout)
+    room = __ROOM__
+    full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
+    empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
+    order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in tl.static_range({stages}):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=1)
+    for k in tl.static_range(2):
+        mbarrier.init(order.index(k), count=1)
+    fence_async_shared()
+    tl.warp_specialize([
+        (computes, (
+{names},
+    __RINGS__,
+    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (computes, (
+{names},
+    __RINGS__,
+    1, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (copies, (
+{names},
+    __RINGS__,
+    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+    ], [4, 1], [232, 40])
+"""
+
+# Weights are written: tiles in any order, each as a group is free. What is written goes through shared memory.
+_WRITES = """@gluon.jit
 def copies(
-{{names}},
+{names},
     __RINGS__,
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
@@ -31,18 +101,12 @@ def copies(
     at = 0
     for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns)
-        for d in range(0, {{blocks}}):
-            slot = at % {_STAGES}
-            mbarrier.wait(empty.index(slot), (at // {_STAGES} & 1) ^ 1)
-            mbarrier.expect(full.index(slot), {{x0}}_box.block_type.nbytes + {{x1}}_box.block_type.nbytes)
-            copy({{x0}}_box, [tile * KEPT, d * {{depth}}], full.index(slot), rows.index(slot))
-            copy({{x1}}_box, [turn * FOLDED, d * {{depth}}], full.index(slot), cols.index(slot))
-            at += 1
+        at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, tile * KEPT, turn * FOLDED, at)
 
 
 @gluon.jit
 def written(box, room, row, col, block):
-    # through shared memory, when what was there before is on its way
+    # when what was there before is on its way
     tma.store_wait(0)
     room.store(block)
     fence_async_shared()
@@ -51,7 +115,7 @@ def written(box, room, row, col, block):
 
 @gluon.jit
 def computes(
-{{names}},
+{names},
     __RINGS__,
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
@@ -64,66 +128,90 @@ def computes(
     kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
     half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
     score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
-    at = SIDE * {{blocks}}
+    at = SIDE * {blocks}
     phase = 1 - SIDE
     first = tl.program_id(0) + SIDE * tl.num_programs(0)
     for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns)
         kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
         kept_in = kept_at < kept_size
-{{first}}
-        mbarrier.wait(order.index(SIDE), phase)
+{first}
+        score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+        at += 2 * {blocks}
         phase ^= 1
-        for d in range(0, {{blocks}}):
-            slot = at % {_STAGES}
-            mbarrier.wait(full.index(slot), at // {_STAGES} & 1)
-            block = cols.index(slot).permute((1, 0))
-            score = warpgroup_mma(rows.index(slot), block, score, use_acc=d > 0, is_async=True)
-            score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive(empty.index((at + {_STAGES - 1}) % {_STAGES}), pred=d > 0)
-            at += 1
-        mbarrier.arrive(order.index(1 - SIDE))
-        score = warpgroup_mma_wait(0, deps=[score])
-        mbarrier.arrive(empty.index((at + {_STAGES - 1}) % {_STAGES}))
-        at += {{blocks}}
         scores0, scores1 = halved(score)
         scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
-{{lines}}
+{lines}
     tma.store_wait(0)
+"""
 
-
-@gluon.jit(do_not_specialize={{unspecialized}})
-def {{name}}(
-{{names}},
-    __CONSTANTS__,
+# Pairs are folded: a group walks the folded side for kept indices of its own.
+_FOLDS = """@gluon.jit
+def copies(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
 ):
-    rows = tl.allocate_shared_memory({{narrow}}, [{_STAGES}] + {{x0}}_box.block_type.shape, {{x0}}_box.layout)
-    cols = tl.allocate_shared_memory({{narrow}}, [{_STAGES}] + {{x1}}_box.block_type.shape, {{x1}}_box.layout)
-    room = tl.allocate_shared_memory({{narrow}}, [2] + out_box.block_type.shape, out_box.layout)
-    full = tl.allocate_shared_memory(tl.int64, [{_STAGES}, 1], mbarrier.MBarrierLayout())
-    empty = tl.allocate_shared_memory(tl.int64, [{_STAGES}, 1], mbarrier.MBarrierLayout())
-    order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for k in tl.static_range({_STAGES}):
-        mbarrier.init(full.index(k), count=1)
-        mbarrier.init(empty.index(k), count=1)
-    for k in tl.static_range(2):
-        mbarrier.init(order.index(k), count=1)
-    fence_async_shared()
-    tl.warp_specialize([
-        (computes, (
-{{names}},
+{opening}
+    at = 0
+    for turn in range(begin, end):
+        for side in tl.static_range(2):
+            row = (tile * 2 + side) * KEPT
+            at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, row, turn * FOLDED, at)
+
+
+@gluon.jit
+def computes(
+{names},
     __RINGS__,
-    0, KEPT, FOLDED, INT, PRECISION, RAGGED,
-        )),
-        (computes, (
-{{names}},
-    __RINGS__,
-    1, KEPT, FOLDED, INT, PRECISION, RAGGED,
-        )),
-        (copies, (
-{{names}},
-    __RINGS__,
-    0, KEPT, FOLDED, INT, PRECISION, RAGGED,
-        )),
-    ], [4, 1], [232, 40])
-""".replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    ROWS: tl.constexpr = tl.SliceLayout(1, SCORES)
+{opening}
+    tile = tile * 2 + SIDE
+    kept_at = tile * KEPT + tl.arange(0, KEPT, ROWS)
+    kept_in = kept_at < kept_size
+    kept_lane = tl.arange(0, KEPT, ROWS).to(INT)
+    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
+{before}
+
+    # running values
+    score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+{begin}
+
+    at = SIDE * {blocks}
+    phase = 1 - SIDE
+    for turn in range(begin, wholes):
+        start = turn * FOLDED
+        folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+        score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+        at += 2 * {blocks}
+        phase ^= 1
+{whole}
+    if RAGGED:
+        # the end of the folded side
+        for turn in range(tl.maximum(begin, wholes), end):
+            start = turn * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+            score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+            at += 2 * {blocks}
+            phase ^= 1
+{other}
+
+    # results
+{results}
+"""
+
+
+def _text(partitions: str, room: str, own: str) -> str:
+    text = _KERNEL.replace("__PARTITIONS__", partitions.rstrip()).replace("__ROOM__", room).replace("__OWN__", own)
+    return text.replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
+
+
+# Rings take all of shared memory that is left.
+WRITES = _text(
+    _WRITES, "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)", "KEPT"
+).replace("{stages}", "6")
+FOLDS = _text(_FOLDS, "0", "KEPT // 2").replace("{stages}", "7")

@@ -40,7 +40,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | Non
         "first": textwrap.indent("\n".join(v.before), " " * 8),
         "lines": textwrap.indent("\n".join(lines), " " * 8),
     }
-    body = paired_text.KERNEL.format(**fields)
+    body = paired_text.WRITES.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in emit._copied(body)]
     if _LAID.search("\n".join([*v.before, *(line for line in lines if line not in _HALF), *helpers])):
         return None
