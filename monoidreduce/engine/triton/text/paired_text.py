@@ -1,4 +1,4 @@
-"""The text of a product with an epilogue whose copies, products and arithmetic take turns (two ``paired.py`` fill it in).
+"""The text of products with an epilogue whose copies, products and arithmetic take turns (``paired.py`` fills it in).
 
 ``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with. Two groups of four warps take tiles of pairs by
 turns: while one multiplies its tile, the other does the arithmetic of its own. ``copies`` runs in one warp, and is

@@ -21,7 +21,10 @@ from .write import Task
 
 @functools.lru_cache(maxsize=1024)
 def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | None:
-    """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout."""
+    """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout, or
+    numbers per column, which take registers that there are not."""
+    if write._numbers(spec):
+        return None
     plain = write.kernel(name, task, spec, masked)
     v = RowValues(spec)
     v.loop(masked)

@@ -134,8 +134,12 @@ def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str
     name = v.inner[_key(task)]
     first = [line for line in first if not (deep.rounds(v.spec) and line == deep.rounded(name))]  # but by halves
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, _STORE)]
-    numbers = any(e.cols and e.feature is None for e in v.spec.fold.leaves)  # of columns: these take registers
-    return _every_tile([*v.before, *first, *lines], not numbers)
+    return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
+
+
+def _numbers(spec: Spec) -> bool:
+    """Whether there are numbers per column: these take registers."""
+    return any(e.cols and e.feature is None for e in spec.fold.leaves)
 
 
 _STORE = "out_box.store([tile * KEPT, start], {}.to(tl.bfloat16))"
