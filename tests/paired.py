@@ -1,4 +1,4 @@
-"""What products by turns are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, labels, what is odd."""
+"""What products by turns are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, labels, oddities."""
 
 import math
 
