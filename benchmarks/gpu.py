@@ -11,20 +11,13 @@ Prints a short table and writes ``gpu.json``, as far as it got, whenever it lear
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
 import importlib.metadata
-import importlib.util
 import itertools
 import json
-import math
-import multiprocessing
 import os
 import sys
 import time
-import traceback
-import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,156 +26,10 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce import Col, Row
 
 from . import gpu_works, host
 from .cpu import environment
-from .gpu_works import contrastive, dense_contrastive
-
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DRAWS = 12  # of inputs, where a result is one number
-
-
-@mr.op
-def attention64(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(q @ k * 0.125, v)
-
-
-@mr.op
-def attention128(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(q @ k * 128**-0.5, v)
-
-
-@mr.op
-def causal64(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
-
-
-@mr.op
-def causal128(q: Row["f"], k: Col["f"], v: Col["d"]):
-    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 128**-0.5, -torch.inf), v)
-
-
-@mr.op
-def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
-    return mr.sum(torch.relu(x @ p) * q)
-
-
-@mr.op
-def gaussian(x: Row["f"], y: Col["f"], b: Col):
-    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
-
-
-def dense_mlp(x, p, q):
-    return torch.relu(x @ p.mT) @ q
-
-
-# Correctness ----------------------------------------------------------------------------------------------------------
-
-
-def _wide_layers() -> dict[str, tuple[Callable, Callable, Callable]]:
-    """Layers with enough features for matrix products: op, plain form, inputs (M, N, generator, dtype)."""
-
-    def draw(*shapes, peak=1.0):
-        def make(gen, dtype):
-            made = [torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
-            return (made[0] * peak).to(dtype), *(t.to(dtype) for t in made[1:])
-
-        return make
-
-    def causal(q, k, v):
-        s = q @ k.mT * q.shape[-1] ** -0.5
-        return torch.softmax(s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf), -1) @ v
-
-    full = lambda q, k, v: torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
-    found: dict[str, tuple[Callable, Callable, Callable]] = {
-        "attention 64": (attention64, full, draw((2, 200, 64), (2, 333, 64), (2, 333, 64))),
-        "attention 64, peaked": (attention64, full, draw((200, 64), (333, 64), (333, 64), peak=8.0)),
-        "causal 128": (causal128, causal, draw((2, 3, 257, 128), (2, 1, 257, 128), (2, 1, 257, 128))),
-        "causal 64": (causal64, causal, draw((4, 512, 64), (4, 512, 64), (4, 512, 64))),
-        "mlp 64 → 111": (mlp, dense_mlp, draw((300, 64), (515, 64), (515, 111))),
-        "mlp 59 → 59": (mlp, dense_mlp, draw((300, 59), (515, 59), (515, 59))),
-        "contrastive 128": (contrastive, dense_contrastive, draw((300, 128), (300, 128), peak=0.1)),
-        "contrastive 256, peaked": (contrastive, dense_contrastive, draw((300, 256), (300, 256), peak=0.5)),
-    }
-    return found
-
-
-def _on_gpu(op: Callable) -> Callable:
-    """The op on the GPU, seen from the CPU: arguments and results travel, so do gradients."""
-
-    def call(*args: Any) -> Any:
-        out = op(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
-        home = lambda t: t.cpu()
-        if isinstance(out, torch.Tensor):
-            return home(out)
-        return {k: home(t) for k, t in out.items()} if isinstance(out, dict) else tuple(home(t) for t in out)
-
-    return call
-
-
-def _many(result: Any) -> bool:
-    """Whether every result and gradient has several numbers: the error of a single one is a matter of luck."""
-    return all(t.numel() >= DRAWS for t in result.floating().values())
-
-
-def check(name: str, precision: str) -> dict[str, str]:
-    """Judge one layer in one precision; an empty answer means that it is right."""
-    if importlib.util.find_spec("pytest") is None:  # the rules are the tests' own, but need no runner
-        sys.modules.setdefault("pytest", types.SimpleNamespace(MonkeyPatch=object))  # type: ignore[arg-type]
-    from tests.layers import BY_NAME
-    from tests.layers_compare import assert_error_rule, cast, run
-
-    dtype = PRECISIONS[precision]
-    torch.set_num_threads(1)
-    told: list[str] = []
-    try:
-        trials: list[tuple[Any, Any, Any]] = []
-        while len(trials) < (2 if not trials or _many(trials[0][2]) else DRAWS):
-            gen = torch.Generator().manual_seed(len(trials))
-            if name in BY_NAME:
-                layer = BY_NAME[name]
-                op, dense, args = layer.op, layer.dense, layer.make(59, 111, gen, dtype)
-            else:
-                op, dense, draw = _wide_layers()[name]
-                args = draw(gen, dtype)
-            with warnings.catch_warnings(record=True) as heard, mr.use(engine="triton"):
-                warnings.simplefilter("always")
-                got = run(_on_gpu(op), args)
-            told += [str(w.message) for w in heard if isinstance(w.message, mr.errors.FallbackWarning)]
-            trials.append((got, run(dense, args), run(dense, cast(args, torch.float64))))
-        assert_error_rule(trials, ulps=8.0)
-    except Exception as error:
-        kind = type(error).__name__
-        where = traceback.format_exc()[-1500:] if not isinstance(error, AssertionError) else ""
-        return {"name": name, "precision": precision, "problem": f"{kind}: {str(error)[:600]}", "where": where}
-    return {"name": name, "precision": precision, "fallback": told[0]} if told else {}
-
-
-def correctness(workers: int, save: Callable[[str, Any], None]) -> None:
-    from tests.layers import ZOO
-
-    asked = [(n, p) for p in PRECISIONS for n in [*_wide_layers(), *(layer.name for layer in ZOO)]]
-    began = time.time()
-    answers = []
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for answer in pool.map(check, *zip(*asked, strict=True)):
-            if answer:
-                answers.append(answer)
-                save("problems", [a for a in answers if "problem" in a])
-                if "problem" in answer:
-                    print(f"  {answer['precision']:9} {answer['name']}: {answer['problem'][:200]}", flush=True)
-    wrong = sum("problem" in a for a in answers)
-    fell = sorted({a["name"] for a in answers if "fallback" in a})
-    print(
-        f"{len(asked)} cases, {wrong} wrong, {time.time() - began:.0f} s; fell back: {', '.join(fell) or 'none'}",
-        flush=True,
-    )
-    save("cases", len(asked))
-    save("wrong", wrong)
-    save("fallbacks", fell)
-
+from .gpu_right import attention64, attention128, causal64, causal128, correctness, dense_mlp, mlp
 
 # Speed ----------------------------------------------------------------------------------------------------------------
 
@@ -255,12 +102,12 @@ def time_attention(clock: Callable[[], bool], save: Callable[[str, Any], None], 
         args = _qkv(b, h, s, d)
         row: dict[str, Any] = {"work": f"attention {kind} {b}×{h}×{s}×{d}"}
         with mr.use(engine="triton"):
-            row["ours"] = _guarded(lambda a=args, k=kind, w=d: both(_attention(k, w), a))
-            row["MB"] = _guarded(lambda a=args, k=kind, w=d: extra(_attention(k, w), a))
+            row["ours"] = _guarded(both, _attention(kind, d), args)
+            row["MB"] = _guarded(extra, _attention(kind, d), args)
         for name, fn in peers(kind).items():
-            row[name] = _guarded(lambda f=fn, a=args: both(f, a))
+            row[name] = _guarded(both, fn, args)
         if clock():
-            row["Flex"] = _guarded(lambda k=kind, n=s, a=args: both(flex(k, n), a))
+            row["Flex"] = _guarded(both, flex(kind, s), args)
         _show(row)
         rows.append(row)
         save("speed", rows)
@@ -276,10 +123,10 @@ def time_others(clock: Callable[[], bool], save: Callable[[str, Any], None], row
         row: dict[str, Any] = {"work": work.name}
         timed = forward if work.forward_only else both
         with mr.use(engine="triton", strict=True, **work.how):
-            row["ours"] = _guarded(lambda f=work.ours, a=args, t=timed: t(f, a))
-            row["MB"] = _guarded(lambda f=work.ours, a=args: extra(f, a))
+            row["ours"] = _guarded(timed, work.ours, args)
+            row["MB"] = _guarded(extra, work.ours, args)
         for name, fn in work.peers.items():
-            row[name] = _guarded(lambda f=fn, a=args, t=timed: t(f, a))
+            row[name] = _guarded(timed, fn, args)
         _show(row)
         rows.append(row)
         save("speed", rows)
@@ -344,9 +191,11 @@ def promises(save: Callable[[str, Any], None]) -> None:
     torch.cuda.empty_cache()
 
 
-def _guarded(measure: Callable[[], tuple[float, ...]]) -> list[float] | str:
+def _guarded(
+    measure: Callable[..., tuple[float, ...]], fn: Callable[..., torch.Tensor], args: list[torch.Tensor]
+) -> list[float] | str:
     try:
-        return [round(t, 4) for t in measure()]
+        return [round(t, 4) for t in measure(fn, args)]
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     finally:
@@ -401,8 +250,8 @@ def markdown(results: dict[str, Any]) -> str:
             ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=False))
             lines.append("| " + " | ".join([row["work"], shown(ours), memory, name, shown(theirs), ratio]) + " |")
     for name, costs in results.get("host", {}).items():
-        shown = "; ".join(f"{who} {a:.0f} / {b:.0f}" for who, (a, b) in costs.items())
-        lines.append(f"\nHost time of a tiny call, {name}, µs forward / forward+backward: {shown}")
+        each = "; ".join(f"{who} {a:.0f} / {b:.0f}" for who, (a, b) in costs.items())
+        lines.append(f"\nHost time of a tiny call, {name}, µs forward / forward+backward: {each}")
     for promise in ("1,000 runs bitwise equal", "relative error past 2^31 elements"):
         if promise in results:
             lines.append(f"\n{promise}: {results[promise]}")

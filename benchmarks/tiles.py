@@ -24,7 +24,8 @@ import monoidreduce as mr
 from monoidreduce import tuning
 from monoidreduce.engine.planning import planner, tuner
 
-from . import gpu
+from .gpu import _qkv
+from .gpu_right import attention64, attention128, causal64, causal128, contrastive, gaussian, mlp
 
 
 def _normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -40,18 +41,18 @@ def _points(n: int, d: int) -> list[torch.Tensor]:
 
 
 CASES: dict[str, tuple[Any, Callable[[], list[torch.Tensor]]]] = {
-    "attention full 4096 D128": (gpu.attention128, lambda: gpu._qkv(4, 16, 4096, 128)),
-    "attention causal 4096 D128": (gpu.causal128, lambda: gpu._qkv(4, 16, 4096, 128)),
-    "attention full 4096 D64": (gpu.attention64, lambda: gpu._qkv(4, 32, 4096, 64)),
-    "attention causal 4096 D64": (gpu.causal64, lambda: gpu._qkv(4, 32, 4096, 64)),
-    "attention causal 16384 D128": (gpu.causal128, lambda: gpu._qkv(1, 16, 16384, 128)),
-    "mlp 16384×16384 D128": (gpu.mlp, lambda: _small((16384, 128), (16384, 128), (16384, 128))),
-    "mlp 16384×65536 D64": (gpu.mlp, lambda: _small((16384, 64), (65536, 64), (65536, 64))),
-    "contrastive 32768 D128": (gpu.contrastive, lambda: _small((32768, 128), (32768, 128))),
-    "contrastive 32768 D256": (gpu.contrastive, lambda: _small((32768, 256), (32768, 256))),
-    "decoding 1×65536 D128": (gpu.attention128, lambda: _small((8, 1, 128), (8, 65536, 128), (8, 65536, 128))),
-    "gaussian 100000 D3": (gpu.gaussian, lambda: _points(100_000, 3)),
-    "gaussian 100000 D64": (gpu.gaussian, lambda: _points(100_000, 64)),
+    "attention full 4096 D128": (attention128, lambda: _qkv(4, 16, 4096, 128)),
+    "attention causal 4096 D128": (causal128, lambda: _qkv(4, 16, 4096, 128)),
+    "attention full 4096 D64": (attention64, lambda: _qkv(4, 32, 4096, 64)),
+    "attention causal 4096 D64": (causal64, lambda: _qkv(4, 32, 4096, 64)),
+    "attention causal 16384 D128": (causal128, lambda: _qkv(1, 16, 16384, 128)),
+    "mlp 16384×16384 D128": (mlp, lambda: _small((16384, 128), (16384, 128), (16384, 128))),
+    "mlp 16384×65536 D64": (mlp, lambda: _small((16384, 64), (65536, 64), (65536, 64))),
+    "contrastive 32768 D128": (contrastive, lambda: _small((32768, 128), (32768, 128))),
+    "contrastive 32768 D256": (contrastive, lambda: _small((32768, 256), (32768, 256))),
+    "decoding 1×65536 D128": (attention128, lambda: _small((8, 1, 128), (8, 65536, 128), (8, 65536, 128))),
+    "gaussian 100000 D3": (gaussian, lambda: _points(100_000, 3)),
+    "gaussian 100000 D64": (gaussian, lambda: _points(100_000, 64)),
 }
 
 

@@ -116,7 +116,8 @@ def _walk(
         return names, run
     sums: Callable = lambda *given: totals(run(*given), sizes)
     sums = _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
-    if not alike or any(n not in names for n in known.inputs_of(traced.outputs)):
+    given = all(n in names for n in known.inputs_of(traced.outputs))
+    if not alike or not given or not known.is_wide(traced.outputs, sizes):
         return names, sums
     return names, known.Road(traced.outputs, names, sizes, engine, registry.stepper(engine, sizes.device), sums)
 

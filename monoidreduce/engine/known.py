@@ -55,6 +55,12 @@ def summed(
     return None if found is None else list(found)
 
 
+def is_wide(outputs: tuple[Expr, ...], sizes: Sizes) -> bool:
+    """Whether a program can have products that are wide enough to be worth keeping."""
+    vectors = [e for e in inputs_of(outputs).values() if e.feature is not None]
+    return not sizes.batch and any(sizes.of(str(e.feature)) > panels.NARROW for e in vectors)
+
+
 class Road:
     """The sums of calls of one kind: what depends on their types and sizes alone is found out once.
 
@@ -126,7 +132,7 @@ def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes,
     exprs = inputs_of(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
     asked = tuple(exprs[n] for n, v in tensors.items() if v.requires_grad)
-    if not asked or sizes.batch or not sizes.rows or not sizes.cols:
+    if not asked or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
         return None
     try:
         program = total(outputs, asked)

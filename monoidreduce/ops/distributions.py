@@ -32,10 +32,16 @@ def _two_heads(
     teacher_bias: mr.Col | None = None,
     teacher_softcap: float | None = None,
     temperature: float | None = None,
+    share_of_row: float | None = None,
 ):
     student = heads.logits(p, c, bias, softcap, temperature)
     teacher = heads.logits(q, t, teacher_bias, teacher_softcap, temperature)
-    masked = teacher_bias is not None
+    loss = _compared(student, teacher, kind, careful, beta, teacher_bias is not None)
+    return loss if share_of_row is None else loss * share_of_row
+
+
+@no_type_check
+def _compared(student, teacher, kind, careful, beta, masked):
     if kind == "jsd":
         return _jsd(student, teacher, beta, masked)
     student = heads.shifted(student, careful)
@@ -111,10 +117,13 @@ def _reduced(
     token_weights: Tensor | None = None,
     shaped: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Tensor:
-    """Fold two heads and reduce over the rows; of a plain sum the gradient is taken in the forward."""
+    """Fold two heads and reduce over the rows; of a plain sum the gradient is taken in the forward, and of a mean each
+    row takes its share there, so that a gradient is not read and written again to be divided."""
     rows = given[0]
     plain = reduction != "none" and token_weights is None and isinstance(rows, Tensor) and rows.dim() == 2
     if plain and checks.undivided():
+        if reduction == "mean" and len(rows):
+            return _two_heads.total(*given, share_of_row=1 / len(rows))
         loss = _two_heads.total(*given)
         return loss / len(rows) if reduction == "mean" else loss
     return checks.reduced(shaped(_two_heads(*given)), reduction, token_weights)

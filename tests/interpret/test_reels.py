@@ -88,7 +88,7 @@ CASES = [
     pytest.param(own_index.total, 40, 70, 264, torch.bfloat16, ROW * 12, id="gradients in the forward"),
     pytest.param(own_index.total, 33, 70, 300, torch.bfloat16, "10MB", id="in one panel"),
     pytest.param(own_index, 24, 300, 264, torch.bfloat16, 5000, id="in the memory of gradients"),
-    pytest.param(own_index, 59, 70, 264, torch.bfloat16, 30_000, id="blocks of rows"),
+    pytest.param(own_index, 59, 70, 264, torch.bfloat16, 30_000, id="gradients in one panel"),
     pytest.param(both_ways, 23, 31, 260, torch.float32, 2000, id="both ways, swept"),
     pytest.param(both_ways, 1, 31, 257, torch.float64, "1MB", id="one row, float64"),
 ]
@@ -107,6 +107,18 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
     got = pulled(op, args, limit, 0.7)
     assert by_address == launched and ran
     assert_equal(got, wanted)
+
+
+def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
+    """Blocks of rows, whose totals lie in their gradients and those of later rows."""
+    monkeypatch.setattr(panels, "FEW", 128)
+    used, choose = [], panels.blocks
+    monkeypatch.setattr(panels, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
+    run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
+    run(0), run(1)
+    assert not ran
+    assert_equal(run(2), walked(monkeypatch, lambda: run(2)))
+    assert ran and used[0] == panels.Panels(64, 80, outer="rows")
 
 
 def assert_equal(got, wanted):

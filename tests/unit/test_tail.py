@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
+from monoidreduce.engine.triton.wide.lent import Lent, lendable
 from monoidreduce.plan import panels
 from monoidreduce.plan.tail import COLS, ROWS, Rows, tail
 
@@ -72,12 +74,17 @@ def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
     """Column totals are rounded four times where that fits, else as rarely as fits; of the ways to cut into four or
     fewer, that with the longest shorter side."""
     found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
-    assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
+    assert found is not None
+    apart = [  # of every block, the rows whose totals do not lie in the gradients from its own on
+        max(0, min(found.rows, length - at) - (length - at) // 2) for at in range(0, length, found.rows)
+    ]
+    assert max(apart) * 4 * features + 2 * found.rows * found.cols <= room
 
     def cut(count):
-        rows = -(-length // count // 128) * 128
-        cols = (room - rows * 4 * features) // (2 * rows)
-        return rows, cols if rows * 4 * features <= room * 2 // 3 else 0
+        rows = -(-length * 2 // ((2 * count - 1) * 128)) * 128
+        last = length - (count - 1) * rows
+        cols = (room - -(-max(last, rows - last) // 2) * 4 * features) // (2 * rows)
+        return rows, -(-length // -(-length // cols)) if cols >= 128 else 0  # in equal parts
 
     few = [n for n in range(2, panels.BLOCKS + 1) if cut(n)[1] >= 128]
     counts = few or [next(n for n in range(panels.BLOCKS + 1, panels.ADDS + 1) if cut(n)[1] >= 128)]
@@ -102,3 +109,25 @@ def test_panels_leave_few_processors_idle(rows, most):
 
 def test_without_processors_panels_are_as_large_as_they_may():
     assert panels.filling(8192, 1)(2862) == 2862
+
+
+@pytest.mark.parametrize(("begin", "count", "lent"), [(0, 50, 50), (16, 60, 42), (40, 60, 30), (96, 4, 2), (99, 1, 0)])
+def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, seed):
+    gradients = torch.full((100, 24), float("nan"), dtype=torch.bfloat16)
+    own = gradients[begin:]
+    assert lendable(own, count, torch.float32) == lent
+    totals = Lent.zeros(own, count, lent, torch.float32)
+    inside = [t.untyped_storage().data_ptr() == gradients.untyped_storage().data_ptr() for _, t in totals.pieces]
+    assert [len(t) for _, t in totals.pieces] == [n for n in (lent, count - lent) if n]
+    assert inside == [True] * (lent > 0) + [False] * (lent < count)
+    values = torch.randn(count, 24)
+    for rows, t in totals.pieces:
+        t += values[rows]
+    totals.close()
+    assert torch.equal(own[:count], values.bfloat16()) and gradients[:begin].isnan().all()
+
+
+def test_totals_begin_where_numbers_are_aligned():
+    assert lendable(torch.empty(100, 3, dtype=torch.bfloat16), 10, torch.float32) == 0
+    assert lendable(torch.empty(100, 24, dtype=torch.bfloat16)[1:], 10, torch.float32) == 10
+    assert lendable(torch.empty(100, 4, dtype=torch.bfloat16)[1:], 10, torch.float32) == 0

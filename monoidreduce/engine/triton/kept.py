@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from . import ahead, source
 
 _MOST = 256
@@ -86,9 +84,13 @@ class Kernels:
         device, options = arguments[0].device, options or {}
         key, given = [name, grid, device, *constants.values(), *options.values()], []
         for v in arguments:
-            address = v.data_ptr() if isinstance(v, Tensor) else v
-            key += (v.dtype, address & 15) if isinstance(v, Tensor) else specialized(v)
-            given.append(address)
+            if isinstance(v, int):
+                key += specialized(v)
+                given.append(v)
+            else:
+                address = v.data_ptr()
+                key += v.dtype, address & 15
+                given.append(address)
         first = functools.partial(self._first, name, grid, arguments, constants, options)
         self.kept(tuple(key), first, arguments, given)
 

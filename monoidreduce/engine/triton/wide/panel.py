@@ -9,7 +9,7 @@ generator of the other kernels, a product being a leaf given per pair.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ....program.contract import Contraction
 from ....program.expr import Expr
 from ....program.lower import Fold
 from ....program.reductions import KINDS
-from ... import combine, hardware
+from ... import combine, filtering, hardware
 from ...evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...panel import ALIGN, Part, cut_evenly
 from ...sides import Gathered, gather
@@ -30,6 +30,7 @@ from .. import kept, sides, topk
 from ..spec import Unsupported
 from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
+from .lent import Lent, lendable
 from .looked import look
 from .rest import Rest
 from .room import Room
@@ -73,7 +74,7 @@ class KernelStep(Room):
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
-        self.halves: dict[tuple[int, int], tuple[tuple[slice, Tensor], ...]] = {}  # of them, where rows have two
+        self.lent: dict[tuple[int, int], Lent] = {}  # of rows, in the memory of their own gradients
         self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
@@ -102,37 +103,21 @@ class KernelStep(Room):
         host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
         at = plan.totals
         for key, width in widths["cols"].items():
-            self.halves[key] = self._two(self.totals[key], None if at is None else host[at:], plan.lent)
+            place = None if at is None else host[at:]
+            self.lent[key] = Lent.zeros(self.totals[key], rows, plan.lent, self.sizes.compute, place)
             at = None if at is None else at + (rows - plan.lent) * width * self.sizes.compute.itemsize
         for turn in plan.turns:
             if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
-                self._close_halves()
+                self._close_lent()
             self.over = turn.over
             self.buffers = self.own if turn.at is None else self._inside(host, turn)
             yield slice(0, rows), slice(turn.first, turn.last)
-        self._close_halves()
+        self._close_lent()
 
-    def _two(self, own: Tensor, place: Tensor | None, lent: int) -> tuple[tuple[slice, Tensor], ...]:
-        """Totals of the first rows in the memory of their gradients, of the others in some place, or in one apart."""
-        compute, (rows, width) = self.sizes.compute, own.shape
-        size = (rows - lent) * width * compute.itemsize
-        if place is None:
-            place = torch.empty(size, dtype=torch.uint8, device=own.device)
-        first = own.view(-1)[: lent * width * compute.itemsize // own.itemsize].view(compute).view(lent, width)
-        rest = place[:size].view(compute).view(rows - lent, width)
-        return (slice(0, lent), first.zero_()), (slice(lent, rows), rest.zero_())
-
-    def _close_halves(self) -> None:
-        """Row gradients from their totals: from the first on, each written where totals were read already."""
-        for key, ((_, first), (others, rest)) in self.halves.items():
-            own, at = self.totals[key], min(_FIRST, len(first))
-            own[:at] = first[:at].to(own.dtype)
-            while at < len(first):
-                end = min(2 * at, len(first))
-                own[at:end] = first[at:end]
-                at = end
-            own[others] = rest
-        self.halves = {}
+    def _close_lent(self) -> None:
+        for lent in self.lent.values():
+            lent.close()
+        self.lent = {}
 
     def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
         """The panel's buffers in the memory of something else."""
@@ -289,24 +274,23 @@ class KernelStep(Room):
         kept, folded = (rows, cols) if over == "cols" else (cols, rows)
         alone = over == "cols" and self.panel.cols == self.sizes.cols
         width = vectors[0].shape[-1]
-        shape = (kept.stop - kept.start, width)
-        if key in self.halves:
-            outs: Iterable[tuple[slice, Tensor]] = self.halves[key]
-        else:
-            outs = [(slice(None), self._alone(key, rows, width) if alone else self._total(key, over, kept, width))]
+        outs = [(slice(None), self._alone(key, rows, width))] if alone else self._total(key, over, kept, folded, width)
         for k, (c, vector) in enumerate(zip(products, vectors, strict=True)):
             weight = weights[c.weight]
             rest = self.rest if over == "rows" else None
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
-            begun = not alone and (folded.start > 0 or (self.panel.tail is not None and over == "cols"))
+            begun = not alone and (folded.start > 0 or key in self.lent)
             for piece, out in outs:
                 self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
             self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
-        if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
-            self.totals[key][kept] = self.adding[key][: shape[0]]
+        if self.panel.tail is None and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
+            if key in self.lent:
+                self.lent.pop(key).close()
+            elif key in self.adding:
+                self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
         return None
 
     def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
@@ -332,24 +316,34 @@ class KernelStep(Room):
             self.complete[key] = empty(self.sizes.rows, width)
         return self.complete[key][rows]
 
-    def _total(self, key: tuple[int, int], over: str, kept: slice, width: int) -> Tensor:
+    def _total(
+        self, key: tuple[int, int], over: str, kept: slice, folded: slice, width: int
+    ) -> Sequence[tuple[slice, Tensor]]:
         """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.
 
         An axis whose parts are walked one after the other completes each before the next; its whole total may then be
         of 16 bits. So may column totals over few enough panels of whole rows.
         """
+        if key in self.lent:
+            return self.lent[key].pieces
         length, own = (self.sizes.cols, self.panel.cols) if over == "rows" else (self.sizes.rows, self.panel.rows)
         other, step = (self.sizes.rows, self.panel.rows) if over == "rows" else (self.sizes.cols, self.panel.cols)
         in_turn = self.panel.outer != over and own < length
+        narrow = None if self.panel.wide or not (in_turn or over == "rows") else self.stored
+        empty = functools.partial(torch.empty, device=self.sizes.device)
         if key not in self.totals:
-            narrow = None if self.panel.wide or not (in_turn or over == "rows") else self.stored
-            device = self.sizes.device
-            self.totals[key] = torch.empty(length, width, dtype=narrow or self.sizes.compute, device=device)
-            if narrow and in_turn and step < other:
-                self.adding[key] = torch.empty(own, width, dtype=self.sizes.compute, device=device)
-        if key in self.adding:
-            return self.adding[key][: kept.stop - kept.start]
-        return self.totals[key][kept]
+            self.totals[key] = empty(length, width, dtype=narrow or self.sizes.compute)
+        if not (narrow and in_turn and step < other):
+            return [(slice(None), self.totals[key][kept])]
+        count = kept.stop - kept.start
+        if over == "cols":
+            gradients = self.totals[key][kept.start :]
+            lent = lendable(gradients, count, self.sizes.compute) if filtering.now() is None else 0
+            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute)
+            return self.lent[key].pieces
+        if key not in self.adding:
+            self.adding[key] = empty(own, width, dtype=self.sizes.compute)
+        return [(slice(None), self.adding[key][:count])]
 
     def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
         """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
@@ -381,7 +375,6 @@ class KernelStep(Room):
 
 
 _MOST = 256
-_FIRST = 8  # rows that are rounded by way of other memory
 _SIDES: dict[tuple, sides.Launch] = {}
 
 

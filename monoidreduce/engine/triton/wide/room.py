@@ -108,7 +108,7 @@ class Room:
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        if blocks and (found is None or found[1] < rows):  # not even some columns of all rows
+        if blocks and (found is None or found[0] * found[1] < blocks.rows * blocks.cols):
             return blocks
         return panels.Panels(*found[::-1]) if found else whole
 

@@ -1,0 +1,55 @@
+"""Totals of rows in the memory of their own gradients.
+
+Row gradients are added up in float32 and rounded to 16 bits at the very end: until then their own memory, and that of
+rows whose turn comes later, holds totals of half as many rows. Only what is left over needs a place of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FIRST = 8  # rows that are rounded by way of other memory
+_ALIGNED = 16  # bytes: where totals may begin
+
+
+def lendable(own: Tensor, count: int, compute: torch.dtype) -> int:
+    """Of how many rows, ``count`` at most, a gradient's memory holds the totals."""
+    fits = own.shape[0] * own.itemsize // compute.itemsize
+    begins = own.storage_offset() * own.itemsize
+    return 0 if begins % _ALIGNED or own.shape[1] * compute.itemsize % _ALIGNED else min(count, fits)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Totals of the first rows of a gradient, in pieces; ``own``: the gradient, from the first of these rows on."""
+
+    own: Tensor
+    pieces: tuple[tuple[slice, Tensor], ...]
+
+    @staticmethod
+    def zeros(own: Tensor, count: int, lent: int, compute: torch.dtype, place: Tensor | None = None) -> Lent:
+        """``count`` rows, ``lent`` of them where the gradient is, the others in ``place`` (bytes), or in one apart."""
+        width, pieces = own.shape[1], []
+        if lent:
+            first = own.view(-1)[: lent * width * compute.itemsize // own.itemsize]
+            pieces.append((slice(0, lent), first.view(compute).view(lent, width).zero_()))
+        if lent < count:
+            size = (count - lent) * width * compute.itemsize
+            rest = torch.empty(size, dtype=torch.uint8, device=own.device) if place is None else place[:size]
+            pieces.append((slice(lent, count), rest.view(compute).view(count - lent, width).zero_()))
+        return Lent(own, tuple(pieces))
+
+    def close(self) -> None:
+        """The gradients from their totals: from the first on, each written where totals were read already."""
+        for rows, totals in self.pieces:
+            at = rows.start
+            if not at:
+                at = min(_FIRST, rows.stop)
+                self.own[:at] = totals[:at].to(self.own.dtype)
+            while at < rows.stop:
+                end = min(2 * at, rows.stop)
+                self.own[at:end] = totals[at - rows.start : end - rows.start]
+                at = end
