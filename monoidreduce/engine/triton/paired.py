@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import textwrap
-from dataclasses import replace
 
 import torch
 
@@ -51,33 +49,18 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     turns = [_laid(emit._turn(v, reductions, {}, masked)) for masked in (False, True)]
     v.loop(False)
     stores = emit._stores(reductions, v)
-    results = _laid([*v.inside, *stores])
-    begin = _laid([line for r in reductions for line in r.start()])
-    helpers = [line for r in reductions for line in r.helpers]
-    arithmetic = [*v.before, *turns[0], *turns[1], *begin, *results]
-    copied = [text.replace("@triton.jit", "@gluon.jit") for text in emit._copied("\n".join(arithmetic))]
-    if helpers or plain.shifts or _STRANGE.search("\n".join([*arithmetic, *copied])):
-        return None
-    names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
     fields = {
-        "name": plain.name,
-        "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
-        "unspecialized": repr(unspecialized),
-        "x0": str(kept.attrs[0]),
-        "x1": str(folded.attrs[0]),
-        "narrow": f"tl.{spec.narrow}",
-        "depth": str(deep.DEPTH),
-        "blocks": str(-(-spec.width(kept.feature) // deep.DEPTH)),
-        "opening": _inside(_opening(spec), 4),
-        "before": _inside(v.before, 4),
-        "begin": _inside(begin, 4),
-        "whole": _inside(turns[0], 8),
-        "other": _inside(turns[1], 12),
-        "results": _inside(results, 4),
+        "opening": (4, _opening(spec)),
+        "before": (4, v.before),
+        "begin": (4, _laid([line for r in reductions for line in r.start()])),
+        "whole": (8, turns[0]),
+        "other": (12, turns[1]),
+        "results": (4, _laid([*v.inside, *stores])),
     }
-    body = paired_text.FOLDS.format(**fields)
-    text = "\n".join([emit._header(spec, list(plain.leaves), paired_text.IMPORTS), *copied, body])
-    return replace(plain, text=text, guesses=False, staged=True)
+    if plain.shifts or any(r.helpers for r in reductions):
+        return None
+    signature = emit._arguments(spec, list(plain.leaves), 0)
+    return paired_text.rendered(paired_text.FOLDS, plain, spec, (kept, folded), signature, fields)
 
 
 def _light(spec: Spec) -> bool:
@@ -111,8 +94,3 @@ def _laid(lines: list[str]) -> list[str]:
 
 
 _BEGUN = re.compile(r"(tl\.(?:zeros|full)\(\[KEPT\], [^\n]*?tl\.\w+)\)")
-_STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans)|tl\.(zeros|full)\((?!\[KEPT\],.*ROWS\))")  # in Gluon
-
-
-def _inside(lines: list[str], by: int) -> str:
-    return textwrap.indent("\n".join(lines), " " * by)

@@ -9,14 +9,21 @@ when the other has seen all of its own blocks (``order``): before, it could take
 
 from __future__ import annotations
 
-from .emit import CONSTANTS
-from .staged_text import IMPORTS as _IMPORTS
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-IMPORTS = f"""{_IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from ....program.expr import Expr
+from ..spec import Spec
+from . import deep, emit
+from .staged_text import IMPORTS
+
+_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """
 TILE = 128  # kept and folded indices of a tile
 
-_CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
+_CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
 _RINGS = "kept, folded, room, full, empty, order"
 
 _KERNEL = """
@@ -215,3 +222,38 @@ WRITES = _text(
     _WRITES, "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)", "KEPT"
 ).replace("{stages}", "6")
 FOLDS = _text(_FOLDS, "0", "KEPT // 2").replace("{stages}", "7")
+
+# What Gluon has not, or has to be told a layout for.
+_STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans)\b|tl\.(zeros|full|arange)\((?!.*(ROWS|PAIRS)\))")
+
+
+def rendered(
+    text: str,
+    plain: emit.Kernel,
+    spec: Spec,
+    sides: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, tuple[int, Sequence[str]]],
+) -> emit.Kernel | None:
+    """A text filled in, in place of another rendering of a kernel; None where its lines have strange words.
+
+    ``sides``: what is multiplied, the kept side first; ``signature``: the arguments, and those not to specialize on;
+    ``lines``: by field, and by how much they are indented."""
+    names, unspecialized = signature
+    fields = {field: textwrap.indent("\n".join(found), " " * by) for field, (by, found) in lines.items()}
+    body = text.format(
+        name=plain.name,
+        names=textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
+        unspecialized=repr(unspecialized),
+        x0=sides[0].attrs[0],
+        x1=sides[1].attrs[0],
+        narrow=f"tl.{spec.narrow}",
+        depth=deep.DEPTH,
+        blocks=-(-spec.width(sides[0].feature) // deep.DEPTH),
+        **fields,
+    )
+    helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
+    if _STRANGE.search("\n".join([*fields.values(), *helpers])):
+        return None
+    whole = "\n".join([emit._header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
+    return replace(plain, text=whole, guesses=False, staged=True)

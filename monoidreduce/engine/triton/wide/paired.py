@@ -7,12 +7,9 @@ Gluon's language. What the compiler would schedule is written out in ``text/pair
 from __future__ import annotations
 
 import functools
-import re
-import textwrap
-from dataclasses import replace
 
 from ..spec import Spec
-from ..text import deep, emit, paired_text
+from ..text import emit, paired_text
 from ..text.values import Values
 from . import write
 from .sweep import RowValues
@@ -29,29 +26,11 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | Non
     v = RowValues(spec)
     v.loop(masked)
     outs, lines = _WRITERS[name](v, task)
-    names, unspecialized = write._signature(spec, outs, list(plain.leaves))
-    x0, x1 = write._sides(write._product(task))
-    fields = {
-        "name": name,
-        "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
-        "unspecialized": repr(unspecialized),
-        "x0": str(x0.attrs[0]),
-        "x1": str(x1.attrs[0]),
-        "narrow": f"tl.{spec.narrow}",
-        "depth": str(deep.DEPTH),
-        "blocks": str(-(-spec.width(x0.feature) // deep.DEPTH)),
-        "first": textwrap.indent("\n".join(v.before), " " * 8),
-        "lines": textwrap.indent("\n".join(lines), " " * 8),
-    }
-    body = paired_text.WRITES.format(**fields)
-    helpers = [text.replace("@triton.jit", "@gluon.jit") for text in emit._copied(body)]
-    if _LAID.search("\n".join([*v.before, *(line for line in lines if line not in _HALF), *helpers])):
-        return None
-    text = "\n".join([emit._header(spec, list(plain.leaves), paired_text.IMPORTS), *helpers, body])
-    return replace(plain, text=text, staged=True)
+    sides, signature = write._sides(write._product(task)), write._signature(spec, outs, list(plain.leaves))
+    fields = {"first": (8, v.before), "lines": (8, lines)}
+    return paired_text.rendered(paired_text.WRITES, plain, spec, sides, signature, fields)
 
 
-_LAID = re.compile(r"tl\.(zeros|full|arange|philox|PropagateNan|dot|trans)\b")
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
 _STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
 
