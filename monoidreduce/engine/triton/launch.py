@@ -21,9 +21,9 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
-from . import ahead, boxes, describe, recent, skip, source, staged, topk, united
+from . import ahead, boxes, describe, paired, recent, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
-from .spec import WIDEST, padded
+from .spec import WIDEST, Spec, padded
 from .tape import Leaf, Recipe
 from .text import deep, emit
 from .text.exponents import LOG2E
@@ -90,17 +90,18 @@ class Launch:
         ready = describe.converted(values, self.before, self.batch, sizes)
         boxed = (*plainly.folded, *deep.vectors(self.spec))
         found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
-        many = count * sizes.rows * sizes.cols >= describe.VERY_MANY and any(b is not None for b in found)
-        copied = many + (many and staged.fits(replace(self.spec, boxes=found), sizes.device, count * self.lengths[0]))
+        many = plainly.deep or count * sizes.rows * sizes.cols >= describe.VERY_MANY
+        many &= any(b is not None for b in found)
+        copied = many + (many and self._has_turns(replace(self.spec, boxes=found), count))
         family = describe.family(sizes.device)
         self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
-        by_turns = staged.takes(self.plan, sizes.device)
+        by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)
         found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
-        self.kernel = (staged.kernel(self.spec) if by_turns else None) or emit.kernel(self.spec)
+        self.kernel = (self._by_turns() if by_turns else None) or emit.kernel(self.spec)
         self.grid = self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         self.merged = any(self.before)  # whether calls need leaves with merged batch
@@ -109,6 +110,14 @@ class Launch:
         self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
+
+    def _has_turns(self, spec: Spec, count: int) -> bool:
+        if spec.deep:
+            return count == 1 and paired.fits(spec, self.sizes.device, self.lengths[0])
+        return staged.fits(spec, self.sizes.device, count * self.lengths[0])
+
+    def _by_turns(self) -> emit.Kernel | None:
+        return paired.kernel(self.spec) if self.spec.deep else staged.kernel(self.spec)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -147,9 +156,11 @@ class Launch:
         """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
         if e.feature is None:
             return (self.blocks[1],)
-        width = self.sizes.of(str(e.feature))
+        width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
         width = padded(width) if self.spec.pieces else width
-        return self.blocks[self.spec.folds(e)], deep.DEPTH if width > WIDEST else width
+        if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
+            length //= 2  # each group has its own
+        return length, deep.DEPTH if width > WIDEST else width
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, STAGED, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, PAIRED, STAGED, Family
 from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -54,10 +54,12 @@ def choose(
 
     ``length``: of the kept axis, where a plan may depend on it."""
     asked = (_override.get() or {}).get(over)
-    if asked or kernel.deep:
-        return asked or _deep(kernel, length, family or FAMILY)
+    if asked:
+        return asked
     if boxes == 2:  # what it holds does not depend on the plan
-        return KernelPlan(*STAGED, boxes=2)
+        return KernelPlan(*(PAIRED if kernel.deep else STAGED), boxes=2)
+    if kernel.deep:
+        return _deep(kernel, length, family or FAMILY)
     return _fitting(kernel, item, family or FAMILY, bool(boxes))
 
 
