@@ -25,7 +25,7 @@ from . import ahead, boxes, describe, paired, recent, skip, source, staged, topk
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST, Spec, padded
 from .tape import Leaf, Recipe
-from .text import deep, emit
+from .text import bent, deep, emit
 from .text.exponents import LOG2E
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
@@ -179,6 +179,7 @@ class Launch:
             arguments += self.edges or self._bounds(leaves, merged)
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [bent.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
         if again is None:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)

@@ -67,6 +67,7 @@ class Kernel:
     pieces: int = 0  # in how many pieces float32 vectors are multiplied
     near: bool = False  # whether distances of close points are computed anew
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
+    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: of ``bent.Made``
 
 
 @functools.lru_cache(maxsize=1024)
