@@ -81,13 +81,23 @@ class Box:
         self.made, self.layout = made, None
         self.block_type = SimpleNamespace(shape=shape, nbytes=math.prod(shape) * made.base.element_size())
 
-    def copied(self, at):
-        made, block = self.made, torch.zeros(self.block_type.shape, dtype=self.made.base.dtype)
+    def places(self, at):
+        """What of a block lies inside the tensor: there, and in the block."""
+        made = self.made
         inside = [max(0, min(b, n - a)) for a, b, n in zip(at, made.block_shape, made.shape, strict=True)]
-        whole = made.base.as_strided(made.shape, made.strides)
+        whole = made.base.detach().as_strided(made.shape, made.strides, made.base.storage_offset())
         there = whole[tuple(slice(a, a + n) for a, n in zip(at, inside, strict=True))]
-        block[tuple(slice(0, n) for n in inside)] = there
+        return there, tuple(slice(0, n) for n in inside)
+
+    def copied(self, at):
+        block = torch.zeros(self.block_type.shape, dtype=self.made.base.dtype)
+        there, inside = self.places(at)
+        block[inside] = there
         return block
+
+    def written(self, at, block):
+        there, inside = self.places(at)
+        there.copy_(block.block[inside])
 
 
 class Product:
@@ -99,14 +109,14 @@ class Product:
     def finish(self):
         left, right, total = self.parts
         left = left.block if isinstance(left, Shared) else left
-        self.value = left.float() @ right.block.float() + total
+        self.value = left.float() @ right.block.float() + (total.value if isinstance(total, Product) else total)
 
 
 class Machine:
     """What a kernel's text finds in place of Gluon's modules."""
 
     def __init__(self):
-        self.program, self.local = 0, threading.local()
+        self.program, self.programs, self.local = 0, 1, threading.local()
 
     def names(self):
         nothing = lambda *args, **kwargs: None
@@ -121,6 +131,8 @@ class Machine:
             exp2=torch.exp2,
             log=torch.log,
             reshape=torch.reshape,
+            permute=torch.permute,
+            split=lambda x: x.unbind(-1),
             static_range=range,
             NVMMADistributedLayout=nothing,
             NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
@@ -129,6 +141,7 @@ class Machine:
             SliceLayout=nothing,
             SwizzledSharedLayout=nothing,
             program_id=lambda axis: self.program,
+            num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
             cast=lambda x, kind: x,
             arange=lambda a, b, layout: torch.arange(a, b, dtype=torch.int32),
@@ -153,7 +166,7 @@ class Machine:
             MBarrierLayout=lambda: Barrier,
             init=lambda bar, count: bar.__dict__.update(count=count, missing=count),
             wait=lambda bar, phase: bar.wait(phase),
-            arrive=lambda bar: bar.arrived(1, 0),
+            arrive=lambda bar, pred=True: bar.arrived(1, 0) if pred else None,
             expect=lambda bar, size: bar.arrived(1, size),
         )
         jit = lambda f=None, **options: f or (lambda g: g)
@@ -162,6 +175,8 @@ class Machine:
             "gluon": SimpleNamespace(jit=jit),
             "mbarrier": mbarrier,
             "copy": self.copy,
+            "write": lambda box, at, block: box.written(at, block),
+            "tma": SimpleNamespace(store_wait=nothing),
             "fence_async_shared": nothing,
             "warpgroup_mma": self.product,
             "warpgroup_mma_wait": self.wait,
@@ -187,7 +202,7 @@ class Machine:
         barrier.arrived(0, -box.block_type.nbytes)
 
     def product(self, left, right, total, use_acc=True, is_async=False):
-        begun = Product(left, right, total if use_acc else torch.zeros_like(total))
+        begun = Product(left, right, total if use_acc else 0.0)
         self.begun.append(begun)
         return begun if is_async else self.wait(0, deps=[begun])
 
@@ -198,8 +213,7 @@ class Machine:
     def wait(self, outstanding, deps):
         while len(self.begun) > outstanding:
             self.begun.pop(0).finish()
-        found = [d.value if isinstance(d, Product) else d for d in deps]
-        assert all(f is not None for f in found), "a result before its product is done"
+        found = [d.value if isinstance(d, Product) and d.value is not None else d for d in deps]
         return found[0] if len(found) == 1 else found
 
     @staticmethod
@@ -245,7 +259,7 @@ def execute(call):
     """Run a staged launch: every program, one after another."""
     machine = Machine()
     names = machine.names()
-    text = re.sub(r"(?m)^(import|from|copy =) .*$", "", call.kernel.text)
+    text = re.sub(r"(?m)^(import|from|copy =|write =) .*$", "", call.kernel.text)
     exec(compile(text, "kernel", "exec"), names)
     names |= assembled(text)
     constants = call.constants(SimpleNamespace(tl=names["tl"])).values()
@@ -253,6 +267,7 @@ def execute(call):
         Pointer.to(a) if isinstance(a, torch.Tensor) else Box(a) if hasattr(a, "block_shape") else a
         for a in call.arguments
     ]
+    machine.programs = call.grid
     for machine.program in range(call.grid):
         names[call.kernel.name](*arguments, *constants)
 

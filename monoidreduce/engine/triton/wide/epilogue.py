@@ -22,10 +22,11 @@ from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...evaluate import Sizes
 from ...walks import Walk
-from .. import boxes, describe
+from .. import boxes, describe, staged
 from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
-from . import sweep
+from ..text.paired_text import TILE
+from . import paired, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
 from .rest import Rest
@@ -41,14 +42,17 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
+PAIRED = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(TILE, TILE, 4, 1))  # as groups take turns
 SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
 
-def plan_of(name: str, width: int) -> KernelPlan:
-    """The tiles of a kernel for products of so many features."""
+def plan_of(name: str, width: int, by_turns: bool = False) -> KernelPlan:
+    """The tiles of a kernel for products of so many features; ``by_turns``: where groups of warps take turns at it."""
+    if by_turns and name in PAIRED:
+        return PAIRED[name]
     return SHALLOW[name] if width <= _FEW and name in SHALLOW else PLANS[name]
 
 
@@ -75,7 +79,7 @@ class Epilogue:
 
     def each(self, sizes: Sizes) -> int:
         """Bytes besides the panel that are held of one row: what its tiles sum to."""
-        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)))
+        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)), staged.on(sizes.device))
         return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
@@ -95,17 +99,22 @@ class _Ready:
 
     def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
         self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
-        self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
         self.prepared: dict[str, sweep.Prepared] = {}
         wide = [values[e].shape[-1] > WIDEST and boxes.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
-        plan = self.plans["write_guessed" if whole.guesses else "write_known"]
+        name = "write_guessed" if whole.guesses else "write_known"
+        many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and staged.on(here.device)
+        self.by_turns = (
+            many and paired.kernel(name, whole.task, self._spec(name, values), here.cols % TILE != 0) is not None
+        )
+        self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
+        plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
-        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES))
+        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES), self.by_turns)
 
     def _plan(self, name: str, width: int) -> KernelPlan:
-        found = plan_of(name, width)
-        if name == "pick_own":
+        found = plan_of(name, width, self.by_turns)
+        if name == "pick_own" or (self.by_turns and name in PAIRED):
             return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
@@ -143,12 +152,14 @@ class _Ready:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
         plan = self.plans[name]
         rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
-        at_once = describe.processors(self.here.device) * max(1, 8 // plan.num_warps)
+        shared = self.by_turns and name in PAIRED  # two groups are one instance
+        at_once = describe.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
         plan = self.plans[name]
-        written = kernel(name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
+        asked = (name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
+        written = (paired.kernel(*asked) if self.by_turns and name in PAIRED else None) or kernel(*asked)
         wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
         order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
         return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)

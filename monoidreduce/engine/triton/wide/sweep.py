@@ -237,7 +237,7 @@ class Prepared:
 
     def _box(self, e: Expr, v: Tensor) -> Any:
         block = self.plan.block_folded if e.cols else self.plan.block_kept
-        return boxes.template(v, (), (block, deep.DEPTH))
+        return boxes.template(v, (), (block, deep.DEPTH), self.kernel.staged)
 
 
 def specialized(v: Any) -> Any:

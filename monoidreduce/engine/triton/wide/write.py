@@ -66,19 +66,24 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
     outs, lines = _WRITERS[name](v, task, first)
     under = set(topological(spec.fold.reductions))
     used = [e for e in spec.fold.leaves if e in under]
-    names, unspecialized = emit._arguments(spec, used, 0)
-    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
-    arguments = ", ".join([*outs, *names[count:]]) + ","
+    names, unspecialized = _signature(spec, outs, used)
     text = [
         f"@triton.jit(do_not_specialize={unspecialized!r})",
         f"def {name}(",
-        *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
         f"    {', '.join(f'{c}: tl.constexpr' for c in emit.CONSTANTS)},",
         "):",
         *(f"    {line}" if line else "" for line in lines),
     ]
     whole = "\n".join(text)
     return emit.Kernel(name, "\n".join([emit._header(spec, used), *emit._copied(whole), "", whole, ""]), tuple(used))
+
+
+def _signature(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
+    """A kernel's arguments, and those not to specialize on."""
+    names, unspecialized = emit._arguments(spec, used, 0)
+    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    return [*outs, *names[count:]], unspecialized
 
 
 def reads(name: str, task: Task) -> tuple[Expr, ...]:
@@ -126,25 +131,41 @@ def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str]) -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
-    key, lines = (*_sides(_product(task)), "deep"), [*v.inside]
-    rounded = deep.rounded(v.inner[key]) if deep.rounds(v.spec) else ""
-    first = [line for line in first if line != rounded]  # but by halves
-    lines.append(f"scores0, scores1 = halved({v.inner[key]})")
+    name = v.inner[_key(task)]
+    first = [line for line in first if not (deep.rounds(v.spec) and line == deep.rounded(name))]  # but by halves
+    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, _STORE)]
+    return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
+
+
+def _numbers(spec: Spec) -> bool:
+    """Whether there are numbers per column: these take registers."""
+    return any(e.cols and e.feature is None for e in spec.fold.leaves)
+
+
+_STORE = "out_box.store([tile * KEPT, start], {}.to(tl.bfloat16))"
+_HALF = ["half_lane = tl.arange(0, HALF).to(INT)", "half_at = start + tl.arange(0, HALF)"]
+
+
+def _halves(v: Values, task: Task, weigh: Callable[[int], str], store: str, places: list[str] = _HALF) -> list[str]:
+    """What is made of each half of a tile's product, and how it is written, if it is."""
+    lines = []
     for k in range(HALVES):
         v.loop(v.masked)
-        v.inner[key] = f"scores{k}"
-        weight = weigh(k)
+        v.inner[_key(task)] = f"scores{k}"
+        made = weigh(k)
         lines += [
             f"start = turn * FOLDED + {k} * HALF",
-            "half_lane = tl.arange(0, HALF).to(INT)",
-            "half_at = start + tl.arange(0, HALF)",
+            *places,
             *(["half_in = half_at < folded_size"] if v.masked else []),
-            *([deep.rounded(f"scores{k}")] if rounded else []),
+            *([deep.rounded(f"scores{k}")] if deep.rounds(v.spec) else []),
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
-            f"out_box.store([tile * KEPT, start], {weight}.to(tl.bfloat16))",
+            *filter(None, [store.format(made)]),
         ]
-    numbers = any(e.cols and e.feature is None for e in v.spec.fold.leaves)  # of columns: these take registers
-    return _every_tile([*v.before, *first, *lines], not numbers)
+    return lines
+
+
+def _key(task: Task) -> tuple:
+    return (*_sides(_product(task)), "deep")
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
@@ -187,31 +208,36 @@ def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
-    late = task.late
     n, s, factor = _soft(v, task)
+    _measure(v, n, f"tl.max({s}, 1){factor}")
+    v.inside += [f"{n}_half0, {n}_half1 = halved({s})", f"{n}_total = tl.zeros([KEPT], tl.float32)"]
+    lines = _written(v, task, first, lambda k: _early(v, task, n, f"{n}_half{k}{factor}", "+="))
+    lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
+    return _GUESSED, lines
+
+
+_GUESSED = ["out_box", "guesses", "tops", "sums", "tops_r"]
+
+
+def _measure(v: Values, n: str, most: str) -> None:
+    """The greatest logit of a tile's rows, and what its exponents are measured from."""
     guess = v.bind(f"{n} guess", "tl.load(guesses + kept_at, mask=kept_in, other=0.0)", False, f"{n}_guess")
     v.inside += [
-        f"{n}_most = (tl.max({s}, 1){factor}).to(tl.bfloat16)",
-        "place = turn.to(tl.int64) * tops_r + kept_at",
+        f"{n}_most = ({most}).to(tl.bfloat16)",
+        "place = tl.cast(turn, tl.int64) * tops_r + kept_at",
         f"tl.store(tops + place, {n}_most, mask=kept_in)",
         f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
         f"{n}_ref = measured({n}_most, {guess}, {FAR})[:, None]",
         f"{n}_near = tl.where({n}_most < {guess} - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
-        f"{n}_half0, {n}_half1 = halved({s})",
-        f"{n}_total = tl.zeros([KEPT], tl.float32)",
     ]
 
-    def weigh(k: int) -> str:
-        v.inside += [
-            f"{n}_weight = tl.exp2({n}_half{k}{factor} - {n}_ref)",
-            f"{n}_total += tl.sum({n}_weight, 1)",
-        ]
-        v.inner[late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
-        return v.full(late.early)
 
-    lines = _written(v, task, first, weigh)
-    lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
-    return ["out_box", "guesses", "tops", "sums", "tops_r"], lines
+def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+    """The weights of some columns, which are added to the totals."""
+    assert task.late is not None
+    v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
+    v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+    return v.full(task.late.early)
 
 
 def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:

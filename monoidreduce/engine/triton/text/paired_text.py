@@ -1,0 +1,259 @@
+"""The text of products with an epilogue whose copies, products and arithmetic take turns (``paired.py`` fills it in).
+
+``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with. Two groups of four warps take tiles of pairs by
+turns: while one multiplies its tile, the other does the arithmetic of its own. ``copies`` runs in one warp, and is
+ahead of both: it fetches blocks of both sides for one tile after the other. A ring's ``full`` barriers say that blocks
+came, its ``empty`` ones that they are done with; their phase is the parity of the round. A group may look at the ring
+when the other has seen all of its own blocks (``order``): before, it could take the last round for this one.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ....program.expr import Expr
+from ..spec import Spec
+from . import deep, emit
+from .staged_text import IMPORTS
+
+_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""
+TILE = 128  # kept and folded indices of a tile
+
+_CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
+_RINGS = "kept, folded, room, full, empty, order"
+
+_KERNEL = """
+@gluon.jit
+def fetched(kept_box, folded_box, kept, folded, full, empty, row, col, at):
+    # begin to copy a tile's blocks, wherever there is room
+    for d in range(0, {blocks}):
+        slot = at % {stages}
+        mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
+        mbarrier.expect(full.index(slot), kept_box.block_type.nbytes + folded_box.block_type.nbytes)
+        copy(kept_box, [row, d * {depth}], full.index(slot), kept.index(slot))
+        copy(folded_box, [col, d * {depth}], full.index(slot), folded.index(slot))
+        at += 1
+    return at
+
+
+@gluon.jit
+def multiplied(kept, folded, full, empty, order, at, phase, score, SIDE: tl.constexpr):
+    # a tile's product, when it is this group's turn
+    mbarrier.wait(order.index(SIDE), phase)
+    for d in range(0, {blocks}):
+        slot = at % {stages}
+        mbarrier.wait(full.index(slot), at // {stages} & 1)
+        block = folded.index(slot).permute((1, 0))
+        score = warpgroup_mma(kept.index(slot), block, score, use_acc=d > 0, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive(empty.index((at + {stages} - 1) % {stages}), pred=d > 0)
+        at += 1
+    mbarrier.arrive(order.index(1 - SIDE))
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(empty.index((at - 1) % {stages}))
+    return score
+
+
+__PARTITIONS__
+
+
+@gluon.jit(do_not_specialize={unspecialized})
+def {name}(
+{names},
+    __CONSTANTS__,
+):
+    kept = tl.allocate_shared_memory({narrow}, [{stages}] + {x0}_box.block_type.shape, {x0}_box.layout)
+    folded = tl.allocate_shared_memory({narrow}, [{stages}] + {x1}_box.block_type.shape, {x1}_box.layout)
+    room = __ROOM__
+    full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
+    empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
+    order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in tl.static_range({stages}):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=1)
+    for k in tl.static_range(2):
+        mbarrier.init(order.index(k), count=1)
+    fence_async_shared()
+    tl.warp_specialize([
+        (computes, (
+{names},
+    __RINGS__,
+    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (computes, (
+{names},
+    __RINGS__,
+    1, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+        (copies, (
+{names},
+    __RINGS__,
+    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
+        )),
+    ], [4, 1], [232, 40])
+"""
+
+# Weights are written: tiles in any order, each as a group is free. What is written goes through shared memory.
+_WRITES = """@gluon.jit
+def copies(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    turns = tl.cdiv(folded_size, FOLDED)
+    at = 0
+    for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
+        tile, turn = grouped(program, tiles, turns)
+        at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, tile * KEPT, turn * FOLDED, at)
+
+
+@gluon.jit
+def written(box, room, row, col, block):
+    # when what was there before is on its way
+    tma.store_wait(0)
+    room.store(block)
+    fence_async_shared()
+    write(box, [row, col], room)
+
+
+@gluon.jit
+def computes(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    HALF: tl.constexpr = FOLDED // 2
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    turns = tl.cdiv(folded_size, FOLDED)
+    b0 = tl.cast(0, tl.int64)
+    room = room.index(SIDE)
+    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
+    half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
+    score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+    at = SIDE * {blocks}
+    phase = 1 - SIDE
+    first = tl.program_id(0) + SIDE * tl.num_programs(0)
+    for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
+        tile, turn = grouped(program, tiles, turns)
+        kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
+        kept_in = kept_at < kept_size
+{first}
+        score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+        at += 2 * {blocks}
+        phase ^= 1
+        scores0, scores1 = halved(score)
+        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
+{lines}
+    tma.store_wait(0)
+"""
+
+# Pairs are folded: a group walks the folded side for kept indices of its own.
+_FOLDS = """@gluon.jit
+def copies(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+{opening}
+    at = 0
+    for turn in range(begin, end):
+        for side in tl.static_range(2):
+            row = (tile * 2 + side) * KEPT
+            at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, row, turn * FOLDED, at)
+
+
+@gluon.jit
+def computes(
+{names},
+    __RINGS__,
+    SIDE: tl.constexpr, __CONSTANTS__,
+):
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    ROWS: tl.constexpr = tl.SliceLayout(1, SCORES)
+{opening}
+    tile = tile * 2 + SIDE
+    kept_at = tile * KEPT + tl.arange(0, KEPT, ROWS)
+    kept_in = kept_at < kept_size
+    kept_lane = tl.arange(0, KEPT, ROWS).to(INT)
+    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
+{before}
+
+    # running values
+    score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+{begin}
+
+    at = SIDE * {blocks}
+    phase = 1 - SIDE
+    for turn in range(begin, wholes):
+        start = turn * FOLDED
+        folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+        score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+        at += 2 * {blocks}
+        phase ^= 1
+{whole}
+    if RAGGED:
+        # the end of the folded side
+        for turn in range(tl.maximum(begin, wholes), end):
+            start = turn * FOLDED
+            folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+            folded_in = folded_at < folded_size
+            score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+            at += 2 * {blocks}
+            phase ^= 1
+{other}
+
+    # results
+{results}
+"""
+
+
+def _text(partitions: str, room: str, own: str) -> str:
+    text = _KERNEL.replace("__PARTITIONS__", partitions.rstrip()).replace("__ROOM__", room).replace("__OWN__", own)
+    return text.replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
+
+
+# Rings take all of shared memory that is left.
+WRITES = _text(
+    _WRITES, "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)", "KEPT"
+).replace("{stages}", "6")
+FOLDS = _text(_FOLDS, "0", "KEPT // 2").replace("{stages}", "7")
+
+# What Gluon has not, or has to be told a layout for.
+_STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans)\b|tl\.(zeros|full|arange)\((?!.*(ROWS|PAIRS)\))")
+
+
+def rendered(
+    text: str,
+    plain: emit.Kernel,
+    spec: Spec,
+    sides: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, tuple[int, Sequence[str]]],
+) -> emit.Kernel | None:
+    """A text filled in, in place of another rendering of a kernel; None where its lines have strange words.
+
+    ``sides``: what is multiplied, the kept side first; ``signature``: the arguments, and those not to specialize on;
+    ``lines``: by field, and by how much they are indented."""
+    names, unspecialized = signature
+    fields = {field: textwrap.indent("\n".join(found), " " * by) for field, (by, found) in lines.items()}
+    body = text.format(
+        name=plain.name,
+        names=textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
+        unspecialized=repr(unspecialized),
+        x0=sides[0].attrs[0],
+        x1=sides[1].attrs[0],
+        narrow=f"tl.{spec.narrow}",
+        depth=deep.DEPTH,
+        blocks=-(-spec.width(sides[0].feature) // deep.DEPTH),
+        **fields,
+    )
+    helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
+    if _STRANGE.search("\n".join([*fields.values(), *helpers])):
+        return None
+    whole = "\n".join([emit._header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
+    return replace(plain, text=whole, guesses=False, staged=True)

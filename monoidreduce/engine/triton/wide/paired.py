@@ -1,0 +1,61 @@
+"""Products that write weights as groups of warps take turns at them: Gluon, on Hopper.
+
+The kernels of ``write.py``, with the same arguments and the same arithmetic of pairs, in the same words: ``tl`` is here
+Gluon's language. What the compiler would schedule is written out in ``text/paired_text.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ..spec import Spec
+from ..text import emit, paired_text
+from ..text.values import Values
+from . import write
+from .sweep import RowValues
+from .write import Task
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | None:
+    """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout, or
+    numbers per column, which take registers that there are not."""
+    if write._numbers(spec):
+        return None
+    plain = write.kernel(name, task, spec, masked)
+    v = RowValues(spec)
+    v.loop(masked)
+    outs, lines = _WRITERS[name](v, task)
+    sides, signature = write._sides(write._product(task)), write._signature(spec, outs, list(plain.leaves))
+    fields = {"first": (8, v.before), "lines": (8, lines)}
+    return paired_text.rendered(paired_text.WRITES, plain, spec, sides, signature, fields)
+
+
+_HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
+_STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
+
+
+def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
+    return ["out_box"], write._halves(v, task, lambda k: v.full(task.weight), _STORE, _HALF)
+
+
+def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
+    made: list[tuple[str, str]] = []
+
+    def logits(k: int) -> str:
+        n, s, factor = write._soft(v, task)
+        made.append((n, factor))
+        v.inside.append(f"{n}_half{k} = {s}")
+        return ""
+
+    def weigh(k: int) -> str:
+        return write._early(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
+
+    lines = write._halves(v, task, logits, "", _HALF)
+    (n, factor), v.inside = made[0], []
+    write._measure(v, n, f"tl.maximum(tl.max({n}_half0, 1), tl.max({n}_half1, 1)){factor}")
+    lines += [*v.inside, *write._halves(v, task, weigh, _STORE, _HALF)]
+    return write._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
+
+
+_WRITERS = {"write_known": _write_known, "write_guessed": _write_guessed}

@@ -1,0 +1,85 @@
+"""Which products are made by turns, and what they compute, on a machine of our own (``machine.py``).
+
+They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
+"""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import describe, launch, staged, use_plan
+from monoidreduce.engine.triton.text import deep
+from monoidreduce.engine.triton.wide import epilogue
+from tests.interpret import machine
+from tests.interpret.aot import Case, best, calls, contrastive, drawn
+from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_odd, head, lse
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
+
+
+@pytest.fixture
+def seen(monkeypatch, tmp_path_factory):
+    """Kernels by turns run on the machine, as three processors would; those that did."""
+    found = []
+
+    def exact(total, blocks):  # the interpreter multiplies float32, not bfloat16
+        x, y = (f"{block}.to(tl.float32)" for block in blocks)
+        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
+
+    monkeypatch.setattr(engine, "_READY", {})
+    monkeypatch.setattr(deep, "_dot", exact)
+    monkeypatch.setattr(epilogue, "on", lambda device: True)
+    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(describe, "processors", lambda device: 3)
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+    with machine.instead_of(launch, found), mr.use(engine="triton"):
+        yield found
+
+
+@pytest.mark.parametrize(("M", "N", "D"), SIZES)
+def test_a_fold_against_float64(M, N, D, seen):
+    for parts in (1, 3):
+        with use_plan(by_turns(parts)):
+            check_fold(M, N, D)
+    assert [call.kernel.name for call in seen] == ["fold_over_cols"] * 2
+
+
+def test_nan_and_infinity_stay_in_their_rows(seen):
+    with use_plan(by_turns()):
+        check_odd()
+    assert seen
+
+
+@pytest.mark.parametrize(("N", "size"), [(259, 1.0), (128, 40.0)], ids=["near", "far"])
+def test_weights_measured_from_a_guess(N, size, seen):
+    check_gradients(130, N, 264, size=size)
+    assert [call.kernel.name for call in seen] == ["write_guessed"]
+
+
+def test_weights_that_are_known(seen):
+    with use_plan(by_turns()):
+        check_gradients(256, 130, 264, total=False)
+    assert [call.kernel.name for call in seen] == ["fold_over_cols", "write_known"]
+
+
+def vectors(dtype, sizes, D=264):
+    return tuple(torch.zeros(n, D, dtype=dtype) for n in sizes)
+
+
+@pytest.mark.parametrize(
+    ("op", "make", "which"),
+    [
+        (contrastive, lambda t: vectors(t, (256, 256)), ["fold_over_cols", "fold_over_rows"]),
+        (best, lambda t: vectors(t, (256, 256)), []),
+        (drawn, lambda t: (*vectors(t, (256, 256)), 7), []),
+        (lse, lambda t: (*vectors(t, (200, 256)), torch.zeros(256, dtype=t)), []),
+        (head.total, lambda t: (*vectors(t, (128, 128)), torch.zeros(128, dtype=torch.int64)), ["write_guessed"]),
+        (head.total, lambda t: (*vectors(t, (100, 128)), torch.zeros(100, dtype=torch.int64)), []),
+    ],
+    ids=["softmaxes", "argmax", "sample", "few rows", "a tile of rows", "less"],
+)
+def test_which_products_are_made_by_turns(op, make, which):
+    found = [call.kernel.name for call in calls(Case("any", op, make), 90) if call.kernel.staged]
+    assert found == which
+    assert not any(call.kernel.staged for call in calls(Case("any", op, make), 80))
