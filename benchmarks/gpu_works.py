@@ -107,11 +107,11 @@ def _chunked_knn(x, y):
 def clouds() -> Iterator[Work]:
     """Kernel sums and nearest neighbours in float32, beside torch in chunks of rows."""
     n = 100_000
-    for d in (3, 64):
+    for d, precision in ((3, ""), (64, ""), (64, "tf32x3")):
         args = lambda d=d: [torch.randn(n, d, device="cuda") for _ in range(2)]
         weighted = lambda d=d: [*(torch.randn(n, d, device="cuda") for _ in range(2)), torch.randn(n, 1, device="cuda")]
-        how = {} if d == 3 else {"precision": "tf32x3"}
-        note = "" if d == 3 else ", three-pass TF32"
+        how = {"precision": precision} if precision else {}
+        note = f", {precision}" if precision else ""
         gaussian = lambda x, y, b: ops.kernel_sum(x, y, b, bandwidth=0.5**0.5)
         peers: dict[str, Callable] = {"chunked torch": _chunked_gaussian}
         yield Work(f"Gaussian sum N100000 D{d} float32{note}", gaussian, peers, weighted, how)

@@ -31,7 +31,7 @@ from monoidreduce.engine import early, gradients, hardware, script
 from monoidreduce.engine.planning import planner, roads
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.tapes import replay
-from monoidreduce.engine.triton import boxes, describe, kept, rows, source, staged
+from monoidreduce.engine.triton import boxes, describe, kept, pieces, rows, source, staged
 from monoidreduce.engine.triton.wide import epilogue, reels
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
@@ -64,6 +64,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (script, dict(row_dot=_row_dot)),
         (source, dict(again=lambda *given: _nothing, repeats=yes)),
         (staged, dict(on=yes, processors=many)),
+        (pieces, dict(on=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:

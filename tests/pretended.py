@@ -107,6 +107,8 @@ CASES = {
     "both ways": (both_ways, given((1023, 64), (2047, 64))),
     "wide both ways": (both_ways, given((1023, 512), (2047, 512))),
     "distances": (cauchy, given((4095, 3), (2047, 3), (2047, 16), dtype=S)),
+    "distances in pieces": (cauchy, given((3, 4095, 48), (2047, 48), (3, 2047, 16), dtype=S)),
+    "float32 in pieces": (attention, given((2, 2, 2049, 48), (2, 1, 4097, 48), (4097, 16), dtype=S)),
     "the best": (nearest, given((1023, 64), (4097, 64))),
     "wide best": (nearest, given((515, 512), (4097, 512))),
     "moments": (spread, given((1023, 64), (2047, 64))),

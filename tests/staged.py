@@ -59,6 +59,21 @@ def _low():
     return (q + 12 * here).bfloat16(), (k - 25 * here).bfloat16(), v
 
 
+def _far(*sizes):
+    """Logits of these sizes in turn, one a tile of 128 columns, beside small ones: tanh bends, or ends, the large."""
+    q, k, v = made(200, 128 * len(sizes) + 5, size=0.1)
+    here = (torch.arange(128) == 3).float()
+    large = torch.zeros(k.shape[-2]).index_copy(0, torch.arange(7, k.shape[-2], 128)[: len(sizes)], torch.tensor(sizes))
+    return (q * (1 - here) + here).bfloat16(), (k * (1 - here) + large[:, None] * here).bfloat16(), v
+
+
+def _all_at(size):
+    """All logits are about as large as this."""
+    q, k, v = made(200, 400, size=0.1)
+    here = (torch.arange(128) == 3).float()
+    return (q * (1 - here) + here).bfloat16(), (k * (1 - here) + size * here).bfloat16(), v
+
+
 _ODD = [(1, 1), (59, 111), (128, 128), (129, 257), (300, 385), (64, 513)]
 CASES = [
     *(_sized(M, N) for M, N in _ODD),
@@ -67,6 +82,17 @@ CASES = [
     _sized(400, 400, causal=True, window=(100, 0)),
     _sized(200, 300, softcap=20.0),
     _sized(300, 300, causal=True, softcap=5.0),
+    *(_sized(M, N, softcap=30.0, **o) for M, N, o in ((200, 520, {}), (520, 520, {"causal": True}))),
+    _sized(200, 520, softcap=30.0, dropout_p=0.2, seed=3),
+    _sized(64, 400, softcap=500.0),
+    _sized(64, 400, softcap=2e4),
+    *(_sized(64, 300, softcap=30.0, scale=x) for x in (0.0, -0.1, 1e-30, 1e30)),
+    Case("far apart, capped", lambda: _far(0.0, 15.0, -40.0, 12.0), {"scale": 1.0, "softcap": 20.0}),
+    Case("beyond, capped", lambda: _far(0.0, 2.0, 28.0, 40.0), {"scale": 1.0, "softcap": 30.0}),
+    Case("far beyond, capped", lambda: _far(0.0, 2.0, 300.0), {"scale": 1.0, "softcap": 30.0}),
+    Case("beyond at first, capped", lambda: _far(30.0, 2.0, 25.0), {"scale": 1.0, "softcap": 30.0}),
+    Case("huge, capped", lambda: _far(0.0, 3e38, -3e38, 1e20, -1e20), {"scale": 1.0, "softcap": 30.0}),
+    *(Case(f"all at {x}, capped", lambda x=x: _all_at(x), {"scale": 1.0, "softcap": 30.0}) for x in (1e3, -1e3, -25.0)),
     *(_sized(M, N, alibi_slopes=torch.tensor([0.1, 5.0])) for M, N in ((300, 600), (600, 300), (59, 111))),
     _sized(400, 400, causal=True, alibi_slopes=torch.tensor([0.02, 2.0])),
     Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
@@ -105,14 +131,14 @@ def check(case, device):
     torch.testing.assert_close(lse[seen].double(), exact_lse[seen], rtol=1e-4, atol=1e-2)
 
 
-def check_nan(device):
+def check_nan(device, **options):
     """NaN and infinity stay in their rows."""
     q, k, v = (a.to(device) for a in made(200, 150))
     q[:, 7, 3], q[:, 150, 0] = torch.nan, torch.inf
     rest = torch.tensor([i for i in range(200) if i not in (7, 150)], device=device)
-    got, lse = ops.attention(q, k, v, return_lse=True)
+    got, lse = ops.attention(q, k, v, return_lse=True, **options)
     with mr.use(engine="reference"):
-        want, want_lse = ops.attention(q[:, rest].double(), k.double(), v.double(), return_lse=True)
+        want, want_lse = ops.attention(q[:, rest].double(), k.double(), v.double(), return_lse=True, **options)
     assert got[:, 7].isnan().all() and lse[:, 7].isnan().all()
     assert (got[:, rest].double() - want).norm() <= 2**-8 * want.norm()
     torch.testing.assert_close(lse[:, rest].double(), want_lse, rtol=1e-4, atol=1e-2)

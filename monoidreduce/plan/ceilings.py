@@ -61,7 +61,7 @@ def _gpu(name: str, half: float, single: float, double: float, **rest: Any) -> C
 _MEASURED = "H200: benchmarks/results/gpu-20261115-0919.md and gpu-wide-20261115-0950.md"
 _DERIVED = "the vendor's peaks, at the shares measured on an H200"
 
-# float32 is the plain one (ieee): products on the matrix units are asked for, see mr.use(precision=)
+# float32 is the plain one: many pairs go by the matrix units, and others where that is asked for, mr.use(precision=)
 GPUS = {
     "hopper": _gpu(
         "H100/H200",

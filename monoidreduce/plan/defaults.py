@@ -21,6 +21,12 @@ KERNELS: dict[str, Tile] = {
     "float32, exact": (32, 32, 4, 2),  # no matrix units: one stage, or larger tiles, spill
     "float32": (64, 64, 4, 2),
     "float32, wide": (64, 32, 4, 2),
+    "float32, halves": (128, 64, 4, 2),  # pieces for the matrix units; what holds more spills with larger tiles
+    "float32, halves, close": (64, 64, 4, 2),
+    "float32, thirds": (64, 64, 4, 3),
+    "float32, thirds, close": (64, 32, 4, 3),
+    "float32, thirds, sums": (64, 64, 4, 2),
+    "float32, thirds, wide": (64, 32, 4, 2),
     "16 bits": (64, 64, 4, 3),
     "16 bits, wide": (128, 64, 8, 3),
 }

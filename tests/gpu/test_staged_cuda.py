@@ -37,10 +37,22 @@ def test_against_float64(case, kernels):
     assert [k.staged for k in kernels if k.name != "side"] == [True]
 
 
-def test_nan_and_infinity_stay_in_their_rows(kernels):
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}][PART % 2 :: min(PARTS, 2)], ids=repr)
+def test_nan_and_infinity_stay_in_their_rows(options, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
-        check_nan("cuda")
+        check_nan("cuda", **options)
     assert [k.staged for k in kernels if k.name != "side"] == [True]
+
+
+def test_another_cap_is_the_same_kernel(kernels):
+    q, k, v = (a.cuda() for a in made(200, 520, size=3.0))
+    for cap in (40.0, 25.0):
+        with use_plan(BY_TURNS), mr.use(engine="triton"):
+            got = ops.attention(q, k, v, softcap=cap)
+        with mr.use(engine="reference"):
+            exact = ops.attention(q.double(), k.double(), v.double(), softcap=cap)
+        assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
+    assert [k.staged for k in kernels] == [True]
 
 
 def test_repeats_bit_for_bit():

@@ -23,7 +23,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, source, staged, use_plan
+from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, pieces, plan, source, staged, use_plan
 from monoidreduce.engine.triton.wide import epilogue
 from monoidreduce.plan import defaults
 from tests import handmade
@@ -114,6 +114,7 @@ class Case:
     make: Callable[[torch.dtype], tuple]
     dtype: torch.dtype = torch.bfloat16
     lean: bool = True
+    hopper: bool = False  # whether it is for Hopper alone
 
 
 def _handmade_loss(dtype: torch.dtype) -> tuple:
@@ -146,9 +147,10 @@ CASES = [
     Case("contrastive 128", contrastive, _pairs(128)),
     Case("contrastive 256", contrastive, _pairs(256), lean=False),
     Case("gaussian 3", gaussian, lambda t: (*_pairs(3)(t), torch.zeros(256, dtype=t)), torch.float32),
-    Case("gaussian 64", gaussian, lambda t: (*_pairs(64)(t), torch.zeros(256, dtype=t)), torch.float32, lean=False),
+    Case("gaussian 64", gaussian, lambda t: (*_pairs(64)(t), torch.zeros(256, dtype=t)), torch.float32, hopper=True),
     Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
-    Case("attention 64, float32", attention, _qkv(64), torch.float32, lean=False),
+    *(Case(f"attention {d}, float32", attention, _qkv(d), torch.float32, lean=False) for d in (64, 128)),
+    Case("contrastive 256, float32", contrastive, _pairs(256), torch.float32, lean=False),
     Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
     # products of many features: folds to numbers have them in their kernels; else panels, which the vendor multiplies
     Case("wide argmax, 256 rows", best, _wide(256)),
@@ -209,6 +211,8 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(boxes, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
         mock.patch.object(staged, "on", lambda device: capability == 90),
+        mock.patch.object(pieces, "on", lambda device: capability >= 90),
+        mock.patch.object(pieces, "MANY", 0),
         mock.patch.object(describe, "has_tanh", lambda device: True),
         mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
         mock.patch.object(early, "MANY", 0),
@@ -263,7 +267,8 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
     registers, spills = _counted(said.getvalue()) or _counted(_assembled(result.asm["ptx"], capability))
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
-    counted = plan.shared(call.plan, call.kernel, case.dtype.itemsize, FAMILIES[capability])
+    item = 2 if call.kernel.pieces else case.dtype.itemsize
+    counted = plan.shared(call.plan, call.kernel, item, FAMILIES[capability])
     shared = result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
     found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)

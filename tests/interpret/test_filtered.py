@@ -5,9 +5,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import filtering
+from monoidreduce.engine.planning import planner
 from monoidreduce.engine.triton import topk
 from monoidreduce.engine.triton.wide import filtered
 from monoidreduce.plan import panels
+from monoidreduce.plan.choice import Choice
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -104,11 +106,16 @@ def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
     x = torch.randn(4, length + 8)[:, :length].to(dtype)
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
     for k in (1, 3):
-        values, places = topk.best(x, k, True)
-        torch.testing.assert_close(values, x.topk(k).values, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(x.gather(1, places), values, rtol=0, atol=0, equal_nan=True)
-        assert all(len(set(row)) == k for row in places.tolist())
-        torch.testing.assert_close(topk.best(x, k, False)[0], x.topk(k, largest=False).values, equal_nan=True)
+        compute = torch.promote_types(dtype, torch.float32)
+        values, places = topk.best(x, k, True, compute)
+        assert values.dtype is compute and (places[2] == -1).all()
+        torch.testing.assert_close(values, x.topk(k).values.to(compute), rtol=0, atol=0, equal_nan=True)
+        seen = [0, 1, 3]
+        torch.testing.assert_close(x[seen].gather(1, places[seen]).to(compute), values[seen], equal_nan=True)
+        assert all(len(set(row)) == k for row in places[seen].tolist())
+        least = topk.best(x, k, False, compute)[0]
+        torch.testing.assert_close(least, x.topk(k, largest=False).values.to(compute), equal_nan=True)
+    assert topk.best(x[:0], 3, True, compute)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize("limit", [None, 4000])
@@ -127,3 +134,18 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
     torch.testing.assert_close(found.values.double(), exact.values, rtol=1e-3, atol=1e-3)
     with mr.use(engine="triton", budget=1000), pytest.raises(mr.BudgetError, match="at least"):
         mr.ops.linear_topk(x, w, 9)
+
+
+def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
+    """The planner is asked once for products of one kind: then the host does only what finds them."""
+    asked, original = [], planner.perform
+    monkeypatch.setattr(planner, "perform", lambda *a: asked.append(a) or original(*a))
+    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
+    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))  # as on a GPU
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, w = torch.randn(7, 300), torch.randn(411, 300)
+        with mr.use(engine="auto"), torch.no_grad():
+            found = mr.ops.linear_topk(x, w, 9)
+        assert torch.equal(found.indices, (x.double() @ w.double().mT).topk(9).indices)
+    assert len(asked) == 1

@@ -3,7 +3,9 @@
 They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
 """
 
+import math
 import pathlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -100,6 +102,17 @@ def test_the_text_of_a_staged_kernel():
     assert text == GOLDEN.read_text()
 
 
+def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
+    gain, shift, base = first(softcap=20.0, scale=0.25).arguments[-3:]
+    s = torch.linspace(-400, 400, 100001, dtype=torch.float64)
+    logit = s * gain * ((s * s + shift) ** 2 + base) * math.log(2)
+    assert (logit.diff() > 0).all()
+    exact, near = 20 * torch.tanh(s / 80), s.abs() <= 64
+    assert ((logit - exact).abs() <= 3.4e-4 * exact.abs() + 1e-12)[near].all()
+    end = float(re.search(r"tl.minimum\(.* \* ([\d.]+), 64.0\)", first(softcap=20.0, scale=0.25).kernel.text)[1])
+    assert 0.999 < end * 20 / min(logit[near].max(), exact[near].max()) < 1
+
+
 @pytest.fixture
 def by_turns(monkeypatch):
     """Attention's forward runs by turns, on the machine; that it did is looked at."""
@@ -116,29 +129,50 @@ def test_against_float64(case, by_turns):
     check(case, "cpu")
 
 
-def test_nan_and_infinity_stay_in_their_rows(by_turns):
-    check_nan("cpu")
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=repr)
+def test_nan_and_infinity_stay_in_their_rows(options, by_turns):
+    check_nan("cpu", **options)
 
 
 @pytest.mark.parametrize(
     ("text", "instead", "message"),
     [
-        ("phase ^ 1)", "phase)", "nobody ends"),  # the copying warp waits before it begins
-        ("mbarrier.arrive(x3_empty.index((turn - 1) % 2))", "pass", "nobody ends"),  # a block is not given back
-        ("score = warpgroup_mma_wait(1, deps=[score])", "pass", "Product"),  # a product is not waited for
+        (r"phase \^ 1\)", "phase)", "nobody ends"),  # the copying warp waits before it begins
+        (r"mbarrier.arrive\(x3_empty.index\(\(turn - 1\) % 2\)\)", "pass", "nobody ends"),  # a block is not given back
+        (r"score = warpgroup_mma_wait\(1, deps=\[score\]\)", "pass", "Product"),  # a product is not waited for
     ],
     ids=["phase", "arrival", "wait"],
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkeypatch):
     """Else it would prove nothing."""
     monkeypatch.setattr(machine, "PATIENCE", 0.5)
-    real = machine.execute
-
-    def broken(call):
-        assert text in call.kernel.text
-        kernel = replace(call.kernel, text=call.kernel.text.replace(text, instead))
-        return real(replace(call, kernel=kernel))
-
-    monkeypatch.setattr(machine, "execute", broken)
+    broken(monkeypatch, text, instead)
     with pytest.raises((AssertionError, TypeError), match=message):
         check(TRIED[4], "cpu")
+
+
+def broken(monkeypatch, pattern, instead):
+    """What matches in a kernel's text is replaced before it runs."""
+    real = machine.execute
+
+    def execute(call):
+        text, count = re.subn(pattern, instead, call.kernel.text)
+        assert count
+        return real(replace(call, kernel=replace(call.kernel, text=text)))
+
+    monkeypatch.setattr(machine, "execute", execute)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "instead"),
+    [
+        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n.*weighed)", "pass"),
+        ("beyond, capped", r"& \(bounded\(.*? <= 1\)\)", ""),
+    ],
+    ids=["it runs", "beyond"],
+)
+def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, pattern, instead, by_turns, monkeypatch):
+    (case,) = (c for c in TRIED if c.name == name)
+    broken(monkeypatch, pattern, instead)
+    with pytest.raises(AssertionError):
+        check(case, "cpu")

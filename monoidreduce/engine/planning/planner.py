@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...program.lower import Fold
 from .. import eager, hardware, panel, triton
 from ..eager import chunk, held
 from ..evaluate import Sizes
+from ..triton import topk
 from ..walks import as_program, split_means, walks
 from . import winners
 
@@ -86,6 +87,12 @@ def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | Non
     if how.schedule == "panel":
         return triton.ready_deep(fold, list(leaves), sizes)
     return launches(how, fold, leaves, sizes)
+
+
+def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+    """What :func:`run` would come to in the end for leaves like these, where it makes products besides launches."""
+    deep = _by_kernels(sizes.device) and _chosen(fold, leaves, sizes)[1].schedule == "panel"
+    return topk.straight(fold, leaves, sizes) if deep else None
 
 
 def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:

@@ -74,8 +74,7 @@ class Pass:
         return found
 
     def _road(self, leaves: Sequence[Any]) -> Results:
-        found = ENGINES[self.engine](self.fold, list(leaves), self.sizes)
-        return [found[k] for k in self.shown], [found[k] for k in self.rest]
+        return self._parted(ENGINES[self.engine](self.fold, list(leaves), self.sizes))
 
     def _first(self, leaves: Sequence[Any], now: tuple) -> Results:
         self.kept = {}
@@ -88,8 +87,16 @@ class Pass:
         found = self._road(leaves)
         ready = READY[self.engine](self.fold, list(leaves), self.sizes)
         if len(self.kept) < _MOST:
-            self.kept[now] = self._road if ready is None else triton.Parted(ready, self.shown)
+            self.kept[now] = self._otherwise(leaves) if ready is None else triton.Parted(ready, self.shown)
         return found
+
+    def _otherwise(self, leaves: Sequence[Any]) -> Launches:
+        """The engine's road or, where it is known to what it leads, that."""
+        run = planner.straight(self.fold, leaves, self.sizes) if self.engine == "auto" else None
+        return self._road if run is None else lambda given: self._parted(run(given))
+
+    def _parted(self, found: list[Tensor]) -> Results:
+        return [found[k] for k in self.shown], [found[k] for k in self.rest]
 
 
 def freezes(engine: str, sizes: Sizes) -> bool:

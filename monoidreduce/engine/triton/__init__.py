@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import EngineError, FallbackWarning
-from ...plan import tiles
+from ...plan import budget, tiles
 from ...plan.environment import Variable
 from ...program.build import ONE
 from ...program.contract import in_tiles
@@ -180,7 +180,7 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (hardware.float32_precision(), overrides(), describe.like.get(), kind(leaves))
+    key += (hardware.float32_precision(), budget.asked() is None, overrides(), describe.like.get(), kind(leaves))
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:

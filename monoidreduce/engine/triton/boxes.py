@@ -62,6 +62,8 @@ def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., boo
 
 
 def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
+    if spec.pieces:
+        return v.element_size() == 2
     whole = v.shape[-1] == padded(v.shape[-1]) <= WIDEST or (spec.deep and v.shape[-1] > WIDEST)
     return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and not spec.room_of[e]
 

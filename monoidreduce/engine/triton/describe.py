@@ -19,12 +19,13 @@ from ...program.expr import Expr, topological
 from ...program.lower import Fold
 from .. import hardware
 from ..evaluate import Sizes
-from . import skip
-from .spec import TINY, WIDEST, Spec
+from . import pieces, skip
+from .spec import TINY, WIDEST, Spec, padded
 from .text import deep
 from .text.totals import factored
 
 Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
+Before = tuple[tuple[pieces.Split, ...], tuple[Cast, ...]]  # what is done to leaves before the launch
 _GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
 MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
 VERY_MANY = 2**28  # and from which on it is worth more of it
@@ -43,8 +44,13 @@ def as_for(sizes: Sizes) -> Iterator[None]:
 
 def describe(
     fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
-) -> tuple[Spec, tuple[Cast, ...]]:
-    """The spec of a fold on these leaves, and which of them are converted before the launch."""
+) -> tuple[Spec, Before]:
+    """The spec of a fold on these leaves, and what is done to them before the launch."""
+    pairs = like.get() or sizes.rows * sizes.cols
+    rewritten = pieces.of(fold, values, sizes, pairs * torch.Size(batch).numel())
+    fold, splits = rewritten.fold, rewritten.splits
+    split = {s.leaf for s in splits}
+    values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
     vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
     narrow = next((v.dtype for v in vectors.values() if v.dtype in hardware.SIXTEEN), None)
     types, rooms, casts = [], [], []
@@ -52,6 +58,10 @@ def describe(
         v = values[e]
         kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
         room = 0
+        if e in split:
+            types.append("float16" if rewritten.pieces == 2 else "bfloat16")
+            rooms.append(padded(sizes.of(str(e.feature))))
+            continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
             kind = torch.float64  # a kernel's own numbers are float32
         elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
@@ -79,19 +89,18 @@ def describe(
         narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
-        join=(like.get() or sizes.rows * sizes.cols) >= MANY,
+        join=pairs >= MANY,
         native=narrow is not None and has_tanh(sizes.device),
+        pieces=rewritten.pieces,
+        near=rewritten.near,
     )
-    return spec, tuple(casts)
+    return spec, (splits, tuple(casts))
 
 
-def converted(
-    values: Mapping[Expr, Any], casts: tuple[Cast, ...], batch: tuple[int, ...], sizes: Sizes
-) -> Mapping[Expr, Any]:
+def converted(values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
-    if not casts:
-        return values
-    found = dict(values)
+    splits, casts = before
+    found = pieces.made(splits, values, len(batch))
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):

@@ -23,9 +23,9 @@ from ..combine import combine
 from ..evaluate import Form, Room, Sizes, form
 from . import ahead, boxes, describe, paired, recent, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
-from .spec import WIDEST, Spec
+from .spec import WIDEST, Spec, padded
 from .tape import Leaf, Recipe
-from .text import deep, emit
+from .text import bent, deep, emit
 from .text.exponents import LOG2E
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
@@ -77,16 +77,17 @@ class Launch:
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         self.asked = tuple((e, fold.leaves.index(e)) for e in describe.asked(fold))  # what conditions look at
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if r.attrs[0] == "topk" and k == 0]
-        self.spec, self.casts = describe.describe(fold, over, values, batch, sizes)
+        self.spec, self.before = describe.describe(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.prepare(values)
 
     def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
         """Choose the plan, unless it is given, and write the kernel and its arguments."""
-        sizes, item = self.sizes, getattr(torch, self.spec.narrow or self.spec.compute).itemsize
+        sizes = self.sizes
+        item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         count = torch.Size(self.batch).numel()
         plainly = emit.kernel(replace(self.spec, split=False, boxes=()))
-        ready = describe.converted(values, self.casts, self.batch, sizes)
+        ready = describe.converted(values, self.before, self.batch, sizes)
         boxed = (*plainly.folded, *deep.vectors(self.spec))
         found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
         many = plainly.deep or count * sizes.rows * sizes.cols >= describe.VERY_MANY
@@ -98,12 +99,12 @@ class Launch:
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)
-        found = boxes.vectors(self.fold, found) if by_turns else found if self.plan.boxes else ()
+        found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
         self.kernel = (self._by_turns() if by_turns else None) or emit.kernel(self.spec)
         self.grid = self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
-        self.merged = bool(self.casts)  # whether calls need leaves with merged batch
+        self.merged = any(self.before)  # whether calls need leaves with merged batch
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.rooms = [Room(f, sizes.device) for f in self.outputs]
         self.again: Callable[..., None] | None = None
@@ -129,7 +130,7 @@ class Launch:
         wide, most = False, max(*self.blocks, WIDEST)
         for e in self.kernel.leaves:
             v = values[e]
-            self.fill.append((len(self.template), self.fold.leaves.index(e), isinstance(v, Tensor)))
+            self.fill.append((len(self.template), self.spec.fold.leaves.index(e), isinstance(v, Tensor)))
             self.template.append(None)
             if isinstance(v, Tensor):
                 strides = [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
@@ -140,7 +141,7 @@ class Launch:
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
         self.template += [self.parts, count] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
-        place = self.fold.leaves.index
+        place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         line = (self.lengths[1], count, self.blocks[1], self.sizes.device)
         self.line = boxes.line(*line) if self.spec.line and self.shifts and count else None
@@ -156,6 +157,7 @@ class Launch:
         if e.feature is None:
             return (self.blocks[1],)
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
+        width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
             length //= 2  # each group has its own
         return length, deep.DEPTH if width > WIDEST else width
@@ -177,6 +179,7 @@ class Launch:
             arguments += self.edges or self._bounds(leaves, merged)
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [bent.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
         if again is None:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)
@@ -194,8 +197,8 @@ class Launch:
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def _converted(self, values: Values) -> list[Any]:
-        found = describe.converted(values, self.casts, self.batch, self.sizes)
-        return [found[e] for e in self.fold.leaves]
+        found = describe.converted(values, self.before, self.batch, self.sizes)
+        return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was made."""

@@ -101,6 +101,8 @@ def _even(instances: int, tiles: int, processors: int) -> int:
 
 
 def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    if kernel.pieces:
+        return KernelPlan(*family.tile(_in_pieces(kernel)), boxes=int(boxes))
     copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
 
@@ -138,6 +140,15 @@ def _kind(kernel: Kernel, item: int) -> str:
         return "float32, exact" if kernel.exact else "float32" if widest <= 64 else "float32, wide"
     light = widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
+
+
+def _in_pieces(kernel: Kernel) -> str:
+    """What a kernel does that multiplies float32 vectors in pieces, in the words of the table."""
+    found = "float32, halves" if kernel.pieces == 2 else "float32, thirds"
+    if kernel.near:
+        return f"{found}, close"
+    wide = max(kernel.kept_width // max(kernel.kept_blocks, 1) // kernel.pieces, kernel.state_width // 2) > 64
+    return f"{found}, wide" if wide and kernel.pieces == 3 else f"{found}, sums" if kernel.state_width else found
 
 
 def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:

@@ -13,6 +13,9 @@ TINY = 8  # up to here features are unrolled; beyond, products are matrix produc
 WIDEST = 256  # beyond, accumulators do not fit in registers
 
 
+Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances made of pieces, and of which whole vectors
+
+
 class Unsupported(Exception):
     """This fold has no kernel here; the reason is the message."""
 
@@ -40,6 +43,8 @@ class Spec:
     native: bool = False  # whether the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
     line: bool = False  # whether shifts have tensor descriptors
+    pieces: int = 0  # in how many pieces of 16 bits float32 vectors are multiplied (``pieces.py``)
+    near: Near = ()
 
     @cached_property
     def type_of(self) -> Mapping[Expr, str]:
@@ -53,6 +58,11 @@ class Spec:
     def box_of(self) -> Mapping[Expr, tuple[int, ...]]:
         """The leaves whose blocks are copied by tensor descriptors."""
         return {e: b for e, b in zip(self.fold.leaves, self.boxes, strict=False) if b is not None}
+
+    @cached_property
+    def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:
+        """The squared distances of which those of close pairs are computed anew, and the vectors for that."""
+        return dict(self.near)
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:

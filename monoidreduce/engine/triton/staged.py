@@ -24,6 +24,7 @@ from .describe import asked, processors
 from .plan import KernelPlan
 from .spec import Spec
 from .text import emit, staged_text
+from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
 from .text.totals import factored
@@ -104,20 +105,23 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
+    bent = bend(soft, known(soft.reduction.args[0], truths)) if near else None
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
         "whole": (8, _turn(soft, truths, False, near)),
         "other": (12, _turn(soft, {}, True, near)),
         "again": (12, _turn(soft, {}, True, near=False, alone=True)),
+        "bent": (8, _turn(soft, truths, False, near, bent=bent) if bent else []),
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
-    fields = _fields(spec, found, near and soft.sloped) | _state(soft) | _rings(spec, v.ringed)
+    fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v.ringed)
     helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
         return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
+    names += NAMES if bent else ()
     fields |= {name: _inside(lines, by) for name, (by, lines) in turns.items()}
     fields |= {
         "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
@@ -129,14 +133,34 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
-    fields["weights"] = f"packed({weights})" if spec.bounds else weights
-    used = fields["held"] + fields["weights"] + arithmetic
+    fields["weights"] = f"packed({weights})" if spec.bounds or bent else weights
+    fields["loops"] = _loops(soft, bent, above is not None, fields)
+    used = fields["held"] + fields["weights"] + fields["loops"] + arithmetic
     fields["own"] = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used).format(above=above)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
-    return replace(plain, text=text, guesses=False, staged=True)
+    return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
+
+
+def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
+    """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
+
+    The registers of kept vectors are worth more to the polynomial, and to the words of coins, which wait in them."""
+    n = f"{soft.name}_bent"
+    walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
+    loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
+    for name, first, last in walks:
+        spares = tosses or name == "bent"
+        lines = fields[name].splitlines()
+        ahead = [line for line in lines if tosses and " = numbers(" in line]
+        found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
+        found |= {"whole": "\n".join(line for line in lines if line not in ahead)}
+        found |= {"kept_block": "room" if spares else f"{fields['x0']}_block"}
+        loops += [] if spares else [staged_text.LOADED.format(**fields)]
+        loops.append(staged_text.LOOP.format(**fields | found))
+    return "\n".join(loops)
 
 
 def _ringed(spec: Spec) -> tuple[Expr, ...]:
@@ -175,10 +199,16 @@ class _Values(Values):
 
 
 def _turn(
-    soft: Soft, truths: dict[Expr, bool], masked: bool, near: bool, first: bool = False, alone: bool = False
+    soft: Soft,
+    truths: dict[Expr, bool],
+    masked: bool,
+    near: bool,
+    first: bool = False,
+    alone: bool = False,
+    bent: Bend | None = None,
 ) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself."""
+    ``alone``: of a group that fetches its tiles by itself; ``bent``: a tanh that goes by a polynomial."""
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
@@ -188,7 +218,7 @@ def _turn(
     if near and first:
         soft.guess((logit,))
     v.inside.append(f"# {emit._described(soft.reduction)}")
-    soft.weigh(logit)
+    bent.weigh() if bent else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
     if _above(weight) is not None:
@@ -209,20 +239,21 @@ def _above(weight: Expr) -> int | None:
     return 2 * least.const - 1 if coin.op == "coin" and least.op == "const" and least.const > 0 else None
 
 
-def _state(soft: Soft) -> dict[str, str]:
+def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
     """What a softmax begins with, what its sums shrink by where its maximum runs, and when a guess of it holds."""
     n, rows = soft.name, "tl.SliceLayout(1, SCORES)"
     running = [
         f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
         f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
     ]
+    held = f" & {bent.held()}" if bent else ""
     shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
     return {
         "n": n,
         "begin": _inside([f"{n}_total = lanes(blank)"] if soft.level else running, 4),
         "shrunk": "" if soft.level else f"\n{_inside([shrunk], 8)}",
         "shrunk_other": "" if soft.level else f"\n{_inside([shrunk], 12)}",
-        "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}) | (kept_at >= kept_size)"),
+        "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}){held} | (kept_at >= kept_size)"),
     }
 
 

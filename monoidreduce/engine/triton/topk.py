@@ -7,7 +7,6 @@ row's N ever enter its list. The list is sorted at the end, by torch: it is smal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from .text.kind import Kind
 _MOST = 64  # beyond, the list takes too many registers
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
+_LANES = 1024  # numbers at a time
 _LONG = 4  # rows of fewer strips than so many times k are sorted whole
 
 
@@ -95,7 +95,7 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
 
 # Of a panel -----------------------------------------------------------------------------------------------------
 
-_TEXT = '''"""The maximum of every strip of a matrix's rows."""
+_TEXT = '''"""The best of a matrix's rows: strips by their maxima, those strips, and where in a row their best lie."""
 
 import triton
 import triton.language as tl
@@ -115,6 +115,31 @@ def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr
     if v.dtype != tl.float64:
         v = v.to(tl.float32)
     tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
+
+
+@triton.jit
+def strips_held(out, x, chosen, stride, k, whole, width, STRIP: tl.constexpr, LANES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    strip = tl.load(chosen + row * k + at // STRIP, mask=at < k * STRIP, other=0)
+    place = tl.where(at < k * STRIP, strip * STRIP + at % STRIP, at - k * STRIP + whole)
+    tl.store(out + row * width + at, tl.load(x + row * stride + place, mask=at < width, other=0), mask=at < width)
+
+
+@triton.jit
+def listed(
+    values, places, found, at, chosen, k, whole, size,
+    LARGEST: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr,
+):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    v = tl.load(found + i, mask=i < size, other=0).to(values.dtype.element_ty)
+    p = tl.load(at + i, mask=i < size, other=0)
+    if STRIP:
+        strip = tl.load(chosen + i // k * k + tl.minimum(p // STRIP, k - 1), mask=i < size, other=0)
+        p = tl.where(p < k * STRIP, strip * STRIP + p % STRIP, p - k * STRIP + whole)
+    worst = float("-inf") if LARGEST else float("inf")
+    tl.store(values + i, v, mask=i < size)
+    tl.store(places + i, tl.where(v == worst, -1, p), mask=i < size)
 '''
 _kernels = Kernels(_TEXT)
 
@@ -122,43 +147,69 @@ _kernels = Kernels(_TEXT)
 def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
     """The best of each row of a panel, as the eager engine keeps them."""
     k, largest = r.attrs[2]
-    values, places = best(panel, min(k, panel.shape[1]), largest)
-    worst = -math.inf if largest else math.inf
-    return [values.to(compute), torch.where(values == worst, -1, places)]
+    return best(panel, min(k, panel.shape[1]), largest, compute)
 
 
-def best(panel: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """The k best of each row of a matrix, and their places.
+def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+    """The k best of each row of a matrix, and their places: -1 where there is nothing.
 
     Of long rows in two levels: the k largest of a row lie in the k of its strips that have the largest maxima, so that
     it is read once, and sorted are its maxima and those strips. (The smallest are found by torch alone: a strip's
-    minimum would be NaN where anything in it is.)
+    minimum would be NaN where anything in it is.) What torch would do in a dozen small steps is one: where rows are
+    few, the host would take longer for them than the device for the rest.
     """
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
     if not largest or not rows or strips < _LONG * k:
-        return panel.topk(k, dim=1, largest=largest)
+        values, at = panel.topk(k, dim=1, largest=largest)
+        return _listed(values, at, at, 0, largest, compute)
     whole = strips * _STRIP
     maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
     grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
     _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
     chosen = maxima.topk(k, dim=1, sorted=False).indices
-    held = panel[:, :whole].unflatten(1, (strips, _STRIP)).gather(1, chosen.unsqueeze(2).expand(-1, -1, _STRIP))
-    held = held.flatten(1) if whole == panel.shape[1] else torch.cat([held.flatten(1), panel[:, whole:]], 1)
-    values, at = held.topk(k, dim=1)
-    places = chosen.gather(1, (at // _STRIP).clamp(max=k - 1)) * _STRIP + at % _STRIP
-    return values, torch.where(at < k * _STRIP, places, at + (whole - k * _STRIP))
+    width = k * _STRIP + panel.shape[1] - whole
+    held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
+    places = (held, panel, chosen, panel.stride(0), k, whole, width)
+    _kernels("strips_held", (rows, -(-width // _LANES)), places, dict(STRIP=_STRIP, LANES=_LANES))
+    return _listed(*held.topk(k, dim=1), chosen, whole, largest, compute)
+
+
+def _listed(found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+    """Values and places as users get them; ``whole``: the end of the strips, 0 where places are those of a row."""
+    values, places = torch.empty_like(found, dtype=compute), torch.empty_like(at)
+    given = (values, places, found, at, chosen, found.shape[1], whole, found.numel())
+    constants = dict(LARGEST=largest, STRIP=_STRIP if whole else 0, LANES=_LANES)
+    if found.numel():
+        _kernels("listed", (-(-found.numel() // _LANES),), given, constants)
+    return [values, places]
 
 
 def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
     """Rows and columns, where a fold is the k best products of each row with all columns and nothing else."""
+    places = _places(fold, sizes)
+    if places is None:
+        return None
+    x, y = (leaves[k] for k in places)
+    return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
+
+
+def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+    """What finds them for leaves like these, if a fold is that: for calls whose host would take longer than they."""
+    places = _places(fold, sizes)
+    if places is None or factors(fold, leaves, sizes) is None:
+        return None
+    rows, cols = places
+    return lambda given: of_product(fold, given[rows], given[cols], sizes)
+
+
+def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
     (r, *others), product = fold.reductions, fold.reductions[0].args[0]
     if others or r.attrs[:2] != ("topk", "cols") or product.op != "dot" or sizes.batch or not sizes.rows:
         return None
     if any(e.op != "leaf" or e.is_pair for e in product.args) or fold.scaled[0][1] is not ONE:
         return None
-    given = dict(zip(fold.leaves, leaves, strict=True))
-    x, y = (given[e] for e in (product.args if product.args[0].rows else product.args[::-1]))
-    return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
+    x, y = product.args if product.args[0].rows else product.args[::-1]
+    return fold.leaves.index(x), fold.leaves.index(y)
 
 
 def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
@@ -174,9 +225,12 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
         raise BudgetError(given=budget.shown(room), least=budget.shown(row))
     step = min(sizes.rows, room // row)
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
+    if step == sizes.rows:
+        hardware.panel_into(panel, x, y)
+        return of_panel(panel, r, sizes.compute)
     parts = []
     for at in range(0, sizes.rows, step):
         some = x[at : at + step]
         hardware.panel_into(panel[: len(some)], some, y)
         parts.append(of_panel(panel[: len(some)], r, sizes.compute))
-    return parts[0] if len(parts) == 1 else [torch.cat(t) for t in zip(*parts, strict=True)]
+    return [torch.cat(t) for t in zip(*parts, strict=True)]

@@ -20,7 +20,7 @@ from ....program.expr import Expr, topological
 from ....program.reductions import KINDS as OUTPUTS
 from .. import skip
 from ..spec import TINY, Spec, padded
-from . import chance, deep, device, kinds
+from . import chance, deep, device, kinds, pieces
 from .kind import Kind
 from .kinds import known
 from .values import Values
@@ -64,7 +64,10 @@ class Kernel:
     draws: bool = False  # whether pairs draw random numbers
     apart: bool = False  # whether a block is summed, and in no other product
     staged: bool = False  # whether its copies and products take turns as the text says
+    pieces: int = 0  # in how many pieces float32 vectors are multiplied
+    near: bool = False  # whether distances of close points are computed anew
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
+    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: of ``bent.Made``
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,7 +80,7 @@ def kernel(spec: Spec) -> Kernel:
     v.loop(False)
     stores = _stores(reductions, v)
     name = f"fold_over_{spec.over}"
-    under = set(topological([*spec.fold.reductions, *spec.fold.scales]))
+    under = {*topological([*spec.fold.reductions, *spec.fold.scales]), *(e for _, pair in spec.near for e in pair)}
     used = [e for e in spec.fold.leaves if e in under]
     body = [
         *_opening(spec),
@@ -105,7 +108,7 @@ def kernel(spec: Spec) -> Kernel:
     ]
     own = _own("\n".join(helpers))
     text = "\n".join([_header(spec, used), *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
-    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen)
+    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen) * max(spec.pieces, 1)
     kept = [e for e in v.blocks if not spec.folds(e)]
     folded = [e for e in v.blocks if spec.folds(e)]
     return Kernel(
@@ -127,6 +130,8 @@ def kernel(spec: Spec) -> Kernel:
         spec.deep,
         deep.draws(spec),
         not v.factors.issuperset(folded),
+        pieces=spec.pieces,
+        near=bool(spec.near),
     )
 
 
@@ -203,6 +208,8 @@ def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: b
         for r in reductions:
             fields = tuple(known(f, truths) for f in r.reduction.args)
             v.inside.append(f"# {_described(r.reduction)}")
+            if v.spec.pieces:  # before numbers that would be held while they are computed
+                v.products(*fields)
             r.step(fields)
 
     v.loop(masked)
@@ -366,9 +373,9 @@ def _stores(reductions: list[Kind], v: Values) -> list[str]:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The helper functions of ``device.py`` and ``chance.py``, by name, in their order."""
+    """The helper functions of ``device.py``, ``chance.py`` and ``pieces.py``, by name, in their order."""
     found: dict[str, str] = {}
-    for source in map(inspect.getsource, (device, chance)):
+    for source in map(inspect.getsource, (device, chance, pieces)):
         lines = source.split("\n")
         functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
         found |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}

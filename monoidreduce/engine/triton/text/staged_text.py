@@ -8,6 +8,7 @@ of the round.
 
 from __future__ import annotations
 
+from .bent import BOUNDED
 from .emit import CONSTANTS
 
 IMPORTS = """import triton.experimental.gluon.language as tl
@@ -48,6 +49,21 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
 """
 
+# Whole tiles, from one turn to another; the kept vectors are read from registers or, where those are few, from room.
+WHOLE = "    # whole tiles: the scores of each beside the sums of the one before"
+LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
+LOOP = """    for turn in range({first_turn}, {last_turn}):
+        score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
+        {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive({x1}_empty.index(turn % 2))
+        start = ({at_whole}) * FOLDED
+        folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
+{whole}{held}
+        {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
+        mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
+        weights = {weights}"""
+
 # What only some kernels need, by name.
 OWN = {
     "numbers": """
@@ -79,6 +95,7 @@ def weighed(total):
         pack=2,
     )
 """,
+    "bounded": BOUNDED,
     "apart": """
 @gluon.jit
 def apart(at, start, like):
@@ -196,19 +213,7 @@ def computes(
 {first_whole}
     weights = {weights}
 
-    # whole tiles: the scores of each beside the sums of the one before; the kept vectors are in registers
-    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))
-    for turn in range(1, wholes):
-        score = scores({x0}_block, {x1}_ring, {x1}_full, turn, blank)
-        {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
-        score = warpgroup_mma_wait(1, deps=[score])
-        mbarrier.arrive({x1}_empty.index(turn % 2))
-        start = ({at_whole}) * FOLDED
-        folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
-{whole}{held}
-        {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
-        mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
-        weights = {weights}
+{loops}
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):

@@ -21,6 +21,7 @@ class Total:
         self.tiny = feature is not None and self.width <= TINY
         self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
         self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
+        self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
         if feature is not None and not self.tiny:
             v.lane(feature)
             v.state_width += padded(self.width)
@@ -28,7 +29,7 @@ class Total:
     def waits(self, parts: list[Contraction]) -> bool:
         """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""
         v, one = self.v, parts[0] if len(parts) == 1 else None
-        if not v.late or one is None or one.walk or one.minus is not None or self.tiny:
+        if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
             return False
         alone = one.vector in v.spec.box_of and one.vector not in v.factors
         self.waiting = one.vector if alone else self.waiting
@@ -54,11 +55,13 @@ class Total:
             shape = f"[KEPT, {padded(self.width)}]"
         lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
         late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
-        return [*lines, late] if self.waiting is not None else lines
+        lines += [late] if self.waiting is not None else []
+        return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
 
     def scale(self, factor: str) -> list[str]:
         block = self.feature is not None and not self.tiny
-        return [f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names]
+        mass = [f"{self.name}_mass *= {factor}"] if self.apart is not None else []
+        return [*(f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names), *mass]
 
     def add(self, c: Contraction, weight: str | None) -> None:
         """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
@@ -76,13 +79,17 @@ class Total:
             self._add_walk(lambda f: v.component(vector, f), vector, weight)
         else:
             assert weight is not None
-            self._product(weight, v.block(c.vector))
+            self._product(weight, c.vector)
 
     def _sum(self, name: str, block: str) -> None:
         self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
 
-    def _product(self, weight: str, block: str) -> None:
+    def _product(self, weight: str, vector: Expr, block: str = "") -> None:
         v, kind = self.v, self.v.operand_type()
+        if v.spec.pieces:
+            v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.pieces(vector)})")
+            return
+        block = block or v.block(vector)
         if kind != v.spec.compute:
             weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
         v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
@@ -111,16 +118,25 @@ class Total:
         if self.tiny:
             return self._add_walk(lambda f: v.component(gap, f), gap, weight)
         kept, folded, sign = (x, y, 1) if v.spec.folds(y) else (y, x, -1)
-        one, other = v.block(kept), v.block(folded)
         weight = v.bind((weight, "gap"), weight, True)
+        signed = f"{'-' if sign > 0 else ''}{weight}"
+        if v.spec.pieces:  # both sides were centred before the launch
+            self.apart, self.sign = kept, "+" if sign > 0 else "-"
+            v.inside.append(f"{self.name}_mass += tl.sum({weight}, 1)")
+            self._product(signed, folded)
+            return
+        one, other = v.block(kept), v.block(folded)
         if v.spec.narrow is None:
             centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
             one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
         whole = f"tl.sum({weight}, 1)[:, None] * {one}"
         v.inside.append(f"{self.name} += {whole}" if sign > 0 else f"{self.name} -= {whole}")
-        self._product(f"{'-' if sign > 0 else ''}{weight}", other)
+        self._product(signed, folded, other)
 
     def result(self) -> list[str]:
+        if self.apart is not None:
+            mass = f"{self.name}_mass[:, None] * {self.v.whole(self.apart)}"
+            return [f"({self.name} {self.sign} {mass})"]
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
 
 

@@ -17,18 +17,20 @@ from ....program.build import ONE
 from ....program.expr import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from ..spec import TINY, WIDEST, Spec, Unsupported, padded
+from ..spec import TINY, WIDEST, Spec, Unsupported
 from . import deep
-from .exponents import Exponents, literal
+from .blocks import Blocks
+from .exponents import literal
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
+_SCALES = ("neg", "mul", "div")  # one factor in their place costs float32 no digit
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-class Values(Exponents):
+class Values(Blocks):
     """The names bound so far, before the loop and inside it, and the lines that bind them."""
 
     def __init__(self, spec: Spec):
@@ -105,10 +107,12 @@ class Values(Exponents):
             return "folded_at[None, :]" if self.spec.folds(e) else "kept_at[:, None]"
         if e.op in ("dot", "sqdist", "fsum"):
             return self._over_features(e)
-        if e.op == "exp" and self.spec.narrow:
+        if e.op == "exp" and (self.spec.narrow or (self.spec.compute == "float32" and e.args[0].op in _SCALES)):
             return self.exp(e.args[0])
         if e.op == "mul" and self.spec.narrow and e.args[0].op == "exp" and e.args[1].op == "decay":
             return self.exp(e.args[0].args[0], e.args[1].args[0])
+        if e in self.spec.near_of:
+            return self._distance(e)
         if e.op == "where":
             self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
@@ -273,6 +277,21 @@ class Values(Exponents):
         lines += [f"if {close} > 0:", *(f"    {line}" for line in self.inside)]
         self.inside, self.inner = lines, names
 
+    def _distance(self, e: Expr) -> str:
+        """A squared distance of norms and a product of pieces; what is close is computed anew, from whole vectors."""
+        pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
+        text = self._primitive(e, [self.argument(a, "float") for a in e.args])
+        name = self.bind((e, "square"), text, True)
+        lines, names, self.inside = self.inside, dict(self.inner), []
+        total = self.bind((e, "near"), f"tl.zeros([KEPT, FOLDED], {self.float})", True)
+        with self.walk(self.spec.width(pair[0].feature)) as f:
+            gap = self.bind((e, f, "gap"), " - ".join(self.component(a, f) for a in pair), True)
+            self.inside.append(f"{total} += {gap} * {gap}")
+        self.inside.append(f"{name} = tl.where({name} < {_CLOSE} * {norms}, {total}, {name})")
+        lines += [f"if tl.min({name} - {_CLOSE} * {norms}) < 0:", *(f"    {line}" for line in self.inside)]
+        self.inside, self.inner = lines, names
+        return name
+
     def _norm(self, v: Expr) -> str:
         axis = "[None, :]" if self.spec.folds(v) else "[:, None]"
         block = self.block(v)
@@ -322,75 +341,25 @@ class Values(Exponents):
         name = str(e.attrs[0])
         at = f"{self.pointer(e)} + {f} * {name}_f"
         if self.spec.folds(e):
+            at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
             mask = ", mask=folded_in, other=0" if self.masked else ""
-            text = f"tl.load({at} + folded_lane * {name}_s{mask})[None, :]"
         elif self.spec.keeps(e):
-            text = f"tl.load({at} + kept_lane * {name}_s, mask=kept_in, other=0)[:, None]"
+            at, shape = f"{at} + kept_lane * {name}_s", "[:, None]"
+            mask = ", mask=kept_in, other=0"
         else:
-            text = f"tl.load({at})"
-        return self._loaded(text, e, self.spec.type_of[e])
+            shape = mask = ""
+        return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
 
-    # Blocks of vectors
-
-    def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
-        """The feature numbers of a block, and which of them exist, or may be read (None: all)."""
-        width = self.spec.width(feature)
-        if width > WIDEST:
-            raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
-        size = padded(width)
-        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
-        width = room or width
-        inside = self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
-        return lane, inside
-
-    def block(self, e: Expr) -> str:
-        """A leaf's vectors ``[side, features]``, in the type in which they are multiplied."""
-        name, kind = str(e.attrs[0]), self.spec.type_of[e]
-        folded = self.spec.folds(e)
-        self.blocks[e] = None
-        lane, exists = self.lane(e.feature, self.spec.room_of[e])
-        if folded and e in self.spec.box_of:
-            return self.bind((e, "block"), self.boxed(e, "start"), True, f"{name}_block")
-        side = "folded" if folded else "kept"
-        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
-        masks += [f"{exists}[None, :]"] if exists else []
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        text = f"tl.load({self.pointer(e)} + {side}_lane[:, None] * {name}_s + {lane}[None, :] * {name}_f{mask})"
-        wanted = self.operand_type()
-        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
-        return self.bind((e, "block"), text, folded, f"{name}_block")
-
-    def boxed(self, e: Expr, start: str, feature: str = "0") -> str:
-        """The vectors (from a feature on) or numbers of a leaf from an index of its axis, by its tensor descriptor."""
-        dims = self.spec.box_of[e]
-        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
-        if e.feature is None:
-            text = f"{e.attrs[0]}_box.load([{at}{start}])"
-            return f"tl.reshape({text}, [FOLDED])" if dims else text
-        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
-        width = self.spec.width(e.feature)
-        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {deep.DEPTH if width > WIDEST else padded(width)}]"
-        return f"tl.reshape({text}, {shape})" if dims else text
-
-    def products(self, *roots: Expr) -> None:
-        """Bind the matrix products of expressions, before what is made of them."""
-        for n in topological(roots):
-            if n.op == "dot":
-                self.number(n)
-
-    def operand_type(self) -> str:
-        return self.spec.narrow or self.spec.compute
-
-    def options(self) -> str:
-        """How matrix products are done, as further arguments of tl.dot."""
-        kind = self.operand_type()
-        return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
+    # Products
 
     def product(self, x: Expr, y: Expr) -> str:
         """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
         if self.spec.deep and self.spec.width(x.feature) > WIDEST:
             return deep.product(self, kept, folded)
+        if self.spec.pieces:
+            across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
+            return f"{across}({self.pieces(kept)}, {self.pieces(folded)})"
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
 
 
