@@ -146,7 +146,7 @@ def _in_pieces(kernel: Kernel) -> str:
     """What a kernel does that multiplies float32 vectors in pieces, in the words of the table."""
     found = "float32, halves" if kernel.pieces == 2 else "float32, thirds"
     if kernel.near:
-        return f"{found}, close"
+        return f"{found}, close, powers" if kernel.powers and kernel.pieces == 2 else f"{found}, close"
     wide = max(kernel.kept_width // max(kernel.kept_blocks, 1) // kernel.pieces, kernel.state_width // 2) > 64
     return f"{found}, wide" if wide and kernel.pieces == 3 else f"{found}, sums" if kernel.state_width else found
 
