@@ -25,7 +25,7 @@ from ...walks import Walk
 from .. import boxes, describe, staged
 from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
-from ..text.paired_text import TILE
+from ..text.paired_text import DEEPEST, TILE
 from . import paired, sweep
 from .joint import PLACES, joint, parts
 from .late import Late, late
@@ -79,7 +79,8 @@ class Epilogue:
 
     def each(self, sizes: Sizes) -> int:
         """Bytes besides the panel that are held of one row: what its tiles sum to."""
-        plan = plan_of("write_guessed", sizes.of(str(self.sides[0].feature)), staged.on(sizes.device))
+        width = sizes.of(str(self.sides[0].feature))
+        plan = plan_of("write_guessed", width, width <= DEEPEST and staged.on(sizes.device))
         return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
