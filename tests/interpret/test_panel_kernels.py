@@ -138,8 +138,8 @@ def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
     [
         (14, 500, 600, 4, False),
         (14, 500, 2000, 4, True),
-        (300, 900, 10_000, 148, False),
-        (60, 2000, 6000, 28, True),
+        (60, 600, 5000, 28, False),
+        (40, 900, 6000, 20, True),
     ],
 )
 def test_what_is_not_written_yet_holds_the_rest(rows, cols, limit, lent, apart, used, seed):
