@@ -182,7 +182,7 @@ def _keeps_float32() -> bool:
 def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
     if x.dtype == y.dtype == out.dtype:
-        torch.mm(_by_features(x) if x.device.type == "cpu" else x, y.mT, out=out)
+        torch.mm(_by_features(x) if x.device.type == "cpu" and _MUCH * x.numel() <= out.numel() else x, y.mT, out=out)
     elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
     elif not out.is_meta:  # raised a few columns at a time
@@ -193,11 +193,12 @@ def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 _RAISED = 4096
+_MUCH = 16  # times as large as a copy of the rows a product must be, for that to cost next to nothing
 
 
 def _by_features(x: Tensor) -> Tensor:
-    """The same with the numbers of one feature side by side, where that costs next to nothing: a product of a few rows
-    with many columns then takes 6 to 8 % less (Neoverse, 768 features and more)."""
+    """The same with the numbers of one feature side by side: a product of a few rows with many columns then takes 6 to
+    8 % less (Neoverse, 768 features and more)."""
     return x.mT.contiguous().mT
 
 

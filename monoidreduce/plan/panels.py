@@ -77,22 +77,30 @@ def filling(rows: int, processors: int) -> Callable[[int], int]:
 
 
 def blocks(
-    rows: int, cols: int, pair: int, room: int, each: int, filling: Callable[[int], Callable[[int], int]]
+    rows: int,
+    cols: int,
+    pair: int,
+    room: int,
+    each: int,
+    filling: Callable[[int], Callable[[int], int]],
+    lends: bool = True,
 ) -> Panels | None:
     """Few blocks of rows one after the other, each with all columns, some at a time.
 
-    Column totals are added to once a block, which 16 bits bear. A block's row totals, ``each`` bytes a row, lie in the
-    gradients of its rows and of those after it, twice as long as they: of a last block of half the length a half lies
-    apart, and a quarter of the one before. Of up to four blocks the number whose panels are longest along their shorter
-    side, products of both are then large; of more as few as fit.
+    Column totals are added to once a block, which 16 bits bear. A block's row totals, ``each`` bytes a row, lie apart
+    or, where row gradients lend their memory, in those of its rows and of the rows after it, twice as long as they: of
+    a last block of half the length a half lies apart, and a quarter of the one before. Of up to four blocks the number
+    whose panels are longest along their shorter side, products of both are then large; of more as few as fit.
     ``filling``: for panels of so many rows, how many of at most so many columns to take."""
+    shorter = 2 if lends else 1
     for counts in (range(2, BLOCKS + 1), *((n,) for n in range(BLOCKS + 1, ADDS + 1))):
         found: list[Panels] = []
         for count in counts:
-            own = min(rows, -(-rows * 2 // ((2 * count - 1) * ROUND)) * ROUND)
+            own = min(rows, -(-rows * shorter // (((count - 1) * shorter + 1) * ROUND)) * ROUND)
             last = max(0, rows - (count - 1) * own)
-            part = (room - -(-max(last, own - last) // 2) * each) // max(1, own * pair)
-            if part >= min(ROUND, cols):
+            apart = (-(-max(last, own - last) // 2) if lends else own) * each
+            part = (room - apart) // max(1, own * pair)
+            if apart <= room * 2 // 3 and part >= min(ROUND, cols):
                 found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part)), outer="rows"))
         if found:
             return max(found, key=lambda p: min(p.rows, p.cols))

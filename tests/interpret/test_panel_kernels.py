@@ -10,6 +10,7 @@ from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.known import inputs_of
 from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sides
 from monoidreduce.engine.triton.wide import sweep
+from monoidreduce.engine.triton.wide.lent import Lent
 from monoidreduce.engine.walks import walks
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
@@ -180,6 +181,22 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain, cast(args, torch.float64), target)
     assert_error_rule([(got, pulled(plain, args, target), truth)], factor=3.0)
+
+
+def test_blocks_of_rows_that_lend_nothing_keep_the_budget_too(used, seed, monkeypatch):
+    """Where small tiles are looked for, in whole panels, the totals of a block lie apart, and are counted."""
+    made, zeros = [], Lent.zeros
+    monkeypatch.setattr(
+        Lent, "zeros", lambda own, count, lent, *how: made.append(lent) or zeros(own, count, lent, *how)
+    )
+    x, w = (torch.randn(40, 4).bfloat16().requires_grad_() for _ in range(2))
+    with mr.use(engine="panel"), mr.skip_below(2**-40):
+        value = loss(x, w, torch.randint(40, (40,)), torch.zeros(40).bfloat16()).sum()
+    with mr.use(engine="panel"), mr.budget(399), mr.skip_below(2**-40):
+        torch.autograd.grad(value, (x, w))
+    panel = used[-1]
+    assert panel.outer == "rows" and panel.rows < 40 and made and not any(made)
+    assert panel.rows * (4 * 4 + 2 * panel.cols) <= 399
 
 
 @mr.op

@@ -93,6 +93,14 @@ def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
         assert min(cut(n)) < min(found.rows, found.cols) + 256  # but for rounding
 
 
+@pytest.mark.parametrize(("length", "features", "room"), [(32_768, 512, 64_000_000), (5000, 300, 10**7)])
+def test_blocks_whose_totals_lie_apart_fit_too(length, features, room):
+    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most, lends=False)
+    assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
+    lent = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
+    assert lent is not None and found.rows * found.cols < lent.rows * lent.cols
+
+
 @pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
 def test_panels_leave_few_processors_idle(rows, most):
     found = panels.filling(rows, 132)(most)

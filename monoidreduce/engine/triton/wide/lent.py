@@ -15,11 +15,16 @@ _FIRST = 8  # rows that are rounded by way of other memory
 _ALIGNED = 16  # bytes: where totals may begin
 
 
+def aligned(width: int, compute: torch.dtype) -> bool:
+    """Whether totals of so many features all begin where they may, if the first does."""
+    return width * compute.itemsize % _ALIGNED == 0
+
+
 def lendable(own: Tensor, count: int, compute: torch.dtype) -> int:
     """Of how many rows, ``count`` at most, a gradient's memory holds the totals."""
     fits = own.shape[0] * own.itemsize // compute.itemsize
     begins = own.storage_offset() * own.itemsize
-    return 0 if begins % _ALIGNED or own.shape[1] * compute.itemsize % _ALIGNED else min(count, fits)
+    return min(count, fits) if begins % _ALIGNED == 0 and aligned(own.shape[1], compute) else 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ....program.contract import Contraction
 from ....program.expr import Expr
 from ....program.lower import Fold
 from ....program.reductions import KINDS
-from ... import combine, filtering, hardware
+from ... import combine, hardware
 from ...evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...panel import ALIGN, Part, cut_evenly
 from ...sides import Gathered, gather
@@ -338,7 +338,7 @@ class KernelStep(Room):
         count = kept.stop - kept.start
         if over == "cols":
             gradients = self.totals[key][kept.start :]
-            lent = lendable(gradients, count, self.sizes.compute) if filtering.now() is None else 0
+            lent = lendable(gradients, count, self.sizes.compute) if self._lends() else 0
             self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute)
             return self.lent[key].pieces
         if key not in self.adding:

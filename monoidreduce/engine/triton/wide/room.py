@@ -19,6 +19,7 @@ from .. import describe
 from ..spec import WIDEST
 from . import epilogue
 from .joint import groups, parts
+from .lent import aligned
 
 _ROW = 32  # bytes: the numbers of a row of a panel
 
@@ -120,7 +121,13 @@ class Room:
         """Blocks of rows, where column gradients of 16 bits are added to."""
         if not self.stored or not self._each("rows"):
             return None
-        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, self._each("cols"), self._filling)
+        each, lends = self._each("cols"), self._lends()
+        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, each, self._filling, lends)
+
+    def _lends(self) -> bool:
+        """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,
+        in whole panels, nor where totals would not be aligned."""
+        return filtering.now() is None and all(aligned(w, self.sizes.compute) for w in self._widths("cols"))
 
     def _tail(self, room: int) -> tail.Tail | None:
         """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
