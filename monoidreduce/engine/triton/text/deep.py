@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEPTH = 64  # features at a time
 STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
 FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
+_NEAR = 20 * 2**20  # bytes of kept vectors that are walked at the same time: a third of an H200's cache
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
@@ -49,6 +50,12 @@ def vectors(spec: Spec) -> list[Expr]:
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]
     return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
+
+
+def beside(spec: Spec, kept: int) -> int:
+    """How many kept tiles run at the same time: as many as leave a cache room for what they are multiplied with."""
+    tile = sum(kept * spec.width(e.feature) * 2 for e in vectors(spec) if not spec.folds(e))
+    return max(1, _NEAR // max(1, tile))
 
 
 def draws(spec: Spec) -> bool:

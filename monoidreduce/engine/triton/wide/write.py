@@ -108,7 +108,7 @@ def _every_tile(lines: list[str], flatten: bool) -> list[str]:
         "turns = tl.cdiv(folded_size, FOLDED)",
         f"HALF: tl.constexpr = FOLDED // {HALVES}",
         f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
-        "    tile, turn = grouped(program, tiles, turns)",
+        "    tile, turn = grouped(program, tiles, turns, 16)",
         "    start = turn * FOLDED",
         *(f"    {line}" for line in (*_PLACES, *lines)),
     ]
