@@ -145,9 +145,11 @@ def test_no_processor_is_idle_for_long(instances, tiles, beside):
 
 
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
-    one = Spec(*_given(512), deep=True)
-    assert deep.beside(one, 128) == 2 * deep.beside(one, 256) == 4 * deep.beside(Spec(*_given(1024), deep=True), 256)
-    assert deep.beside(Spec(*_given(2**24), deep=True), 128) == 1
+    one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
+    many = 2**20
+    assert deep.beside(one, 128, many) == 2 * deep.beside(one, 256, many) == 4 * deep.beside(other, 256, many) > 0
+    assert deep.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert deep.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
 
 
 def _given(width):
@@ -166,6 +168,7 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     rows = 67 + few  # a launch of its own for each
     x, w = vectors(rows, 130, 300, seed)
     monkeypatch.setattr(deep, "_NEAR", few * 16 * 300 * 2)
+    monkeypatch.setattr(deep, "_FITS", 0)
     label = torch.arange(rows)
     with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, parts=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())

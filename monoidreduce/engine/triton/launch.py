@@ -96,7 +96,7 @@ class Launch:
         family = describe.family(sizes.device)
         self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = deep.beside(self.spec, self.blocks[0]) if plainly.deep else 0
+        self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)

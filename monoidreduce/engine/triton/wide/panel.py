@@ -68,6 +68,9 @@ class KernelStep(Room):
             heard.begun(KernelStep(self.walk, self.sizes, self.given), panel)
         self.panel, self.written = panel, _written(self.walk)
         self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
+        within = panel.outer == "rows" and panel.rows < self.sizes.rows and panel.cols < self.sizes.cols
+        self.alone = self._without() if panel.tail or within else None
+        self.mine: tuple[slice | None, Rest | None] = (None, None)  # of which rows, and what is in their own columns
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
         self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
         self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
@@ -76,6 +79,7 @@ class KernelStep(Room):
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.lent: dict[tuple[int, int], Lent] = {}  # of rows, in the memory of their own gradients
         self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
+        self.columns: dict[tuple[int, int], Tensor] = {}  # what rows' totals are sums of, all of it
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
@@ -115,9 +119,16 @@ class KernelStep(Room):
         self._close_lent()
 
     def _close_lent(self) -> None:
-        for lent in self.lent.values():
-            lent.close()
-        self.lent = {}
+        for key in list(self.lent):
+            self._close(key)
+
+    def _close(self, key: tuple[int, int]) -> None:
+        """The gradients of rows from their totals, and from what stands in their own columns."""
+        lent, own = self.lent.pop(key), self.mine[1]
+        for rows, totals in lent.pieces:
+            if own:
+                own.of(rows).complete(totals, self.columns[key])
+        lent.close()
 
     def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
         """The panel's buffers in the memory of something else."""
@@ -155,8 +166,10 @@ class KernelStep(Room):
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
-        fused, self.rest = self._fused(moved), None
+        fused, self.rest = self.alone or self._fused(moved), None
         if fused and not fused.guesses:
+            if self.alone and self.mine[0] != part.rows:
+                self._weigh_own(self.alone, part.across())
             return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
         wholes = [self._rows(n) for names in whole.names for n in names]
@@ -174,13 +187,29 @@ class KernelStep(Room):
                 part.keep(stage, place, results, complete)
         return found
 
-    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
-        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
+    def _weigh_own(self, alone: epilogue.Epilogue, part: Part) -> None:
+        """What some rows add in their own columns: kept for the end of their totals, and for that of all panels."""
+        own = alone.own(self._given(alone, part), self._here(part))
+        self.mine = part.rows, own
+        at = self.groups[0][-1]
+        for place, over, products in self.parts[at].sums:
+            vector = products[0].vector
+            assert vector is not None
+            vectors = part.feed(self.fed[at][vector])
+            if over == "cols":
+                self.columns[at, place] = vectors
+            else:
+                self.labels.setdefault((at, place), []).append((own, vectors))
+
+    def _given(self, fused: epilogue.Epilogue, part: Part) -> dict[Expr, Any]:
         values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
         sides = zip(fused.vectors, fused.sides, strict=True)
-        values |= {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+        return values | {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+
+    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
         out = self.buffers[fused.product][: here.rows, : here.cols]
-        self.rest = fused(out, values, numbers, here)
+        self.rest = fused(out, self._given(fused, part), numbers, here)
         return {self.parts[self.groups[0][-1]].weights[0]: out}
 
     def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
@@ -288,7 +317,7 @@ class KernelStep(Room):
             return self.rest.complete(out, vectors[0]) if self.rest else out
         if self.panel.tail is None and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
             if key in self.lent:
-                self.lent.pop(key).close()
+                self._close(key)
             elif key in self.adding:
                 self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
         return None
