@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,9 +15,28 @@ from ..sides import Side
 from . import launch, sides, source
 from .spec import Unsupported
 from .tape import Counted, Launched, Recipe, Recorded
+from .united import Joined
 
-# The results of a fold, and which of them each of its launches makes, and how again; None: something else is done
-Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], list[tuple[list[int], Recipe | None]] | None]]
+
+class Made(NamedTuple):
+    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
+    the launches that make them whole."""
+
+    recipe: Recipe
+    results: Sequence[int]
+    joined: Sequence[Joined] = ()
+
+    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[Launched]:
+        """These launches in a program, where the step's leaves and results are called so."""
+        whole = tuple(names[k] for k in self.results)
+        parts = tuple(f"{name}_parts" for name in whole)
+        yield Launched(self.recipe, feeds, parts if self.joined else whole)
+        for one in self.joined:
+            yield Launched(one.recipe, parts, tuple(whole[k] for k in one.written))
+
+
+# The results of a fold, and its launches; None: something else is done
+Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[Made] | None]]
 
 
 def record(
@@ -47,17 +66,18 @@ def record(
             results, launches = folder(step.what, leaves)
         else:
             results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
-        for theirs, recipe in launches or [([], None)]:
-            if recipe is None:
-                return None
-            found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
+        if not launches:
+            return None
+        for one in launches:
+            found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
     return Recorded(found, called, counted)
 
 
-def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], list | None]:
+def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
     try:
         one = sides.Launch(side, leaves, sizes, total)
     except Unsupported:
         return [], None
-    return one(leaves), [(list(range(len(side.outputs))), one.recipe())]
+    results, recipe = one(leaves), one.recipe()
+    return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]
