@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ..evaluate import Sizes
-from ..script import Step
+from ..script import Step, batch_index
 from ..sides import Side
-from . import launch, sides, source
+from . import launch, recent, sides, source
 from .spec import Unsupported
 from .tape import Counted, Launched, Recipe, Recorded
 from .united import Joined
@@ -55,9 +57,16 @@ def record(
     if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
         return None  # (other integers of the same kind may be larger than kernels take)
     found: list[Launched] = []
+    held: dict[str, Tensor] = {}
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
         if isinstance(step.what, Expr):
+            if step.what.op == "batch_index":
+                if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return None  # what is held must not lie in a graph's memory
+                parts = ("batch_index", sizes.batch, sizes.device)
+                same = recent.remembered(parts, functools.partial(batch_index, sizes), sizes.device)
+                held[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
@@ -71,7 +80,7 @@ def record(
         for one in launches:
             found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
-    return Recorded(found, called, counted)
+    return Recorded(found, called, counted, held)
 
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:

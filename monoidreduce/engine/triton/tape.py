@@ -78,12 +78,13 @@ class Counted:
 
 
 class Recorded(NamedTuple):
-    """The launches of a program, in order, what the results of its one fold are called, and the arithmetic of numbers
-    that comes before them."""
+    """The launches of a program, in order, what the results of its one fold are called, the arithmetic of numbers
+    that comes before them, and the tensors that are the same in every call."""
 
     launches: list[Launched]
     results: tuple[str, ...]
     counted: Counted | None = None
+    held: Mapping[str, Tensor] = {}
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -141,6 +142,7 @@ class Tape:
         self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted, "box": opened.at}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
+        self.places |= {name: self._constant(t) for name, t in recorded.held.items()}
         counted = recorded.counted
         opening = [] if counted is None else [f"{_tuple(counted.results)} = counted({', '.join(counted.names)})"]
         opening += [f"{name}_at = {name}.data_ptr()" for name in tensors]

@@ -7,6 +7,7 @@ row's N ever enter its list. The list is sorted at the end, by torch: it is smal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import COMBINERS
 from ..evaluate import Sizes
-from . import strips
+from . import source, strips
 from .spec import TINY, Unsupported, padded
 from .text.kind import Kind
+from .wide import reel
 
 _MOST = 64  # beyond, the list takes too many registers
 
@@ -112,8 +114,34 @@ def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Seque
     places = _places(fold, sizes)
     if places is None or factors(fold, leaves, sizes) is None:
         return None
-    rows, cols = places
-    return lambda given: of_product(fold, given[rows], given[cols], sizes)
+    return _Straight(fold, places, sizes)
+
+
+class _Straight:
+    """The k best products for leaves of one kind: the first is heard, later ones run what was heard, in as many panels
+    as there was room for then.
+
+    ``reels``: by whether rows and columns are the same; None: there is more to it than can be written down."""
+
+    def __init__(self, fold: Fold, places: tuple[int, int], sizes: Sizes):
+        self.fold, self.places, self.sizes = fold, places, sizes
+        self.reels: dict[bool, Any] = {}
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        x, y = (leaves[k] for k in self.places)
+        same = x.data_ptr() == y.data_ptr()
+        made = self.reels.get(same, self)
+        if made is self:
+            return self._met(x, y, same)
+        found = None if made is None else made.run(x, y)
+        return of_product(self.fold, x, y, self.sizes) if found is None else list(found)
+
+    def _met(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
+        run = functools.partial(of_product, self.fold, sizes=self.sizes)
+        if not source.repeats(self.sizes.device):
+            return run(x, y)
+        found, self.reels[same], _ = reel.heard(run, (x, y), self.sizes.device)
+        return found
 
 
 def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:

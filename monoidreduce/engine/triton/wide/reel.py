@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...evaluate import Room
 from .. import opened, source
-from .listen import Box, Launched, Operation, Place, Step, Unheard, places
+from .listen import Box, Launched, Listener, Operation, Place, Step, Unheard, places
 
+_LONG = 2**14  # steps: what takes longer to write down is done each time
 _aten = torch.ops.aten
 _ALLOCATES = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 # what takes torch half the time by another name
@@ -49,6 +50,25 @@ class Reel:
         self.text = made.text(inputs, returned)
         exec(compile(self.text, "<reel>", "exec"), made.scope)
         self.run: Callable[..., tuple[Any, ...] | None] = made.scope["run"]
+
+
+def heard(
+    run: Callable[..., list[Any]], tensors: Sequence[Tensor], device: torch.device
+) -> tuple[list[Any], Reel | None, tuple[tuple[Any, Any], ...]]:
+    """What is found for these tensors; how it is done again, None where there is more to it than can be written down;
+    and the panels that were chosen on the way."""
+    named = {f"x{k}": v for k, v in enumerate(tensors)}
+    listener = Listener(named)
+    with listener:
+        found = run(*tensors)
+    try:
+        if listener.lost or len(listener.steps) > _LONG:
+            raise Unheard(listener.lost)
+        given = {name: whole(name, t) for name, t in named.items()}
+        reel = Reel(listener.steps, given, listener.noted(tuple(found)), listener.held, device)
+    except Unheard:
+        return found, None, ()
+    return found, reel, tuple(listener.choices)
 
 
 class _Writer:
