@@ -10,7 +10,7 @@ is that of the stack; where places tie, the smallest wins whatever the order, as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,20 +41,20 @@ def combine(
     lengths: Sequence[int],
     starts: Sequence[int] | None = None,
     ordered: bool = False,
-    faster: Mapping[str, Callable[[State], State | None]] | None = None,
+    faster: Callable[[Expr, State], State | None] | None = None,
 ) -> list[Tensor]:
     """The results of a whole fold from those of its parts.
 
     ``stacked[k]`` is ``[parts, *batch, length(, features)]``, in the order of ``fold.outputs``; all reductions of the
     fold go over the axis that was cut, and part p covers ``lengths[p]`` of it. Places (argmax, top-k, samples) count
     from the start of the whole axis; with ``starts``, each part's count from its own start and are moved here.
-    ``ordered``: whether parts follow each other along the axis, so that of equal ones the first wins. ``faster``: by
-    kind, what does the same to stacked results, or says None where it cannot.
+    ``ordered``: whether parts follow each other along the axis, so that of equal ones the first wins. ``faster``: what
+    does the same to a reduction's stacked results, or says None where it cannot.
     """
     results: list[Tensor] = []
     for r, own in split(fold, list(stacked)):
-        quick = (faster or {}).get(r.attrs[0])
-        if quick is not None and (found := quick(own)) is not None:
+        found = None if faster is None else faster(r, own)
+        if found is not None:
             results += found
             continue
         if ordered and r.attrs[0] == "best":

@@ -46,8 +46,8 @@ _MIRRORED: dict[str, Callable[..., Any]] = {
 
 
 class Step(NamedTuple):
-    """A fold, the arithmetic of one side, or that of numbers alone (an expression): what it is fed (names of values, or
-    numbers) and what its results are called (None: not asked for)."""
+    """A fold, the arithmetic of one side or of numbers alone (an expression; also the batch elements' own): what it
+    is fed (names of values, or numbers) and what its results are called (None: not asked for)."""
 
     what: Fold | Side | Expr
     feeds: tuple[str | float, ...]
@@ -183,6 +183,10 @@ class Writer:
         if e.op == "fsum" and e.args[0] in self.products:
             return self._line(f"row_dot({', '.join(self.names[a] for a in e.args[0].args)}, C)")
         name = e.op.removesuffix("_index")
+        if name == "batch":  # the same in every call
+            found = self._line(f"{self._keep(_index(e))}(S)")
+            self._step(e, (), [found], len(self.lines) - 1)
+            return found
         args = [self._raised(a) for a in e.args]
         if name in _TEXTS and e.args[0] not in self.plain:
             return self._line(_TEXTS[name].format(*args, *e.attrs))
@@ -321,11 +325,17 @@ def _reduce(e: Expr) -> Callable[..., list[Value]]:
     return evaluate
 
 
+def batch_index(sizes: Sizes) -> Tensor:
+    """The number of every batch element."""
+    count = functools.reduce(operator.mul, sizes.batch, 1)
+    return torch.arange(count, device=sizes.device).view(sizes.batch)
+
+
 def _index(e: Expr) -> Callable[[Sizes], Tensor]:
+    if e.op == "batch_index":
+        return batch_index
+
     def evaluate(sizes: Sizes) -> Tensor:
-        if e.op == "batch_index":
-            count = functools.reduce(operator.mul, sizes.batch, 1)
-            return torch.arange(count, device=sizes.device).view(sizes.batch)
         length = sizes.rows if e.op == "row_index" else sizes.cols
         return torch.arange(length, device=sizes.device).view(*(1,) * len(sizes.batch), length)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import kept, launch, pieces, rows, source, topk, united
+from monoidreduce.engine.triton import kept, launch, opened, pieces, rows, source, strips, united
 from monoidreduce.engine.triton.wide import filtered, reels, rest
 from tests.interpret.quick import quicken
 
@@ -64,7 +64,7 @@ def by_address(monkeypatch):
         return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
 
     monkeypatch.setattr(kept.Kernels, "_first", first)
-    for kernels in (filtered._kernels, pieces._kernels, rest._run, rows._kernels, topk._kernels, united._kernels):
+    for kernels in (filtered._kernels, pieces._kernels, rest._run, rows._kernels, strips._kernels, united._kernels):
         monkeypatch.setattr(kernels, "kept", kept.Kept())
     monkeypatch.setattr(reels, "_KINDS", {})
     monkeypatch.setattr(reels, "_ONCE", {})
@@ -79,7 +79,9 @@ def by_address(monkeypatch):
 
 @_unseen
 def _at(address, like):
-    """The tensor at an address, of a form."""
+    """The tensor at an address, of a form, or a descriptor of it."""
+    if hasattr(address, "block_shape") and isinstance(address.base, opened.Address):
+        return opened.filled(address, _at(address.base.at, like.base))
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))

@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine import filtering
 from monoidreduce.engine.planning import planner
-from monoidreduce.engine.triton import topk
+from monoidreduce.engine.triton import strips, topk
 from monoidreduce.engine.triton.wide import filtered
 from monoidreduce.plan import panels
 from monoidreduce.plan.choice import Choice
@@ -101,21 +101,21 @@ def test_a_loss_in_panels(limit, monkeypatch):
 @pytest.mark.parametrize("length", [300, 515])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
-    monkeypatch.setattr(topk, "_STRIP", 16)
+    monkeypatch.setattr(strips, "_STRIP", 16)
     torch.manual_seed(0)
     x = torch.randn(4, length + 8)[:, :length].to(dtype)
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
     for k in (1, 3):
         compute = torch.promote_types(dtype, torch.float32)
-        values, places = topk.best(x, k, True, compute)
+        values, places = strips.best(x, k, True, compute)
         assert values.dtype is compute and (places[2] == -1).all()
         torch.testing.assert_close(values, x.topk(k).values.to(compute), rtol=0, atol=0, equal_nan=True)
         seen = [0, 1, 3]
         torch.testing.assert_close(x[seen].gather(1, places[seen]).to(compute), values[seen], equal_nan=True)
         assert all(len(set(row)) == k for row in places[seen].tolist())
-        least = topk.best(x, k, False, compute)[0]
+        least = strips.best(x, k, False, compute)[0]
         torch.testing.assert_close(least, x.topk(k, largest=False).values.to(compute), equal_nan=True)
-    assert topk.best(x[:0], 3, True, compute)[1].shape == (0, 3)
+    assert strips.best(x[:0], 3, True, compute)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize("limit", [None, 4000])

@@ -56,7 +56,7 @@ def ran(monkeypatch, by_address):
             run = self.run
             self.run = lambda *given: found.append(self) or run(*given)
 
-    monkeypatch.setattr(reels, "Reel", Counted)
+    monkeypatch.setattr(reel, "Reel", Counted)
     return found
 
 
@@ -145,7 +145,7 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
             run = self.run
             self.run = lambda *given: watched("run", lambda: run(*given), given)
 
-    monkeypatch.setattr(reels, "Reel", Watched)
+    monkeypatch.setattr(reel, "Reel", Watched)
     for _ in range(3):
         pulled(op, vectors(*sizes), limit, 0.7)
     tensors = lambda inputs: [v for v in inputs.values() if isinstance(v, torch.Tensor)]

@@ -53,7 +53,7 @@ def parts(op, shape, width, seed=0):
 def test_as_torch_has_it(op, width, shape):
     fold, stacked = parts(op, shape, width)
     lengths = [10] * shape[0]
-    found = combine(fold, stacked, lengths, ordered=True, faster={"soft": united.softmax})
+    found = combine(fold, stacked, lengths, ordered=True, faster=united.whole)
     expected = combine(fold, [t.double() for t in stacked], lengths, ordered=True)
     for a, b, plain in zip(found, expected, combine(fold, stacked, lengths, ordered=True), strict=True):
         torch.testing.assert_close(a, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -61,11 +61,12 @@ def test_as_torch_has_it(op, width, shape):
 
 
 def test_what_has_no_kernel_is_left_to_torch():
-    _, stacked = parts(attention, (2, 5), 8)
-    assert united.softmax([t.double() for t in stacked]) is None
-    assert united.softmax([t[:, :0] for t in stacked]) is None
+    fold, stacked = parts(attention, (2, 5), 8)
+    (r,) = fold.reductions
+    assert united.whole(r, [t.double() for t in stacked]) is None
+    assert united.whole(r, [t[:, :0] for t in stacked]) is None
     _, wide = parts(attention, (2, 5), 2000)
-    assert united.softmax(wide) is None
+    assert united.whole(r, wide) is None
 
 
 def test_results_are_of_the_same_types_as_those_of_a_whole_walk():

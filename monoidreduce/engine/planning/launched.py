@@ -89,7 +89,7 @@ def _completed(one: Any, sizes: Sizes) -> int:
         shapes = [form(r, k, small) for r, k in one.fold.outputs]
         made = [torch.zeros((count, *shape) if parts > 1 else shape, dtype=dtype) for shape, dtype in shapes]
         if parts > 1:
-            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster={"soft": united.room})
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=united.room)
         for at in one.lists:
             made[at : at + 2] = topk.tidy(one.fold.outputs[at][0], *made[at : at + 2])
     return alive.peak

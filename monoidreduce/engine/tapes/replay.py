@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import NoGradientError
 from ...program.backward import backward
-from .. import asked, autocast, early, filtering, recover, triton
+from .. import asked, autocast, early, filtering, panel, recover, triton
 from ..evaluate import Sizes
 from ..gradients import Walked, Walker, refuse_batched, straight
 from .frozen import situation
@@ -47,7 +47,8 @@ class Program:
         if replay is None:
             return self.plainly(sizes, *values)
         if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.tensors]:
-            return list(_replayed(replay, *values)) if self.moving is not None else self.plainly(sizes, *values)
+            taped = self.moving is not None and not replay.wide
+            return list(_replayed(replay, *values)) if taped else self.plainly(sizes, *values)
         return list(replay(values)[0])
 
     def _replay(self, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
@@ -73,7 +74,8 @@ class Program:
         recorded, made = self.steps.recorded(values, sizes), self.steps.script
         if recorded is None:
             return None
-        kept = [name for name in recorded.results if name not in self.steps.script.returned]
+        moves = any(self.moving or ())  # else nothing has a backward
+        kept = [name for name in recorded.results if moves and name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
         tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
@@ -103,10 +105,11 @@ class Program:
 
 
 class Replay:
-    """A program in one situation."""
+    """A program in one situation. ``wide``: its gradients take panels, which no tape has."""
 
     def __init__(self, program: Program, sizes: Sizes, tape: triton.Tape, rewind: Rewind):
         self.program, self.sizes, self.tape, self.rewind = program, sizes, tape, rewind
+        self.wide = any(panel.is_wide(p.fold, sizes) for p in program.steps.program.passes)
 
     def __call__(self, values: Sequence[Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the

@@ -60,7 +60,8 @@ class Steps:
 
     def counted(self, sizes: Sizes) -> triton.Counted | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
-        steps = [step for step in self.script.steps or () if isinstance(step.what, Expr)]
+        is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
+        steps = [step for step in self.script.steps or () if is_number(step.what)]
         pairs = zip(self.script.names, self.script.inputs, strict=True)
         return triton.Counted(steps, [name for name, given in pairs if given in self.numbers], sizes) if steps else None
 

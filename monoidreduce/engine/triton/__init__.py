@@ -34,10 +34,10 @@ from ..sides import Side
 from . import describe, launch, rows, sides, source, topk
 from .describe import as_for
 from .plan import KernelPlan, overrides, use_plan
-from .record import record
+from .record import Made, record
 from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
-from .tape import Buffer, Counted, Recipe, Recorded, Tape
+from .tape import Buffer, Counted, Recorded, Tape
 from .text import deep
 from .wide.panel import KernelStep
 
@@ -251,14 +251,16 @@ class Ready:
             found += one(leaves, views)
         return [found[k] for k in self.order]
 
-    def recipes(self) -> list[tuple[list[int], Recipe | None]] | None:
+    def recipes(self) -> list[Made] | None:
         """Which results each launch makes, and how it is launched again; None where something else is done too."""
         if self.picks:
             return None
         found, first = [], 0
         for one in self.launches:
-            count = len(one.outputs)
-            found.append(([self.order.index(first + k) for k in range(count)], one.recipe() if one.grid else None))
+            count, recipe, joined = len(one.outputs), one.recipe() if one.grid else None, one.united()
+            if recipe is None or joined is None:
+                return None
+            found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
             first += count
         return found
 

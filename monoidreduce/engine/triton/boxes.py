@@ -20,6 +20,7 @@ from torch import Tensor
 from ...program.expr import Expr
 from ...program.lower import Fold
 from . import source
+from .opened import filled as filled
 from .spec import WIDEST, Spec, padded
 
 _DIMENSIONS = 5  # of a descriptor, at most
@@ -104,10 +105,3 @@ def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: b
         made = _descriptor(v, *given)
     made.base = None  # a frozen launch holds nobody's tensor
     return made
-
-
-def filled(made: Any, v: Tensor | None) -> Any:
-    """A descriptor for another tensor of the same shape, strides and alignment, or for none."""
-    found = object.__new__(type(made))
-    found.__dict__ = {**made.__dict__, "base": v}
-    return found

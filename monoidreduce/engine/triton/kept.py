@@ -81,8 +81,27 @@ class Kernels:
     ) -> None:
         """Launch one on the device of its first argument. ``constants``: in the order of the text, after all others;
         ``options``: for the compiler."""
-        device, options = arguments[0].device, options or {}
-        key, given = [name, grid, device, *constants.values(), *options.values()], []
+        options = options or {}
+        key, given = self._key(name, grid, arguments, constants, options)
+        first = functools.partial(self._first, name, grid, arguments, constants, options)
+        self.kept(key, first, arguments, given)
+
+    def again(
+        self, name: str, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
+    ) -> Again | None:
+        """What launches one again that was launched with arguments like these."""
+        return self.kept.made.get(self._key(name, grid, arguments, constants, {})[0])
+
+    @staticmethod
+    def _key(
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> tuple[tuple, list[Any]]:
+        """What a launcher is found by, and the arguments with addresses in place of tensors."""
+        key, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
         for v in arguments:
             if isinstance(v, int):
                 key += specialized(v)
@@ -91,8 +110,7 @@ class Kernels:
                 address = v.data_ptr()
                 key += v.dtype, address & 15
                 given.append(address)
-        first = functools.partial(self._first, name, grid, arguments, constants, options)
-        self.kept(tuple(key), first, arguments, given)
+        return tuple(key), given
 
     def _first(
         self,

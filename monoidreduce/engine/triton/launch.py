@@ -19,18 +19,17 @@ from torch import Tensor
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
-from ..combine import combine
+from ..combine import combine, split
 from ..evaluate import Form, Room, Sizes, form
 from . import ahead, boxes, describe, paired, recent, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST, Spec, padded
-from .tape import Leaf, Recipe
+from .tape import Boxed, Leaf, Recipe
 from .text import bent, deep, emit
 from .text.exponents import LOG2E
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
-_FASTER = {"soft": united.softmax}
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -108,6 +107,8 @@ class Launch:
         self.merged = any(self.before)  # whether calls need leaves with merged batch
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
         self.rooms = [Room(f, sizes.device) for f in self.outputs]
+        self.types = [self._held(r, *form(r, k, sizes)) for r, k in self.fold.outputs]  # of whole results
+        self.cuts = self._cuts() if self.spec.split else []
         self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
@@ -188,14 +189,30 @@ class Launch:
 
     def recipe(self) -> Recipe | None:
         """How it is launched again, where that takes nothing but the leaves' addresses and numbers."""
-        made = self.again is None or self.merged or self.shifts or self.boxes or self.spec.split or self.lists
+        made = self.again is None or self.merged or self.shifts or self.kernel.made or self.lists
         if made or (self.spec.bounds and self.edges is None):
             return None
         assert self.again is not None
         arguments = [*self.template, *((self.edges or ()) if self.spec.bounds else ())]
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
+        arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
+
+    def united(self) -> list[united.Joined] | None:
+        """The launches that make whole results of those of a cut walk's parts, once they were made; none of a walk that
+        was not cut, None where torch makes them."""
+        found: list[united.Joined] = []
+        if not self.spec.split:
+            return found
+        if [dtype for _, dtype in self.outputs] != self.types:
+            return None
+        for r, places in split(self.fold, list(range(len(self.outputs)))):
+            made = united.recipes(r, [self.outputs[k] for k in places], self.sizes.device)
+            if made is None:
+                return None
+            found += [one.moved(places[0]) for one in made]
+        return found
 
     def _converted(self, values: Values) -> list[Any]:
         found = describe.converted(values, self.before, self.batch, self.sizes)
@@ -226,16 +243,18 @@ class Launch:
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs: those of a split walk combined, the lists of the best sorted."""
         if self.spec.split:
-            block = self.plan.block_folded
-            step = -(-self.lengths[1] // (block * self.parts)) * block
-            ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
-            lengths = [b - a for a, b in itertools.pairwise(ends)]
-            outputs[:] = combine(self.fold, outputs, lengths, ordered=True, faster=_FASTER)  # parts are let go
-            for at, (r, _) in enumerate(self.fold.outputs):
-                outputs[at] = outputs[at].to(self._held(r, outputs[at].shape, outputs[at].dtype))
+            outputs[:] = combine(self.fold, outputs, self.cuts, ordered=True, faster=united.whole)  # parts are let go
+            outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
+
+    def _cuts(self) -> list[int]:
+        """How much of the folded axis each part walks."""
+        block = self.plan.block_folded
+        step = -(-self.lengths[1] // (block * self.parts)) * block
+        ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
+        return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...program.expr import Expr
 from ...program.lower import Fold
 from ..evaluate import Sizes
-from ..script import Step
+from ..script import Step, batch_index
 from ..sides import Side
-from . import launch, sides, source
+from . import launch, recent, sides, source
 from .spec import Unsupported
 from .tape import Counted, Launched, Recipe, Recorded
+from .united import Joined
 
-# The results of a fold, and which of them each of its launches makes, and how again; None: something else is done
-Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], list[tuple[list[int], Recipe | None]] | None]]
+
+class Made(NamedTuple):
+    """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
+    the launches that make them whole."""
+
+    recipe: Recipe
+    results: Sequence[int]
+    joined: Sequence[Joined] = ()
+
+    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[Launched]:
+        """These launches in a program, where the step's leaves and results are called so."""
+        whole = tuple(names[k] for k in self.results)
+        parts = tuple(f"{name}_parts" for name in whole)
+        yield Launched(self.recipe, feeds, parts if self.joined else whole)
+        for one in self.joined:
+            yield Launched(one.recipe, parts, tuple(whole[k] for k in one.written))
+
+
+# The results of a fold, and its launches; None: something else is done
+Folder = Callable[[Fold, list[Any]], tuple[Sequence[Tensor], Sequence[Made] | None]]
 
 
 def record(
@@ -36,9 +57,16 @@ def record(
     if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
         return None  # (other integers of the same kind may be larger than kernels take)
     found: list[Launched] = []
+    held: dict[str, Tensor] = {}
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
         if isinstance(step.what, Expr):
+            if step.what.op == "batch_index":
+                if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return None  # what is held must not lie in a graph's memory
+                parts = ("batch_index", sizes.batch, sizes.device)
+                same = recent.remembered(parts, functools.partial(batch_index, sizes), sizes.device)
+                held[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
@@ -47,17 +75,18 @@ def record(
             results, launches = folder(step.what, leaves)
         else:
             results, launches = _side(step.what, leaves, sizes, total and step is steps[-1])
-        for theirs, recipe in launches or [([], None)]:
-            if recipe is None:
-                return None
-            found.append(Launched(recipe, step.feeds, tuple(names[k] for k in theirs)))
+        if not launches:
+            return None
+        for one in launches:
+            found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
-    return Recorded(found, called, counted)
+    return Recorded(found, called, counted, held)
 
 
-def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], list | None]:
+def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
     try:
         one = sides.Launch(side, leaves, sizes, total)
     except Unsupported:
         return [], None
-    return one(leaves), [(list(range(len(side.outputs))), one.recipe())]
+    results, recipe = one(leaves), one.recipe()
+    return results, None if recipe is None else [Made(recipe, range(len(side.outputs)))]

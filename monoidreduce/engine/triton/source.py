@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import linecache
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 
 from ...plan import disk
 from ...plan.cache import KERNELS
+from . import opened
 
 
 def write(text: str) -> Path:
@@ -153,6 +154,11 @@ class Again:
             return
         with on(self.device):
             self.watched(*arguments, *self.constants)
+
+    def opened(self, arguments: Sequence[Any]) -> tuple[Callable[..., None], Mapping[int, opened.Opened]]:
+        """What starts it where its descriptors were taken apart, and these by their places; ``start`` and none where
+        they are given as they are. Of the arguments descriptors alone are looked at."""
+        return opened.opened(self.start, (*self.before, None, *self.after), arguments) or (self.start, {})
 
 
 def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..evaluate import Form, Room, Sizes
 from ..script import Step, number
-from . import source
+from . import opened, source
 
 _ALIGNED = 128  # bytes: where parts of a buffer begin
 _MOST = 64  # numbers that are remembered
@@ -26,6 +26,13 @@ class Leaf(NamedTuple):
 
     at: int
     is_tensor: bool
+
+
+class Boxed(NamedTuple):
+    """A place for the tensor descriptor of one of its leaves, which is a tensor."""
+
+    at: int
+    template: Any
 
 
 class Recipe(NamedTuple):
@@ -71,12 +78,13 @@ class Counted:
 
 
 class Recorded(NamedTuple):
-    """The launches of a program, in order, what the results of its one fold are called, and the arithmetic of numbers
-    that comes before them."""
+    """The launches of a program, in order, what the results of its one fold are called, the arithmetic of numbers
+    that comes before them, and the tensors that are the same in every call."""
 
     launches: list[Launched]
     results: tuple[str, ...]
     counted: Counted | None = None
+    held: Mapping[str, Tensor] = {}
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -131,9 +139,10 @@ class Tape:
         forms, shown, device = recorded.forms, [name for name in returned if name is not None], sizes.device
         self.kept = Buffer({name: forms[name] for name in kept or ()}, device)
         self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *(kept or ()))}, device)
-        self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted}
+        self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted, "box": opened.at}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
+        self.places |= {name: self._constant(t) for name, t in recorded.held.items()}
         counted = recorded.counted
         opening = [] if counted is None else [f"{_tuple(counted.results)} = counted({', '.join(counted.names)})"]
         opening += [f"{name}_at = {name}.data_ptr()" for name in tensors]
@@ -171,11 +180,16 @@ class Tape:
         self.scope[name] = thing
         return name
 
-    def _arguments(self, one: Launched) -> list[str]:
+    def _arguments(self, one: Launched, boxes: Mapping[int, opened.Opened]) -> list[str]:
+        """What a kernel is given; ``boxes``: its descriptors, taken apart."""
         found = [self.places[name] for name in one.outputs]
-        for given in one.recipe.arguments:
-            leaf = one.feeds[given.at] if isinstance(given, Leaf) else None
-            if isinstance(given, Leaf) and given.is_tensor:
+        for place, given in enumerate(one.recipe.arguments, len(found)):
+            leaf = one.feeds[given.at] if isinstance(given, Leaf | Boxed) else None
+            if isinstance(given, Boxed):
+                address, box = self.places[str(leaf)], boxes.get(place)
+                whole = f"box({self._held(given.template)}, {address})" if box is None else ""
+                found.append(whole or f"*{self._held(box)}[{address}]")
+            elif isinstance(given, Leaf) and given.is_tensor:
                 found.append(self.places[str(leaf)])
             elif isinstance(leaf, str):
                 found.append(leaf)
@@ -190,10 +204,12 @@ class Tape:
         return repr(value) if type(value) is int else self._held(value)
 
     def _call(self, one: Launched) -> str:
-        return f"{self._held(one.recipe.again)}({', '.join(self._arguments(one))})"
+        return f"{self._held(one.recipe.again)}({', '.join(self._arguments(one, {}))})"
 
     def _start(self, one: Launched) -> str:
         again: Any = one.recipe.again
+        templates = [getattr(given, "template", None) for given in (*one.outputs, *one.recipe.arguments)]
+        start, boxes = again.opened(templates)
         fixed = [self._constant(v) for v in (*again.before, *again.after)]
-        given = [*fixed[:3], "s", *fixed[3:], *self._arguments(one), *map(self._held, again.constants)]
-        return f"{self._held(again.start)}({', '.join(given)})"
+        given = [*fixed[:3], "s", *fixed[3:], *self._arguments(one, boxes), *map(self._held, again.constants)]
+        return f"{self._held(start)}({', '.join(given)})"

@@ -7,6 +7,7 @@ row's N ever enter its list. The list is sorted at the end, by torch: it is smal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,15 +22,12 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import COMBINERS
 from ..evaluate import Sizes
-from .kept import Kernels
+from . import source, strips
 from .spec import TINY, Unsupported, padded
 from .text.kind import Kind
+from .wide import reel
 
 _MOST = 64  # beyond, the list takes too many registers
-_STRIP = 64  # columns of a row whose maximum stands for them
-_MANY = 32  # strips at a time
-_LANES = 1024  # numbers at a time
-_LONG = 4  # rows of fewer strips than so many times k are sorted whole
 
 
 class TopK(Kind):
@@ -95,93 +93,11 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
 
 # Of a panel -----------------------------------------------------------------------------------------------------
 
-_TEXT = '''"""The best of a matrix's rows: strips by their maxima, those strips, and where in a row their best lie."""
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * MANY + tl.arange(0, MANY)
-    place = row * stride + at[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
-    v = tl.load(x + place, mask=(at < strips)[:, None], other=0)
-    if v.dtype != tl.float64:
-        v = v.to(tl.float32)
-    tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
-
-
-@triton.jit
-def strips_held(out, x, chosen, stride, k, whole, width, STRIP: tl.constexpr, LANES: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    strip = tl.load(chosen + row * k + at // STRIP, mask=at < k * STRIP, other=0)
-    place = tl.where(at < k * STRIP, strip * STRIP + at % STRIP, at - k * STRIP + whole)
-    tl.store(out + row * width + at, tl.load(x + row * stride + place, mask=at < width, other=0), mask=at < width)
-
-
-@triton.jit
-def listed(
-    values, places, found, at, chosen, k, whole, size,
-    LARGEST: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr,
-):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    v = tl.load(found + i, mask=i < size, other=0).to(values.dtype.element_ty)
-    p = tl.load(at + i, mask=i < size, other=0)
-    if STRIP:
-        strip = tl.load(chosen + i // k * k + tl.minimum(p // STRIP, k - 1), mask=i < size, other=0)
-        p = tl.where(p < k * STRIP, strip * STRIP + p % STRIP, p - k * STRIP + whole)
-    worst = float("-inf") if LARGEST else float("inf")
-    tl.store(values + i, v, mask=i < size)
-    tl.store(places + i, tl.where(v == worst, -1, p), mask=i < size)
-'''
-_kernels = Kernels(_TEXT)
-
 
 def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
     """The best of each row of a panel, as the eager engine keeps them."""
     k, largest = r.attrs[2]
-    return best(panel, min(k, panel.shape[1]), largest, compute)
-
-
-def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
-    """The k best of each row of a matrix, and their places: -1 where there is nothing.
-
-    Of long rows in two levels: the k largest of a row lie in the k of its strips that have the largest maxima, so that
-    it is read once, and sorted are its maxima and those strips. (The smallest are found by torch alone: a strip's
-    minimum would be NaN where anything in it is.) What torch would do in a dozen small steps is one: where rows are
-    few, the host would take longer for them than the device for the rest.
-    """
-    rows, strips = panel.shape[0], panel.shape[1] // _STRIP
-    if not largest or not rows or strips < _LONG * k:
-        values, at = panel.topk(k, dim=1, largest=largest)
-        return _listed(values, at, at, 0, largest, compute)
-    whole = strips * _STRIP
-    maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
-    grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
-    _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
-    chosen = maxima.topk(k, dim=1, sorted=False).indices
-    width = k * _STRIP + panel.shape[1] - whole
-    held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
-    places = (held, panel, chosen, panel.stride(0), k, whole, width)
-    _kernels("strips_held", (rows, -(-width // _LANES)), places, dict(STRIP=_STRIP, LANES=_LANES))
-    return _listed(*held.topk(k, dim=1), chosen, whole, largest, compute)
-
-
-def _listed(found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
-    """Values and places as users get them; ``whole``: the end of the strips, 0 where places are those of a row."""
-    values, places = torch.empty_like(found, dtype=compute), torch.empty_like(at)
-    given = (values, places, found, at, chosen, found.shape[1], whole, found.numel())
-    constants = dict(LARGEST=largest, STRIP=_STRIP if whole else 0, LANES=_LANES)
-    if found.numel():
-        _kernels("listed", (-(-found.numel() // _LANES),), given, constants)
-    return [values, places]
+    return strips.best(panel, min(k, panel.shape[1]), largest, compute)
 
 
 def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
@@ -198,8 +114,34 @@ def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Seque
     places = _places(fold, sizes)
     if places is None or factors(fold, leaves, sizes) is None:
         return None
-    rows, cols = places
-    return lambda given: of_product(fold, given[rows], given[cols], sizes)
+    return _Straight(fold, places, sizes)
+
+
+class _Straight:
+    """The k best products for leaves of one kind: the first is heard, later ones run what was heard, in as many panels
+    as there was room for then.
+
+    ``reels``: by whether rows and columns are the same; None: there is more to it than can be written down."""
+
+    def __init__(self, fold: Fold, places: tuple[int, int], sizes: Sizes):
+        self.fold, self.places, self.sizes = fold, places, sizes
+        self.reels: dict[bool, Any] = {}
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        x, y = (leaves[k] for k in self.places)
+        same = x.data_ptr() == y.data_ptr()
+        made = self.reels.get(same, self)
+        if made is self:
+            return self._met(x, y, same)
+        found = None if made is None else made.run(x, y)
+        return of_product(self.fold, x, y, self.sizes) if found is None else list(found)
+
+    def _met(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
+        run = functools.partial(of_product, self.fold, sizes=self.sizes)
+        if not source.repeats(self.sizes.device):
+            return run(x, y)
+        found, self.reels[same], _ = reel.heard(run, (x, y), self.sizes.device)
+        return found
 
 
 def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...evaluate import Room
-from .. import boxes, source
-from .listen import Box, Launched, Operation, Place, Step, Unheard, places
+from .. import opened, source
+from .listen import Box, Launched, Listener, Operation, Place, Step, Unheard, places
 
+_LONG = 2**14  # steps: what takes longer to write down is done each time
 _aten = torch.ops.aten
 _ALLOCATES = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 # what takes torch half the time by another name
@@ -27,6 +28,8 @@ _SHORTER: dict[Any, Callable] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.zero_.default: Tensor.zero_,
     _aten.add_.Tensor: Tensor.add_,
+    getattr(_aten.mm, "dtype_out", None): torch.mm,  # since torch 2.8 or so
+    getattr(_aten.addmm, "dtype_out", None): torch.addmm,
 }
 
 
@@ -51,13 +54,33 @@ class Reel:
         self.run: Callable[..., tuple[Any, ...] | None] = made.scope["run"]
 
 
+def heard(
+    run: Callable[..., list[Any]], tensors: Sequence[Tensor], device: torch.device
+) -> tuple[list[Any], Reel | None, tuple[tuple[Any, Any], ...]]:
+    """What is found for these tensors; how it is done again, None where there is more to it than can be written down;
+    and the panels that were chosen on the way."""
+    named = {f"x{k}": v for k, v in enumerate(tensors)}
+    listener = Listener(named)
+    with listener:
+        found = run(*tensors)
+    try:
+        if listener.lost or len(listener.steps) > _LONG:
+            raise Unheard(listener.lost)
+        given = {name: whole(name, t) for name, t in named.items()}
+        reel = Reel(listener.steps, given, listener.noted(tuple(found)), listener.held, device)
+    except Unheard:
+        return found, None, ()
+    return found, reel, tuple(listener.choices)
+
+
 class _Writer:
     """Writes steps as lines. ``scope``: what they name."""
 
     def __init__(
         self, steps: Sequence[Step], inputs: Mapping[str, Place], held: Mapping[str, Tensor], device: torch.device
     ):
-        self.scope: dict[str, Any] = {"empty": torch.empty_like, "filled": boxes.filled, **held}
+        self.scope: dict[str, Any] = {"empty": torch.empty_like, "box": opened.at, **held}
+        self.opened: dict[tuple, tuple[Any, Mapping[int, opened.Opened]]] = {}  # descriptors of launchers
         self.given, self.device = inputs.keys() | held.keys(), device
         self.whole = {**inputs, **{name: whole(name, t) for name, t in held.items()}}  # how storages are bound
         self.lines: list[str] = []
@@ -113,28 +136,38 @@ class _Writer:
         self._line(f"{', '.join(made)} = {call}" if any(step.made) else call, [name for name in made if name != "_"])
 
     def _launch(self, step: Launched) -> None:
-        given = [self._argument(v) for v in step.arguments]
-        if not self.starts:
-            self._line(f"{self._held(step.again, id(step.again))}({', '.join(given)})")
-            return
         again = step.again
+        if not self.starts:
+            given = [self._argument(v) for v in step.arguments]
+            self._line(f"{self._held(again, id(again))}({', '.join(given)})")
+            return
+        start, taken_apart = self._opened(again, step.arguments)
+        given = [self._argument(v, taken_apart.get(k)) for k, v in enumerate(step.arguments)]
         before, after = ([self._value(v) for v in part] for part in (again.before, again.after))
         given = [*before, "s", *after, *given, *map(self._value, again.constants)]
-        self._line(f"{self._held(again.start, id(again))}({', '.join(given)})")
+        self._line(f"{self._held(start, id(start))}({', '.join(given)})")
+
+    def _opened(self, again: source.Again, arguments: Sequence[Any]) -> tuple[Any, Mapping[int, opened.Opened]]:
+        """What starts a kernel, and its descriptors taken apart: the same for all launches with descriptors of one
+        form."""
+        templates = [v.template if isinstance(v, Box) else None for v in arguments]
+        key = (id(again), *(_form(v) for v in templates if v is not None))
+        if key not in self.opened:
+            self.opened[key] = again.opened(templates)
+        return self.opened[key]
 
     # What they are given
 
-    def _argument(self, value: Any) -> str:
-        """An argument of a kernel: tensors by their addresses."""
+    def _argument(self, value: Any, box: opened.Opened | None = None) -> str:
+        """An argument of a kernel: tensors by their addresses; ``box``: a descriptor, taken apart."""
         if isinstance(value, Place):
             return self._address(value)
-        if isinstance(value, Box):
-            made, base = value.template, value.base
-            if len(base.shape) == 3 and base.shape[0] == 1:  # only its address counts: as products have it
-                base = base._replace(shape=base.shape[1:], stride=base.stride[1:])
-            form = (type(made), *map(id, (made.shape, made.strides, made.block_shape)))
-            return f"filled({self._held(made, form)}, {self._view(base)})"
-        return self._value(value)
+        if not isinstance(value, Box):
+            return self._value(value)
+        address = self._address(value.base)
+        if box is None:
+            return f"box({self._held(value.template, _form(value.template))}, {address})"
+        return f"*{self._held(box, id(box))}[{address}]"
 
     def _address(self, place: Place) -> str:
         store, key = place.store, (place.store, "address")
@@ -192,6 +225,12 @@ class _Writer:
             self.names[key] = f"k{len(self.scope)}"
             self.scope[self.names[key]] = thing
         return self.names[key]
+
+
+def _form(template: Any) -> tuple:
+    """What tells descriptors apart."""
+    more = (getattr(template, name, None) for name in ("padding", "layout"))
+    return type(template), *map(tuple, (template.shape, template.strides, template.block_shape)), *more
 
 
 def whole(name: str, t: Tensor) -> Place:

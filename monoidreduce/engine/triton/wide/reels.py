@@ -21,13 +21,11 @@ from ... import filtering, hardware
 from ...evaluate import Sizes
 from .. import source
 from . import epilogue, sweep
-from .listen import Listener, Unheard
-from .reel import Reel, whole
+from .reel import Reel, heard
 
 _MOST = 32  # kinds of walks
 _ONCES = 256
 _FEW = 4  # of one kind, with other panels
-_LONG = 2**14  # steps: what takes longer to write down is walked each time
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 Walked = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
@@ -66,9 +64,9 @@ def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes:
     if kind is None or kind.lost:
         return walked(program, inputs, sizes, room)
     asked = bool(room) or budget.asked() is not None
-    for heard in kind.reels:
-        if heard.serves(asked):
-            found = heard.reel.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
+    for known in kind.reels:
+        if known.serves(asked):
+            found = known.reel.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
             return walked(program, inputs, sizes, room) if found is None else list(found)
     if len(kind.reels) >= _FEW:
         return walked(program, inputs, sizes, room)
@@ -113,19 +111,12 @@ def _keep(store: Any, key: tuple, value: Any, most: int) -> Any:
 
 def _heard(kind: _Kind, walked: Walked, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
     """Walk, and write down what is done."""
-    tensors = {f"x{k}": v for k, v in enumerate(v for v in inputs.values() if isinstance(v, Tensor))}
-    listener = Listener(tensors)
-    with listener:
-        found = walked(kind.program, inputs, sizes, room)
-    try:
-        if listener.lost or len(listener.steps) > _LONG:
-            raise Unheard(listener.lost)
-        given = {name: whole(name, t) for name, t in tensors.items()}
-        reel = Reel(listener.steps, given, listener.noted(tuple(found)), listener.held, sizes.device)
-    except Unheard:
+    tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
+    found, reel, choices = heard(lambda *_: walked(kind.program, inputs, sizes, room), tensors, sizes.device)
+    if reel is None:
         kind.lost = True
     else:
-        kind.reels.append(_Heard(reel, _plans(), tuple(listener.choices)))
+        kind.reels.append(_Heard(reel, _plans(), choices))
     return found
 
 

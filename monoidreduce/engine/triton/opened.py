@@ -1,0 +1,118 @@
+"""Tensor descriptors as launchers take them, found by address.
+
+Triton's launchers take descriptors apart in Python and have the driver encode them, at every launch: that takes the
+host longer than the launch itself. What comes of it depends on the kernel, on a descriptor's form and on its address
+alone, so it is kept by address: tensors of one form come back to the same places.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_MOST = 1024  # addresses of one argument
+_ANYWHERE = 1 << 30  # an address as good as another: nothing is read
+Start = Callable[..., None]
+
+
+class Address:
+    """Memory that begins somewhere: all that launchers ask of a descriptor's tensor."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def data_ptr(self) -> int:
+        """Where it begins."""
+        return self.at
+
+
+def at(template: Any, address: int) -> Any:
+    """The descriptor of what lies at an address."""
+    return filled(template, Address(address))
+
+
+def filled(made: Any, v: Any) -> Any:
+    """A descriptor for another tensor of the same shape, strides and alignment, or for none."""
+    found = object.__new__(type(made))
+    found.__dict__ = {**made.__dict__, "base": v}
+    return found
+
+
+class Opened(dict[int, tuple]):
+    """By address: what is given to a compiled kernel's function in place of one of its descriptors."""
+
+    def __init__(self, made: Callable[[int], tuple]):
+        super().__init__()
+        self.made = made
+
+    def __missing__(self, address: int) -> tuple:
+        if len(self) >= _MOST:
+            self.clear()
+        found = self[address] = self.made(address)
+        return found
+
+
+def opened(launch: Any, before: Sequence[Any], arguments: Sequence[Any]) -> tuple[Start, dict[int, Opened]] | None:
+    """What starts a kernel whose descriptors were taken apart, and each of these, by its place among the arguments;
+    None where there are none, or this Triton has launchers of another make.
+
+    ``launch`` takes ``before`` and the arguments, of which the descriptors' forms are looked at and nothing else."""
+    places = [k for k, v in enumerate(arguments) if is_box(v)]
+    found = _beneath(launch) if places else None
+    if found is None:
+        return None
+    start, on = found
+
+    def taken_apart(place: int, address: int) -> tuple:
+        """All that the launcher gives on from one place to the next."""
+        seen: list[tuple] = []
+        given = [_Marked.of(at(v, address)) if k in places else object() for k, v in enumerate(arguments)]
+        on(lambda *passed: seen.append(passed[len(before) :]))(*before, *given)
+        (passed,) = seen
+        begins = [*(_begin(passed, v) for v in given), len(passed)]
+        return tuple(int(v) if isinstance(v, _Marked) else v for v in passed[begins[place] : begins[place + 1]])
+
+    try:
+        taken_apart(places[0], _ANYWHERE)
+    except Exception:  # of another make
+        return None
+    return start, {k: Opened(functools.partial(taken_apart, k)) for k in places}
+
+
+def is_box(v: Any) -> bool:
+    """Whether a value is a tensor descriptor."""
+    return hasattr(v, "block_shape")
+
+
+class _Marked(int):
+    """A length that is told from all others: where a descriptor's parts are found again."""
+
+    @classmethod
+    def of(cls, box: Any) -> Any:
+        """A descriptor with marked lengths."""
+        box.shape = [cls(n) for n in box.shape]
+        return box
+
+
+def _begin(passed: Sequence[Any], given: Any) -> int:
+    """Where an argument begins in what was passed on: a descriptor one place before its first length."""
+    mark = given.shape[0] if is_box(given) else given
+    return next(k for k, v in enumerate(passed) if v is mark) - is_box(given)
+
+
+def _beneath(launch: Any) -> tuple[Start, Callable[[Start], Start]] | None:
+    """The compiled function that a launcher calls, and the same launcher around another function."""
+    cells = getattr(launch, "__closure__", None) or ()
+    found = [k for k, cell in enumerate(cells) if isinstance(cell.cell_contents, types.BuiltinFunctionType)]
+    if len(found) != 1:
+        return None
+
+    def on(other: Start) -> Start:
+        closure = tuple(types.CellType(other) if k == found[0] else cell for k, cell in enumerate(cells))
+        return types.FunctionType(launch.__code__, launch.__globals__, closure=closure)
+
+    return cells[found[0]].cell_contents, on
