@@ -24,6 +24,10 @@ STRIPS = 4  # into which a tile is cut where its pairs draw: their words and num
 FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
 _FITS = 35 * 2**20  # bytes of kept vectors that stay in the cache of an H200 whatever is walked besides
 _NEAR = 10 * 2**20  # and of those that run at the same time, where there are more
+OPENING = [  # of a walk in parts: a few kept tiles, ``beside``, take all parts before the next few
+    "batch = tl.program_id(0) // (tiles * parts)",
+    "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
+]
 _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 

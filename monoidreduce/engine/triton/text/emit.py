@@ -264,11 +264,8 @@ def _opening(spec: Spec) -> list[str]:
     lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
     if spec.bounds:
         lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
-    if spec.split and spec.deep:  # few enough kept tiles at a time that their vectors stay near
-        lines = ["batch = tl.program_id(0) // (tiles * parts)"]
-        lines += ["tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)"]
-    elif spec.split:
-        lines += ["part = batch // batches", "batch = batch % batches"]
+    if spec.split:
+        lines = [*deep.OPENING] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in range(spec.rank - 1, 0, -1):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
