@@ -363,8 +363,8 @@ def test_launchers_are_kept_by_their_keys():
         return lambda *given: made.append((name, *given))
 
     for key in ("a", "b", "a", "c", "a"):  # the oldest goes
-        keeper((key,), lambda key=key: first(key), (1,), (2,))
-    assert made == ["a", "b", ("a", 2), "c", "a"]
+        keeper((key,), lambda key=key: first(key), (1,))
+    assert made == ["a", "b", ("a", 1), "c", "a"]
     keeper(("d",), lambda: None, ())
     assert ("d",) not in keeper.made
     assert kept.specialized(1) != kept.specialized(2) != kept.specialized(16) == kept.specialized(32)

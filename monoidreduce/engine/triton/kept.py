@@ -7,7 +7,6 @@ somebody can hear of launches (``reel.py``).
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,15 +43,11 @@ class Kept:
         self.most = most
         self.made: dict[tuple, Again] = {}
 
-    def __call__(
-        self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any], given: Sequence[Any] = ()
-    ) -> None:
-        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again.
-
-        ``given``: the arguments with addresses in place of tensors, for which a launcher need not ask."""
+    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> None:
+        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again."""
         again = self.made.get(key)
         if again is not None:
-            again(*(given or arguments))
+            again(*arguments)
         else:
             again = first()
             if again is not None:
@@ -83,8 +78,12 @@ class Kernels:
         ``options``: for the compiler."""
         options = options or {}
         key, given = self._key(name, grid, arguments, constants, options)
-        first = functools.partial(self._first, name, grid, arguments, constants, options)
-        self.kept(key, first, arguments, given)
+        again = self.kept.made.get(key)
+        if again is not None:
+            again(*given)
+            tell(again, arguments)
+            return
+        self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
 
     def again(
         self, name: str, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
