@@ -58,7 +58,8 @@ def share(out, labels, ignored, size, LANES: tl.constexpr):
     tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
 '''
 _WIDEST = 1024
-ALONE = 2**14  # numbers that one program instance rounds
+ALONE = 2**14  # numbers that one program instance rounds, where they are written over what is read
+_LANES = 2048
 _LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
 _kernels = Kernels(_TEXT)
 
@@ -92,8 +93,9 @@ def rounded(out: Tensor, x: Tensor) -> bool:
     them all before it writes. False where there is no kernel for them."""
     if x.dtype is not torch.float32 or out.dtype not in _SCALED or not (x.is_contiguous() and out.is_contiguous()):
         return False
-    size = x.numel()
-    _kernels("rounded", (-(-size // ALONE),), (out, x, size), dict(LANES=ALONE), dict(num_warps=16))
+    size, alone = x.numel(), x.data_ptr() == out.data_ptr()
+    lanes, warps = (ALONE, 16) if alone else (_LANES, 4)
+    _kernels("rounded", (-(-size // lanes),), (out, x, size), dict(LANES=lanes), dict(num_warps=warps))
     return True
 
 
