@@ -6,6 +6,7 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ def rounded(out: Tensor, x: Tensor) -> bool:
     """out = x, in the type of ``out``. Where they lie in one place, up to ``ALONE`` numbers: one program instance reads
     them all before it writes. False where there is no kernel for them."""
     if x.dtype is not torch.float32 or out.dtype not in _SCALED or not (x.is_contiguous() and out.is_contiguous()):
+        return False
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     size, alone = x.numel(), x.data_ptr() == out.data_ptr()
     lanes, warps = (ALONE, 16) if alone else (_LANES, 4)
