@@ -135,7 +135,8 @@ def test_without_processors_panels_are_as_large_as_they_may():
 
 
 @pytest.mark.parametrize(("begin", "count", "lent"), [(0, 50, 50), (16, 60, 42), (40, 60, 30), (96, 4, 2), (99, 1, 0)])
-def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, seed):
+@pytest.mark.parametrize("spare", [None, 10, 100 * 24])
+def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, spare, seed):
     gradients = torch.full((100, 24), float("nan"), dtype=torch.bfloat16)
     own = gradients[begin:]
     assert lendable(own, count, torch.float32) == lent
@@ -146,7 +147,7 @@ def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, 
     values = torch.randn(count, 24)
     for rows, t in totals.pieces:
         t += values[rows]
-    totals.close()
+    totals.close(None if spare is None else torch.full((spare,), float("nan"), dtype=torch.bfloat16))
     assert torch.equal(own[:count], values.bfloat16()) and gradients[:begin].isnan().all()
 
 

@@ -69,6 +69,7 @@ class KernelStep(Sums):
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
         self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
         self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
+        self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]

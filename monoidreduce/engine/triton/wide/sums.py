@@ -39,6 +39,7 @@ class Sums(Room):
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
         self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.fed = [dict(fed(stage)) for stage in self.walk.stages]
+        self.spare: Tensor | None = None  # what holds panels, when they are done with
 
     def _keep_own(self, own: Rest, part: Part) -> None:
         """What some rows add in their own columns: kept for the end of their totals, and for that of all panels."""
@@ -63,7 +64,7 @@ class Sums(Room):
         for rows, totals in lent.pieces:
             if own:
                 own.of(rows).complete(totals, self.columns[key])
-        lent.close()
+        lent.close(self.spare)
 
     def _contract(
         self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
