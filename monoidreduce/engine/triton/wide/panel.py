@@ -131,6 +131,8 @@ class KernelStep(Sums):
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
+        if self.panel.tail is None and part.cols.stop == self.sizes.cols:
+            self._close_lent()
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 

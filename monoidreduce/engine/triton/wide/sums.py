@@ -55,16 +55,14 @@ class Sums(Room):
                 self.labels.setdefault((at, place), []).append((own, vectors))
 
     def _close_lent(self) -> None:
-        for key in list(self.lent):
-            self._close(key)
-
-    def _close(self, key: tuple[int, int]) -> None:
-        """The gradients of rows from their totals, and from what stands in their own columns."""
-        lent, own = self.lent.pop(key), self.mine[1]
-        for rows, totals in lent.pieces:
-            if own:
-                own.of(rows).complete(totals, self.columns[key])
-        lent.close(self.spare)
+        """The gradients of rows from their totals, and from what stands in their own columns. Panels are done with."""
+        own = self.mine[1]
+        for key, lent in self.lent.items():
+            for rows, totals in lent.pieces:
+                if own:
+                    own.of(rows).complete(totals, self.columns[key])
+            lent.close(self.spare)
+        self.lent = {}
 
     def _contract(
         self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
@@ -88,11 +86,8 @@ class Sums(Room):
             self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
-        if self.panel.tail is None and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
-            if key in self.lent:
-                self._close(key)
-            elif key in self.adding:
-                self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
+        if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
+            self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
         return None
 
     def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
