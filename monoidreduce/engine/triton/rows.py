@@ -40,7 +40,7 @@ def scale(x, factor, size, LANES: tl.constexpr):
             tl.store(x + at, old * by, mask=at < size)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def rounded(out, x, size, LANES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     v = tl.load(x + at, mask=at < size)
