@@ -13,6 +13,7 @@ from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engine import gradients, hardware, triton
 from monoidreduce.engine.tapes import frozen
 from monoidreduce.engine.triton import launch, rows, source
+from monoidreduce.engine.triton.wide import lent
 from monoidreduce.plan import budget
 from monoidreduce.plan.choice import follow
 from monoidreduce.plan.environment import Variable
@@ -347,6 +348,29 @@ def test_the_share_of_a_row(count):
     assert torch.equal(rows.share(labels, -100), hardware.share(labels, -100, torch.float32))
     assert rows.share(torch.full((3,), -100), -100) == torch.inf
     assert rows.share(labels[:0], -100) is None and rows.share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+
+
+@pytest.mark.parametrize("count", [1, 59, rows.ALONE])
+def test_numbers_are_rounded_where_they_lie(count):
+    memory = torch.zeros(2 * count + 3, dtype=torch.bfloat16)
+    wide, narrow = memory[: 2 * count].view(torch.float32), memory[:count]
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * 100
+    wide.copy_(values)
+    assert rows.rounded(narrow, wide) and torch.equal(narrow, values.bfloat16()) and not memory[2 * count :].any()
+    assert not rows.rounded(narrow, values.double()) and not rows.rounded(memory[:1].expand(count + 1), values)
+
+
+@pytest.mark.parametrize(("features", "number"), [(24, 90), (rows.ALONE // 2, 7), (2 * rows.ALONE, 3)])
+def test_totals_are_rounded_by_kernels(monkeypatch, features, number):
+    """In the memory of gradients: those of the first rows by one program instance."""
+    monkeypatch.setattr(lent, "_by_kernels", lambda t: True)
+    gradients = torch.zeros(2 * number, features, dtype=torch.bfloat16)
+    totals = lent.Lent.zeros(gradients, number + 2, number, torch.float32)
+    values = torch.randn(number + 2, features, generator=torch.Generator().manual_seed(0))
+    for part, t in totals.pieces:
+        t += values[part]
+    totals.close()
+    assert torch.equal(gradients[: number + 2], values.bfloat16())
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):
