@@ -58,6 +58,19 @@ def test_kernels_compile(capability, ready, tmp_path):
     assert [c for c, staged in forward.items() if staged] == (STAGED[ready] if capability == 90 else [])
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_small_kernels_compile(capability, tmp_path):
+    """Those that no program writes: nothing spills."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"MONOIDREDUCE_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.interpret.small", f"cuda:{capability}"]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert said.returncode == 0, said.stderr[-3000:]
+    found = list(map(json.loads, said.stdout.splitlines()))
+    assert {kernel["kernel"] for kernel in found} == {"best_listed", "unite_best", "unite_sum"}
+    assert not [kernel for kernel in found if kernel["spills"]]
+
+
 @pytest.mark.parametrize("capability", sorted(FAMILIES))
 def test_the_tiles_that_ship_fit_as_they_are_counted(capability):
     """Before anything is compiled: 16-bit kernels of the ready-made layers keep a pipeline, and tiles of some size."""

@@ -200,15 +200,14 @@ class Launch:
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def united(self) -> list[united.Joined] | None:
-        """The launches that make whole results of those of a cut walk's parts, once they were made; none of a walk that
-        was not cut, None where torch makes them."""
+        """The launches that make whole results of those of a cut walk's parts; none of a walk that was not cut, None
+        where torch makes them."""
         found: list[united.Joined] = []
         if not self.spec.split:
             return found
-        if [dtype for _, dtype in self.outputs] != self.types:
-            return None
         for r, places in split(self.fold, list(range(len(self.outputs)))):
-            made = united.recipes(r, [self.outputs[k] for k in places], self.sizes.device)
+            forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
+            made = united.recipes(r, forms, types, self.sizes.device)
             if made is None:
                 return None
             found += [one.moved(places[0]) for one in made]

@@ -1,4 +1,4 @@
-"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, a factor for all of them, their rounding.
+"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and a factor for all of them.
 
 torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
 """
@@ -6,7 +6,6 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor
@@ -41,14 +40,6 @@ def scale(x, factor, size, LANES: tl.constexpr):
             tl.store(x + at, old * by, mask=at < size)
 
 
-@triton.jit(do_not_specialize=["size"])
-def rounded(out, x, size, LANES: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    v = tl.load(x + at, mask=at < size)
-    tl.debug_barrier()  # where both begin in one place
-    tl.store(out + at, v, mask=at < size)
-
-
 @triton.jit(do_not_specialize=["ignored", "size"])
 def share(out, labels, ignored, size, LANES: tl.constexpr):
     count = tl.zeros([LANES], tl.int32)
@@ -59,8 +50,6 @@ def share(out, labels, ignored, size, LANES: tl.constexpr):
     tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
 '''
 _WIDEST = 1024
-ALONE = 2**14  # numbers that one program instance rounds, where they are written over what is read
-_LANES = 2048
 _LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
 _kernels = Kernels(_TEXT)
 
@@ -86,19 +75,6 @@ def scale(x: Tensor, factor: Tensor) -> bool:
         return False
     grid = (min(-(-x.numel() // 4096), 2048),)
     _kernels("scale", grid, (x, factor, x.numel()), dict(LANES=4096), dict(num_warps=8))
-    return True
-
-
-def rounded(out: Tensor, x: Tensor) -> bool:
-    """out = x, in the type of ``out``. Where they lie in one place, up to ``ALONE`` numbers: one program instance reads
-    them all before it writes. False where there is no kernel for them."""
-    if x.dtype is not torch.float32 or out.dtype not in _SCALED or not (x.is_contiguous() and out.is_contiguous()):
-        return False
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    size, alone = x.numel(), x.data_ptr() == out.data_ptr()
-    lanes, warps = (ALONE, 16) if alone else (_LANES, 4)
-    _kernels("rounded", (-(-size // lanes),), (out, x, size), dict(LANES=lanes), dict(num_warps=warps))
     return True
 
 

@@ -159,17 +159,18 @@ def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     return [torch.empty_like(t[0]) for t in stacked]
 
 
-def recipes(r: Expr, stacked: Sequence[Form], device: torch.device) -> list[Joined] | None:
-    """How these launches are made again, after they were made once; None where parts are so large that they should be
-    let go as soon as they were read."""
+def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device) -> list[Joined] | None:
+    """How the launches are made again that write results in these types; they are made once on the way. None where
+    parts are so large that they should be let go as soon as they were read."""
     if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > _SMALL:
         return None
     parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
-    made, found = room(r, parts), []
-    if made is None:
+    todo, found = _tasks(r, parts), []
+    if todo is None:
         return None
-    for task in _tasks(r, parts) or ():
-        again = _kernels.again(task.name, task.grid, task.given(made, parts), dict(task.constants))
+    made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
+    for task in todo:
+        again = _kernels(task.name, task.grid, task.given(made, parts), dict(task.constants))
         if again is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)

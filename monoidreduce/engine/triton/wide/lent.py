@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import rows
-
-_FIRST = 8  # rows that are rounded by way of other memory, where no kernel reads them all before it writes
+_FIRST = 8  # rows that are rounded by way of other memory
 _ALIGNED = 16  # bytes: where totals may begin
 
 
@@ -61,10 +59,9 @@ class Lent:
                 self._close_in_place(totals)
 
     def _close_in_place(self, totals: Tensor) -> None:
-        alone, at = rows.ALONE // self.own.shape[1], 0
+        at = min(_FIRST, len(totals))
+        self.own[:at] = totals[:at].to(self.own.dtype)
         while at < len(totals):
-            end = min(2 * at or alone or _FIRST, len(totals))
-            own, of = self.own[at:end], totals[at:end]
-            if not (at or alone) or not rows.rounded(own, of):
-                own.copy_(of if at else of.to(own.dtype))
+            end = min(2 * at, len(totals))
+            self.own[at:end] = totals[at:end]
             at = end
