@@ -80,7 +80,7 @@ _READY: dict[tuple, Ready] = {}
 
 hardware.ROW_DOT[:] = [rows.dot]
 hardware.SCALE[:] = [rows.scale]
-hardware.SHARE[:] = [rows.share]
+hardware.SHARE[:] = [rows.sharer]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,14 +79,24 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     return True
 
 
-def share(labels: Tensor, ignored: int) -> Tensor | None:
-    """One over the number of labels that are not ignored, in float32; None where there is no kernel for them."""
+def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
+    """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
+    and alignment; None where there is no kernel for them."""
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    out = _one(labels.device)()
-    _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
-    return out
+    room, again = _one(labels.device), None
+
+    def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
+        nonlocal again
+        out = room()
+        if again is None:
+            again = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
+        else:
+            again(out.data_ptr(), labels.data_ptr(), ignored, size)
+        return out
+
+    return share
 
 
 @functools.cache
