@@ -1,0 +1,33 @@
+"""What contractions by turns are tried on, by the machine of ``tests/interpret`` and on a GPU."""
+
+import itertools
+
+import torch
+
+from monoidreduce.engine.triton.wide import contract
+
+SIZES = [(256, 1024, 128), (300, 1112, 264), (200, 2310, 136)]  # kept, folded, features
+KINDS = list(itertools.product(("cols", "rows"), (torch.bfloat16, torch.float32), (False, True)))
+ROOM = 2**25
+
+
+def made(L, N, D, over, kind, device="cpu", narrow=torch.bfloat16):
+    """A total, weights that are part of a wider panel, and vectors."""
+    gen = torch.Generator().manual_seed(0)
+    shape = (L, -(-N // 8) * 8) if over == "cols" else (N, -(-L // 8) * 8)
+    panel = torch.randn(shape, generator=gen).to(narrow).to(device)
+    weights = panel[:, :N] if over == "cols" else panel[:, :L].mT
+    vectors = torch.randn(N, D, generator=gen).to(narrow).to(device)
+    return torch.randn(L, D, generator=gen).to(kind).to(device), weights, vectors
+
+
+def check(L, N, D, over, kind, add, device="cpu", room=0, narrow=torch.bfloat16):
+    """At most 2.5 times the error of torch, which rounds a float32 sum once. (The interpreter cuts digits.)"""
+    out, weights, vectors = made(L, N, D, over, kind, device, narrow)
+    begin = out.clone() if add else torch.zeros_like(out)
+    exact, plain = (torch.addmm(begin.to(t), weights.to(t), vectors.to(t)) for t in (torch.float64, torch.float32))
+    out = out if add else torch.full_like(out, torch.nan)
+    assert contract.into(out, weights, vectors, add, room)
+    error, other = ((t.double() - exact).norm() for t in (out, plain.to(kind)))
+    assert error <= 2.5 * other + 1e-6 * exact.norm(), (error / exact.norm(), other / exact.norm())
+    return out
