@@ -6,7 +6,13 @@ import torch
 
 from monoidreduce.engine.triton.wide import contract
 
-SIZES = [(256, 1024, 128), (300, 1112, 264), (200, 2310, 136)]  # kept, folded, features
+SIZES = [
+    (256, 1024, 128),
+    (300, 1112, 264),
+    (200, 2310, 136),
+    (700, 1032, 392),
+    (130, 2100, 192),
+]  # kept, folded, features
 KINDS = list(itertools.product(("cols", "rows"), (torch.bfloat16, torch.float32), (False, True)))
 ROOM = 2**25
 

@@ -1,9 +1,9 @@
 """The text of sums of vectors with a panel's weights, as two groups of warps take turns at them (``wide/contract.py``).
 
-``weights`` are a block of kept and folded indices, ``vectors`` one of folded indices and features, both copied into a
-ring by one warp that is ahead of both groups (see ``paired_text.py``, whose turns these are). What is added to comes
-through the ring too, behind a tile's last block: in its place fit as many bytes. Such a place is full at once for
-whoever counts rounds; that its numbers came is said by a barrier of its own (``came``).
+``weights`` are a block of kept and folded indices, ``vectors`` (and ``others``, the features beyond 128) one of folded
+indices and features, copied into a ring by one warp that is ahead of both groups (see ``paired_text.py``, whose turns
+these are). What is written goes through places in shared memory, some features at a time. What is added to comes to
+the same places: a group asks for the first pieces before it multiplies, for the others as places are written.
 
 Tiles are whole, or the last of them are in parts (``RAGGED``): each part's sums go to ``sums``, to be added up after.
 """
@@ -12,16 +12,44 @@ from __future__ import annotations
 
 import functools
 import textwrap
+from dataclasses import dataclass
 from typing import Any
 
 from . import emit
 from .paired_text import _IMPORTS, TILE
 
-STAGES = 6  # with what is written, all of shared memory
 DEPTH = 64  # folded indices of a block
+OTHERS = 64  # features of the second block, where a tile has one
 
-_NAMES = "weights_box, vectors_box, out_box, sums, whole, tail, parts, blocks, tiles, turns, units"
-_RINGS = "weights, vectors, room, full, empty, order, came"
+
+@dataclass(frozen=True)
+class Form:
+    """What is summed and how: types, the axis that is summed over, whether sums are added to, features of a tile."""
+
+    narrow: str  # the type of weights and vectors
+    kind: str  # of the sums, as they are written
+    over: str  # "cols": weights lie kept index by kept index; "rows": folded index by folded index
+    add: bool
+    width: int
+
+    @property
+    def piece(self) -> int:
+        """Features that are written at a time: of the wider tiles, whose sums leave few registers, fewer."""
+        return 64 if self.kind != "float32" and self.width == TILE else 32
+
+    @property
+    def places(self) -> int:
+        """Pieces of a group in shared memory: 32 KB of it."""
+        return 2**15 // (TILE * self.piece * (4 if self.kind == "float32" else 2))
+
+    @property
+    def stages(self) -> int:
+        """Of the ring: all of shared memory that is left."""
+        return 5 if self.width == TILE else 4
+
+
+_NAMES = "weights_box, vectors_box, {others_box}out_box, sums, whole, tail, parts, blocks, tiles, turns, units"
+_RINGS = "weights, vectors, {others}room, full, empty, order, came"
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)
 
 _KERNEL = """
@@ -41,86 +69,88 @@ def span(unit, whole, tail, parts, blocks, RAGGED: tl.constexpr):
 
 
 @gluon.jit
-def taken(unit, whole, tail, parts, blocks, RAGGED: tl.constexpr):
-    # places of the ring that a tile, or a part of one, takes
-    _, begin, end = span(unit, whole, tail, parts, blocks, RAGGED)
-    return end - begin{behind_whole}
-
-
-@gluon.jit
 def copies(
     {names},
     {rings},
-    SIDE: tl.constexpr, {constants},
+    SIDE: tl.constexpr,
+    {constants},
 ):
     at = 0
-    side = 1
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        side ^= 1
         tile, begin, end = span(unit, whole, tail, parts, blocks, RAGGED)
         row, col = grouped(tile, tiles, turns)
         for k in range(begin, end):
             slot = at % {stages}
             mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
-            mbarrier.expect(full.index(slot), weights_box.block_type.nbytes + vectors_box.block_type.nbytes)
+            mbarrier.expect(full.index(slot), {bytes})
             copy(weights_box, {weights_at}, full.index(slot), weights.index(slot))
-            copy(vectors_box, [k * FOLDED, col * {tile}], full.index(slot), vectors.index(slot))
-            at += 1{fetched}
+            copy(vectors_box, [k * FOLDED, col * {width}], full.index(slot), vectors.index(slot)){copy_others}
+            at += 1
 
 
 @gluon.jit
-def written(box, room, row, col, block):
-    # when what was there before is on its way
-    tma.store_wait(0)
-    room.store(block)
+def asked(box, place, bar, row, col):
+    # begin to fetch what is added to
+    mbarrier.expect(bar, box.block_type.nbytes)
+    copy(box, [row, col], bar, place)
+
+
+@gluon.jit
+def written(box, place, row, col, block):
+    place.store(block)
     fence_async_shared()
-    write(box, [row, col], room)
+    write(box, [row, col], place)
 
 
 @gluon.jit
 def computes(
     {names},
     {rings},
-    SIDE: tl.constexpr, {constants},
+    SIDE: tl.constexpr,
+    {constants},
 ):
     SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
     PIECE: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {piece}, 16])
-    room = room.index(SIDE)
-    total = tl.zeros([KEPT, {tile}], tl.float32, SUMS)
+    FIRST: tl.constexpr = SIDE * {places}
+    total = tl.zeros([KEPT, {tile}], tl.float32, SUMS){begin_others}
     step = tl.num_programs(0)
     at = 0
     if SIDE > 0:
         if tl.program_id(0) < units:
-            at = taken(tl.program_id(0), whole, tail, parts, blocks, RAGGED)
+            _, begin, end = span(tl.program_id(0), whole, tail, parts, blocks, RAGGED)
+            at = end - begin
     phase = 1 - SIDE
-    coming = 0
+    done = 0
     for unit in range(tl.program_id(0) + SIDE * step, units, 2 * step):
         tile, begin, end = span(unit, whole, tail, parts, blocks, RAGGED)
         row, col = grouped(tile, tiles, turns)
+        row = row * KEPT
+        col = col * {width}{ask}
         # a tile's product, when it is this group's turn
         mbarrier.wait(order.index(SIDE), phase)
         for k in range(begin, end):
             slot = at % {stages}
             mbarrier.wait(full.index(slot), at // {stages} & 1)
             block = weights.index(slot){turned}
-            total = warpgroup_mma(block, vectors.index(slot), total, use_acc=k > begin, is_async=True)
-            total = warpgroup_mma_wait(1, deps=[total])
+{multiply}
             mbarrier.arrive(empty.index((at + {stages} - 1) % {stages}), pred=k > begin)
             at += 1
         mbarrier.arrive(order.index(1 - SIDE))
-        total = warpgroup_mma_wait(0, deps=[total])
+        {sums} = warpgroup_mma_wait(0, deps=[{sums}])
         mbarrier.arrive(empty.index((at - 1) % {stages}))
         phase ^= 1
-{halves}
+        if unit + step < units:
+            _, begin, end = span(unit + step, whole, tail, parts, blocks, RAGGED)
+            at += end - begin
+{pieces}
         if unit < whole:
 {whole}
+            done += 1
         elif RAGGED:
-            line = tl.arange(0, KEPT, tl.SliceLayout(1, PIECE))[:, None] * {tile}
+            line = tl.arange(0, KEPT, tl.SliceLayout(1, PIECE))[:, None] * {width}
             lane = tl.arange(0, {piece}, tl.SliceLayout(0, PIECE))[None, :]
-            place = sums + tl.cast(unit - whole, tl.int64) * (KEPT * {tile}) + (line + lane)
+            place = sums + tl.cast(unit - whole, tl.int64) * (KEPT * {width}) + (line + lane)
 {parted}
-        if unit + step < units:
-            at += taken(unit + step, whole, tail, parts, blocks, RAGGED)
     tma.store_wait(0)
 
 
@@ -130,17 +160,18 @@ def {name}(
     {constants},
 ):
     weights = tl.allocate_shared_memory({narrow}, [{stages}] + weights_box.block_type.shape, weights_box.layout)
-    vectors = tl.allocate_shared_memory({narrow}, [{stages}] + vectors_box.block_type.shape, vectors_box.layout)
-    room = tl.allocate_shared_memory({kind}, [2] + out_box.block_type.shape, out_box.layout)
+    vectors = tl.allocate_shared_memory({narrow}, [{stages}] + vectors_box.block_type.shape, vectors_box.layout){others}
+    room = tl.allocate_shared_memory({kind}, [2 * {places}] + out_box.block_type.shape, out_box.layout)
     full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
     empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
     order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    came = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    came = tl.allocate_shared_memory(tl.int64, [2 * {places}, 1], mbarrier.MBarrierLayout())
     for k in tl.static_range({stages}):
         mbarrier.init(full.index(k), count=1)
         mbarrier.init(empty.index(k), count=1)
     for k in tl.static_range(2):
         mbarrier.init(order.index(k), count=1)
+    for k in tl.static_range(2 * {places}):
         mbarrier.init(came.index(k), count=1)
     fence_async_shared()
     tl.warp_specialize([
@@ -162,82 +193,107 @@ def {name}(
     ], [4, 1], [232, 40])
 """
 
-_LENT = """
-@gluon.jit
-def lent(place, box):
-    # a block's place, for a piece of what is added to
-    return place._reinterpret({kind}, box.block_type.shape, box.layout)
-
+_ONE = """
+total = warpgroup_mma(block, vectors.index(slot), total, use_acc=k > begin, is_async=True)
+total = warpgroup_mma_wait(1, deps=[total])
+"""
+_TWO = """
+total = warpgroup_mma(block, vectors.index(slot), total, use_acc=k > begin, is_async=True)
+rest = warpgroup_mma(block, others.index(slot), rest, use_acc=k > begin, is_async=True)
+total, rest = warpgroup_mma_wait(2, deps=[total, rest])
 """
 
-# What is added to, as the copying warp fetches it.
-_FETCHED = """
-        if unit < whole:
-            mbarrier.expect(came.index(side), {pieces} * out_box.block_type.nbytes)
-            for pair in tl.static_range({behind}):
-                slot = at % {stages}
-                mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
-                mbarrier.arrive(full.index(slot))
-                lane = col * {tile} + 2 * pair * {piece}
-                copy(out_box, [row * KEPT, lane], came.index(side), lent(weights.index(slot), out_box))
-                copy(out_box, [row * KEPT, lane + {piece}], came.index(side), lent(vectors.index(slot), out_box))
-                at += 1"""
 
-_CAME = ["mbarrier.wait(came.index(SIDE), coming)", "coming ^= 1"]
-_ADDED = [
-    "slot = at % {stages}",
-    "total{0} += lent(weights.index(slot), out_box).load(PIECE).to(tl.float32)",
-    "total{1} += lent(vectors.index(slot), out_box).load(PIECE).to(tl.float32)",
-    "mbarrier.arrive(empty.index(slot))",
-    "at += 1",
-]
-_WRITTEN = "written(out_box, room, row * KEPT, col * {tile} + {lane}, total{k}.to({kind}))"
+# What tiles of more than 128 features have besides: a second block of vectors, and its sums.
+_OTHERS = {
+    "others": """
+    others = tl.allocate_shared_memory({narrow}, [{stages}] + others_box.block_type.shape, others_box.layout)""",
+    "begin_others": """
+    REST: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rest = tl.zeros([KEPT, 64], tl.float32, REST)""",
+    "copy_others": """
+            copy(others_box, [k * FOLDED, col * {width} + {tile}], full.index(slot), others.index(slot))""",
+}
 
 
 @functools.cache
-def kernel(narrow: str, kind: str, over: str, add: bool) -> emit.Kernel:
-    """Write out[kept, features] (+)= Σ weights × vectors. ``narrow``: the type of both, ``kind``: of ``out``; ``over``:
-    "cols", where weights lie kept index by kept index, or "rows", where they lie folded index by folded index."""
-    piece = piece_of(kind)
-    pieces = TILE // piece
+def kernel(form: Form) -> emit.Kernel:
+    """Write out[kept, features] (+)= Σ weights × vectors."""
+    wide = form.width > TILE
+    copied = ("weights_box", "vectors_box", "others_box")[: 2 + wide]
     fields: dict[str, Any] = {
-        "name": f"contract_{over}" + ("_added" if add else ""),
-        "names": _NAMES,
-        "rings": _RINGS,
+        "name": f"contract_{form.over}" + ("_added" if form.add else ""),
+        "names": _NAMES.format(others_box="others_box, " if wide else ""),
+        "rings": _RINGS.format(others="others, " if wide else ""),
         "constants": _CONSTANTS,
-        "narrow": f"tl.{narrow}",
-        "kind": f"tl.{kind}",
-        "stages": STAGES,
+        "narrow": f"tl.{form.narrow}",
+        "kind": f"tl.{form.kind}",
         "tile": TILE,
-        "piece": piece,
-        "pieces": pieces,
-        "behind": pieces // 2,
-        "weights_at": "[row * KEPT, k * FOLDED]" if over == "cols" else "[k * FOLDED, row * KEPT]",
-        "turned": "" if over == "cols" else ".permute((1, 0))",
+        "width": form.width,
+        "piece": form.piece,
+        "places": form.places,
+        "stages": form.stages,
+        "weights_at": "[row * KEPT, k * FOLDED]" if form.over == "cols" else "[k * FOLDED, row * KEPT]",
+        "turned": "" if form.over == "cols" else ".permute((1, 0))",
+        "sums": "total, rest" if wide else "total",
+        "bytes": " + ".join(f"{x}.block_type.nbytes" for x in copied),
+        "multiply": _lines(12, (_TWO if wide else _ONE).strip().splitlines()),
+        "pieces": _lines(8, _pieces(form)),
+        "whole": _lines(12, _whole(form)),
+        "parted": _lines(12, [f"tl.store(place + {at}, piece{k})" for k, at in _each(form)]),
     }
-    halves = ["total0, total1 = halved(total)"]
-    if pieces == 4:
-        halves = ["half0, half1 = halved(total)", "total0, total1 = halved(half0)", "total2, total3 = halved(half1)"]
-    halves += [f"total{k} = tl.convert_layout(total{k}, PIECE)" for k in range(pieces)]
-    whole = list(_CAME) if add else []
-    for k in range(pieces):
-        if add and k % 2 == 0:
-            whole += [line.format(k, k + 1, **fields) for line in _ADDED]
-        whole.append(_WRITTEN.format(lane=k * piece, k=k, **fields))
-    lines = {
-        "halves": (8, halves),
-        "parted": (12, [f"tl.store(place + {k * piece}, total{k})" for k in range(pieces)]),
-        "whole": (12, whole),
-    }
-    fields |= {name: textwrap.indent("\n".join(found), " " * by) for name, (by, found) in lines.items()}
-    fields["fetched"] = _FETCHED.format(**fields) if add else ""
-    fields["behind_whole"] = f" + ({pieces // 2} if unit < whole else 0)" if add else ""
-    body = (_LENT.format(**fields) if add else "") + _KERNEL.format(**fields)
+    fields["ask"] = "\n" + _lines(8, ["if unit < whole:", "    tma.store_wait(0)", *_asks(form)]) if form.add else ""
+    fields |= {name: text.format(**fields) if wide else "" for name, text in _OTHERS.items()}
+    body = _KERNEL.format(**fields)
     helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
-    says = f'"""Sums of {narrow} vectors with weights, over {over}, in {kind}."""\n\n'
+    says = f'"""Sums of {form.narrow} vectors with weights, over {form.over}, in {form.kind}."""\n\n'
     return emit.Kernel(fields["name"], says + "\n".join([_IMPORTS, *helpers, body]), (), staged=True)
 
 
-def piece_of(kind: str) -> int:
-    """Features that are written at a time: 128 bytes of each."""
-    return 32 if kind == "float32" else 64
+def _lines(by: int, lines: list[str]) -> str:
+    return textwrap.indent("\n".join(lines), " " * by)
+
+
+def _each(form: Form) -> list[tuple[int, int]]:
+    """The pieces, and where each begins."""
+    return list(enumerate(range(0, form.width, form.piece)))
+
+
+def _pieces(form: Form) -> list[str]:
+    """A tile's sums, cut into pieces."""
+    blocks, found = [("total", TILE), *([("rest", OTHERS)] if form.width > TILE else [])], []
+    while any(width > form.piece for _, width in blocks):
+        smaller: list[tuple[str, int]] = []
+        for name, width in blocks:
+            halves = (f"{name}0", f"{name}1") if width > form.piece else ()
+            found += [f"{halves[0]}, {halves[1]} = halved({name})"] if halves else []
+            smaller += [(half, width // 2) for half in halves] or [(name, width)]
+        blocks = smaller
+    return found + [f"piece{k} = tl.convert_layout({name}, PIECE)" for k, (name, _) in enumerate(blocks)]
+
+
+def _asks(form: Form) -> list[str]:
+    return [f"    {_asked(form, k, at)}" for k, at in _each(form)[: form.places]]
+
+
+def _asked(form: Form, k: int, at: int) -> str:
+    place = f"FIRST + {k % form.places}"
+    return f"asked(out_box, room.index({place}), came.index({place}), row, col + {at})"
+
+
+def _whole(form: Form) -> list[str]:
+    """Pieces are added to, where sums are, and written; the next is asked for when the one before was read."""
+    found, each, places = [], _each(form), form.places
+    for k, at in each:
+        place = f"FIRST + {k % places}"
+        if form.add:
+            uses = -(-(len(each) - k % places) // places)  # of a place in a tile
+            found.append(f"mbarrier.wait(came.index({place}), (done * {uses} + {k // places}) & 1)")
+            found.append(f"piece{k} += room.index({place}).load(PIECE).to(tl.float32)")
+        else:
+            found.append(f"tma.store_wait({places - 1})")
+        found.append(f"written(out_box, room.index({place}), row, col + {at}, piece{k}.to(tl.{form.kind}))")
+        later = k - 1 + places
+        if form.add and k > 0 and later < len(each):
+            found += ["tma.store_wait(1)", _asked(form, later, each[later][1])]
+    return found

@@ -22,11 +22,11 @@ from .. import boxes, describe, launch, staged
 from ..kept import Again, Kept, Kernels
 from ..plan import KernelPlan
 from ..text import contract_text
-from ..text.contract_text import DEPTH
+from ..text.contract_text import DEPTH, OTHERS, Form
 from ..text.paired_text import TILE
 
 PLAN = KernelPlan(TILE, DEPTH, 4, 1)
-PART = TILE * TILE * 4  # bytes of the sums of a part
+WIDER = TILE + OTHERS
 _LEAST = 16  # blocks of a part: less would be copying and writing
 _MOST = 16  # parts of a tile
 _KINDS = 1024
@@ -40,7 +40,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["kept_size", "width", "whole", "tail", "parts", "tiles", "turns"])
 def combine_parts(
     out, sums, out_s, kept_size, width, whole, tail, parts, tiles, turns,
-    TILE: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):
     own = tl.program_id(0) // (TILE // ROWS)
     many = 16 * turns
@@ -48,15 +48,15 @@ def combine_parts(
     size = tl.minimum(tiles - first, 16)
     rest = (whole + own) % many
     row = tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, TILE)
+    lane = tl.arange(0, LANES)
     kept = (first + rest % size) * TILE + row
-    feature = rest // size * TILE + lane
-    place = sums + own * (TILE * TILE) + row[:, None] * TILE + lane[None, :]
-    total = tl.zeros([ROWS, TILE], tl.float32)
+    feature = rest // size * WIDTH + lane
+    inside = (kept < kept_size)[:, None] & ((lane < WIDTH) & (feature < width))[None, :]
+    place = sums + own * (TILE * WIDTH) + row[:, None] * WIDTH + lane[None, :]
+    total = tl.zeros([ROWS, LANES], tl.float32)
     for part in range(0, parts):
-        total += tl.load(place + part * tail * (TILE * TILE))
+        total += tl.load(place + part * tail * (TILE * WIDTH), mask=inside, other=0.0)
     at = out + kept.to(tl.int64)[:, None] * out_s + feature[None, :]
-    inside = (kept < kept_size)[:, None] & (feature < width)[None, :]
     if ADD:
         total += tl.load(at, mask=inside, other=0).to(tl.float32)
     tl.store(at, total, mask=inside)
@@ -88,6 +88,11 @@ def cut(tiles: int, blocks: int, processors: int, room: int) -> Cut:
             if tail and time < best - 0.03:
                 best, found = time, Cut(whole, tail, parts)
     return found
+
+
+def width_of(features: int) -> int:
+    """Features of a tile: the wider ones read less, unless too much of the last is of nothing."""
+    return WIDER if -(-features // WIDER) * WIDER <= 1.04 * (-(-features // TILE) * TILE) else TILE
 
 
 def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int) -> bool:
@@ -127,43 +132,40 @@ class _Ready:
     """A sum on tensors of given types, shapes, strides and alignment."""
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int):
-        self.over, self.add = "cols" if weights.stride(1) == 1 else "rows", add
-        narrow, kind = str(weights.dtype)[6:], str(out.dtype)[6:]
-        self.kernel = contract_text.kernel(narrow, kind, self.over, add)
-        self.lengths = (*out.shape,)
-        tiles, turns = (-(-n // TILE) for n in out.shape)
-        blocks = -(-weights.shape[1] // DEPTH)
-        at_once = describe.processors(out.device)
-        self.cut = cut(tiles * turns, blocks, at_once, room // PART)
-        self.grid = min(at_once, self.cut.units)
-        own = self.cut
+        self.over = "cols" if weights.stride(1) == 1 else "rows"
+        self.form = Form(str(weights.dtype)[6:], str(out.dtype)[6:], self.over, add, width_of(out.shape[1]))
+        tiles, turns = -(-out.shape[0] // TILE), -(-out.shape[1] // self.form.width)
+        blocks, at_once = -(-weights.shape[1] // DEPTH), describe.processors(out.device)
+        self.part = TILE * self.form.width
+        self.cut = own = cut(tiles * turns, blocks, at_once, room // (4 * self.part))
+        self.grid = min(at_once, own.units)
         self.numbers = (own.whole, max(1, own.tail), own.parts, blocks, tiles, turns, own.units)
-        panel, block = (weights, (TILE, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, TILE))
         template = functools.partial(boxes.template, dims=(), staged=True)
-        self.boxes = (
-            template(panel, block=block),
-            template(vectors, block=(DEPTH, TILE)),
-            template(out, block=(TILE, contract_text.piece_of(kind))),
-        )
+        panel, block = (weights, (TILE, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, TILE))
+        self.boxes = [template(panel, block=block), template(vectors, block=(DEPTH, TILE))]
+        if self.form.width > TILE:
+            self.boxes.append(template(vectors, block=(DEPTH, OTHERS)))
+        self.out_box = template(out, block=(TILE, self.form.piece))
         self.kept = Kept()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         own, sums = self.cut, out
         if own.tail:
-            sums = torch.empty(own.tail * own.parts, TILE, TILE, dtype=torch.float32, device=out.device)
-        given = (weights if self.over == "cols" else weights.mT, vectors, out)
-        arguments = [*map(boxes.filled, self.boxes, given), sums, *self.numbers]
+            sums = torch.empty(own.tail * own.parts, self.part, dtype=torch.float32, device=out.device)
+        given = (weights if self.over == "cols" else weights.mT, vectors, vectors)
+        copied = [boxes.filled(box, t) for box, t in zip(self.boxes, given, strict=False)]
+        arguments = [*copied, boxes.filled(self.out_box, out), sums, *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
         if own.tail:
-            told = (out, sums, out.stride(0), *self.lengths, own.whole, own.tail, own.parts, *self.numbers[4:6])
-            constants = dict(TILE=TILE, ROWS=16, ADD=self.add)
-            _kernels("combine_parts", (own.tail * (TILE // 16),), told, constants)
+            width = self.form.width
+            told = (out, sums, out.stride(0), *out.shape, own.whole, own.tail, own.parts, *self.numbers[4:6])
+            constants = dict(TILE=TILE, WIDTH=width, LANES=TILE if width == TILE else 2 * TILE, ROWS=_ROWS)
+            _kernels("combine_parts", (own.tail * (TILE // _ROWS),), told, constants | dict(ADD=self.form.add))
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
-        ragged = self.cut.tail > 0
-        return launch.execute(
-            launch.Call(self.kernel, PLAN, self.grid, tuple(arguments), False, "ieee", ragged, device)
-        )
+        kernel, ragged = contract_text.kernel(self.form), self.cut.tail > 0
+        return launch.execute(launch.Call(kernel, PLAN, self.grid, tuple(arguments), False, "ieee", ragged, device))
 
 
+_ROWS = 16  # of a tile that are combined by one program instance
 _READY: dict[tuple, _Ready | None] = {}
