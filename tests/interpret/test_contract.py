@@ -4,10 +4,8 @@ They are compiled in ``test_compile.py``, and run where they are meant to in ``t
 """
 
 import pytest
-import torch
 
-from monoidreduce.engine.triton import describe, launch, staged
-from monoidreduce.engine.triton.wide import contract
+from monoidreduce.engine.triton import launch, staged
 from tests.contract import KINDS, ROOM, SIZES, check
 from tests.interpret import machine
 
@@ -18,20 +16,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 def seen(monkeypatch, tmp_path_factory):
     """Kernels by turns run on the machine, as three processors would; those that did."""
     found = []
-    monkeypatch.setattr(contract, "_READY", {})
     monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(describe, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     with machine.instead_of(launch, found):
         yield found
 
 
-@pytest.mark.parametrize(("over", "kind", "add"), KINDS)
+@pytest.mark.parametrize(("over", "width", "add"), KINDS)
 @pytest.mark.parametrize(("L", "N", "D"), SIZES)
-def test_sums_against_float64(L, N, D, over, kind, add, seen):
-    whole = check(L, N, D, over, kind, add)
-    (ready,) = contract._READY.values()
-    assert ready.cut.parts == 1
-    parts = check(L, N, D, over, kind, add, room=ROOM)
-    torch.testing.assert_close(parts.float(), whole.float(), rtol=2e-2 if kind is torch.bfloat16 else 1e-4, atol=1e-3)
-    assert len(seen) == 2 and seen[0].kernel.name.startswith(f"contract_{over}")
+def test_sums_against_float64(L, N, D, over, width, add, seen):
+    cut, _ = check(L, N, D, over, width, add, processors=3)
+    assert cut.parts == 1 and [call.kernel.name for call in seen] == [f"contract_{over}" + "_added" * add]
+
+
+@pytest.mark.parametrize(("over", "add"), [("cols", False), ("rows", True)])
+@pytest.mark.parametrize(("L", "N", "D"), [(200, 2310, 136), (400, 3100, 200)])
+def test_parts_of_the_last_tiles(L, N, D, over, add, seen):
+    cut, _ = check(L, N, D, over, 128, add, processors=3, room=ROOM)
+    assert cut.parts > 1 and seen[0].ragged

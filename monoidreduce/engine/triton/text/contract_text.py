@@ -24,10 +24,9 @@ OTHERS = 64  # features of the second block, where a tile has one
 
 @dataclass(frozen=True)
 class Form:
-    """What is summed and how: types, the axis that is summed over, whether sums are added to, features of a tile."""
+    """What is summed and how: the type, the axis that is summed over, whether sums are added to, features of a tile."""
 
-    narrow: str  # the type of weights and vectors
-    kind: str  # of the sums, as they are written
+    narrow: str  # the type of weights and vectors, and of sums as they are written
     over: str  # "cols": weights lie kept index by kept index; "rows": folded index by folded index
     add: bool
     width: int
@@ -35,12 +34,12 @@ class Form:
     @property
     def piece(self) -> int:
         """Features that are written at a time: of the wider tiles, whose sums leave few registers, fewer."""
-        return 64 if self.kind != "float32" and self.width == TILE else 32
+        return 64 if self.width == TILE else 32
 
     @property
     def places(self) -> int:
         """Pieces of a group in shared memory: 32 KB of it."""
-        return 2**15 // (TILE * self.piece * (4 if self.kind == "float32" else 2))
+        return 2**15 // (TILE * self.piece * 2)
 
     @property
     def stages(self) -> int:
@@ -161,7 +160,7 @@ def {name}(
 ):
     weights = tl.allocate_shared_memory({narrow}, [{stages}] + weights_box.block_type.shape, weights_box.layout)
     vectors = tl.allocate_shared_memory({narrow}, [{stages}] + vectors_box.block_type.shape, vectors_box.layout){others}
-    room = tl.allocate_shared_memory({kind}, [2 * {places}] + out_box.block_type.shape, out_box.layout)
+    room = tl.allocate_shared_memory({narrow}, [2 * {places}] + out_box.block_type.shape, out_box.layout)
     full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
     empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
     order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -227,7 +226,6 @@ def kernel(form: Form) -> emit.Kernel:
         "rings": _RINGS.format(others="others, " if wide else ""),
         "constants": _CONSTANTS,
         "narrow": f"tl.{form.narrow}",
-        "kind": f"tl.{form.kind}",
         "tile": TILE,
         "width": form.width,
         "piece": form.piece,
@@ -246,7 +244,7 @@ def kernel(form: Form) -> emit.Kernel:
     fields |= {name: text.format(**fields) if wide else "" for name, text in _OTHERS.items()}
     body = _KERNEL.format(**fields)
     helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
-    says = f'"""Sums of {form.narrow} vectors with weights, over {form.over}, in {form.kind}."""\n\n'
+    says = f'"""Sums of {form.narrow} vectors with weights, over {form.over}."""\n\n'
     return emit.Kernel(fields["name"], says + "\n".join([_IMPORTS, *helpers, body]), (), staged=True)
 
 
@@ -292,7 +290,7 @@ def _whole(form: Form) -> list[str]:
             found.append(f"piece{k} += room.index({place}).load(PIECE).to(tl.float32)")
         else:
             found.append(f"tma.store_wait({places - 1})")
-        found.append(f"written(out_box, room.index({place}), row, col + {at}, piece{k}.to(tl.{form.kind}))")
+        found.append(f"written(out_box, room.index({place}), row, col + {at}, piece{k}.to(tl.{form.narrow}))")
         later = k - 1 + places
         if form.add and k > 0 and later < len(each):
             found += ["tma.store_wait(1)", _asked(form, later, each[later][1])]

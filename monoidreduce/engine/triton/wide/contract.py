@@ -27,7 +27,12 @@ from ..text.paired_text import TILE
 
 PLAN = KernelPlan(TILE, DEPTH, 4, 1)
 WIDER = TILE + OTHERS
+PART = TILE * TILE * 4  # bytes of the sums of a part
 _LEAST = 16  # blocks of a part: less would be copying and writing
+_SHORT = 3072  # folded indices
+_LONG = 2**17
+_ROUNDS = 8
+_PADDED = 1.04
 _MOST = 16  # parts of a tile
 _KINDS = 1024
 
@@ -40,7 +45,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["kept_size", "width", "whole", "tail", "parts", "tiles", "turns"])
 def combine_parts(
     out, sums, out_s, kept_size, width, whole, tail, parts, tiles, turns,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):
     own = tl.program_id(0) // (TILE // ROWS)
     many = 16 * turns
@@ -48,14 +53,14 @@ def combine_parts(
     size = tl.minimum(tiles - first, 16)
     rest = (whole + own) % many
     row = tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, TILE)
     kept = (first + rest % size) * TILE + row
-    feature = rest // size * WIDTH + lane
-    inside = (kept < kept_size)[:, None] & ((lane < WIDTH) & (feature < width))[None, :]
-    place = sums + own * (TILE * WIDTH) + row[:, None] * WIDTH + lane[None, :]
-    total = tl.zeros([ROWS, LANES], tl.float32)
+    feature = rest // size * TILE + lane
+    inside = (kept < kept_size)[:, None] & (feature < width)[None, :]
+    place = sums + own * (TILE * TILE) + row[:, None] * TILE + lane[None, :]
+    total = tl.zeros([ROWS, TILE], tl.float32)
     for part in range(0, parts):
-        total += tl.load(place + part * tail * (TILE * WIDTH), mask=inside, other=0.0)
+        total += tl.load(place + part * tail * (TILE * TILE), mask=inside, other=0.0)
     at = out + kept.to(tl.int64)[:, None] * out_s + feature[None, :]
     if ADD:
         total += tl.load(at, mask=inside, other=0).to(tl.float32)
@@ -90,9 +95,14 @@ def cut(tiles: int, blocks: int, processors: int, room: int) -> Cut:
     return found
 
 
-def width_of(features: int) -> int:
-    """Features of a tile: the wider ones read less, unless too much of the last is of nothing."""
-    return WIDER if -(-features // WIDER) * WIDER <= 1.04 * (-(-features // TILE) * TILE) else TILE
+def width_of(kept: int, folded: int, features: int, processors: int) -> int | None:
+    """Features of a tile; None where the vendor's product is as fast."""
+    if folded <= _SHORT:
+        padded = -(-features // WIDER) * WIDER
+        rounds = -(-kept // TILE) * padded / WIDER / processors
+        return WIDER if rounds >= _ROUNDS and padded <= _PADDED * features else None
+    tiles = -(-kept // TILE) * -(-features // TILE)
+    return TILE if folded >= _LONG and tiles < 2 * processors else None
 
 
 def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int) -> bool:
@@ -102,7 +112,7 @@ def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int) ->
     if key not in _READY:
         while len(_READY) >= _KINDS:
             del _READY[next(iter(_READY))]
-        _READY[key] = _Ready(out, weights, vectors, add, room) if fits(out, weights, vectors) else None
+        _READY[key] = _ready(out, weights, vectors, add, room)
     ready = _READY[key]
     if ready is None:
         return False
@@ -114,53 +124,52 @@ def _form(t: Tensor) -> tuple:
     return t.dtype, t.shape, t.stride(), t.data_ptr() & 15
 
 
-def fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
-    """Whether there is such a kernel: Hopper, 16 bits, all of it where tensor descriptors can be."""
-    narrow = weights.dtype is vectors.dtype and weights.dtype in hardware.SIXTEEN
-    if not narrow or out.dtype not in (weights.dtype, torch.float32) or not staged.on(out.device):
-        return False
-    if min(weights.shape[0], vectors.shape[1]) < TILE or weights.shape[1] < _LEAST * DEPTH:
-        return False
+def _ready(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int) -> Ready | None:
+    """Hopper, 16 bits, all of it where tensor descriptors can be."""
+    one = out.dtype is weights.dtype is vectors.dtype and out.dtype in hardware.SIXTEEN
+    if not one or not staged.on(out.device) or weights.shape[1] < _LEAST * DEPTH:
+        return None
     panel = weights if weights.stride(1) == 1 else weights.mT
-    return all(
-        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 == t.data_ptr() % 16
-        for t in (out, panel, vectors)
-    )
+    if not all(boxes.fits(t) for t in (out, panel, vectors)):
+        return None
+    processors = describe.processors(out.device)
+    width = width_of(weights.shape[0], weights.shape[1], vectors.shape[1], processors)
+    if width is None:
+        return None
+    over = "cols" if panel is weights else "rows"
+    found = Ready(out, weights, vectors, Form(str(out.dtype)[6:], over, add, width), processors, room)
+    return found if found.cut.tail or width > TILE else None
 
 
-class _Ready:
+class Ready:
     """A sum on tensors of given types, shapes, strides and alignment."""
 
-    def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int):
-        self.over = "cols" if weights.stride(1) == 1 else "rows"
-        self.form = Form(str(weights.dtype)[6:], str(out.dtype)[6:], self.over, add, width_of(out.shape[1]))
-        tiles, turns = -(-out.shape[0] // TILE), -(-out.shape[1] // self.form.width)
-        blocks, at_once = -(-weights.shape[1] // DEPTH), describe.processors(out.device)
-        self.part = TILE * self.form.width
-        self.cut = own = cut(tiles * turns, blocks, at_once, room // (4 * self.part))
-        self.grid = min(at_once, own.units)
+    def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, form: Form, processors: int, room: int):
+        self.form = form
+        tiles, turns, blocks = -(-out.shape[0] // TILE), -(-out.shape[1] // form.width), -(-weights.shape[1] // DEPTH)
+        self.cut = own = cut(tiles * turns, blocks, processors, room // PART if form.width == TILE else 0)
+        self.grid = min(processors, own.units)
         self.numbers = (own.whole, max(1, own.tail), own.parts, blocks, tiles, turns, own.units)
         template = functools.partial(boxes.template, dims=(), staged=True)
-        panel, block = (weights, (TILE, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, TILE))
+        panel, block = (weights, (TILE, DEPTH)) if form.over == "cols" else (weights.mT, (DEPTH, TILE))
         self.boxes = [template(panel, block=block), template(vectors, block=(DEPTH, TILE))]
-        if self.form.width > TILE:
+        if form.width > TILE:
             self.boxes.append(template(vectors, block=(DEPTH, OTHERS)))
-        self.out_box = template(out, block=(TILE, self.form.piece))
+        self.out_box = template(out, block=(TILE, form.piece))
         self.kept = Kept()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         own, sums = self.cut, out
         if own.tail:
-            sums = torch.empty(own.tail * own.parts, self.part, dtype=torch.float32, device=out.device)
-        given = (weights if self.over == "cols" else weights.mT, vectors, vectors)
+            sums = torch.empty(own.tail * own.parts, TILE, TILE, dtype=torch.float32, device=out.device)
+        given = (weights if self.form.over == "cols" else weights.mT, vectors, vectors)
         copied = [boxes.filled(box, t) for box, t in zip(self.boxes, given, strict=False)]
         arguments = [*copied, boxes.filled(self.out_box, out), sums, *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
         if own.tail:
-            width = self.form.width
             told = (out, sums, out.stride(0), *out.shape, own.whole, own.tail, own.parts, *self.numbers[4:6])
-            constants = dict(TILE=TILE, WIDTH=width, LANES=TILE if width == TILE else 2 * TILE, ROWS=_ROWS)
-            _kernels("combine_parts", (own.tail * (TILE // _ROWS),), told, constants | dict(ADD=self.form.add))
+            constants = dict(TILE=TILE, ROWS=_ROWS, ADD=self.form.add)
+            _kernels("combine_parts", (own.tail * (TILE // _ROWS),), told, constants)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
         kernel, ragged = contract_text.kernel(self.form), self.cut.tail > 0
@@ -168,4 +177,4 @@ class _Ready:
 
 
 _ROWS = 16  # of a tile that are combined by one program instance
-_READY: dict[tuple, _Ready | None] = {}
+_READY: dict[tuple, Ready | None] = {}
