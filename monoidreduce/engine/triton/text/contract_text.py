@@ -153,7 +153,7 @@ def computes(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["whole", "tail", "parts", "blocks", "tiles", "turns", "units"])
+@gluon.jit(do_not_specialize=['whole', 'tail', 'parts', 'blocks', 'tiles', 'turns', 'units'])
 def {name}(
     {names},
     {constants},
