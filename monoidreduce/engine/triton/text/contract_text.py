@@ -77,7 +77,7 @@ def copies(
     at = 0
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         tile, begin, end = span(unit, whole, tail, parts, blocks, RAGGED)
-        row, col = grouped(tile, tiles, turns)
+        row, col = grouped(tile, tiles, turns, 16)
         for k in range(begin, end):
             slot = at % {stages}
             mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
@@ -122,7 +122,7 @@ def computes(
     done = 0
     for unit in range(tl.program_id(0) + SIDE * step, units, 2 * step):
         tile, begin, end = span(unit, whole, tail, parts, blocks, RAGGED)
-        row, col = grouped(tile, tiles, turns)
+        row, col = grouped(tile, tiles, turns, 16)
         row = row * KEPT
         col = col * {width}{ask}
         # a tile's product, when it is this group's turn
