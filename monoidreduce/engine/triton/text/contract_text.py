@@ -1,10 +1,10 @@
 """The text of sums of vectors with a panel's weights, as two groups of warps take turns at them (``wide/contract.py``).
 
-A tile is 128 kept indices and 192 features. ``weights`` is a block of kept and folded indices, ``vectors`` one of folded
-indices and a tile's first 128 features, ``others`` one of its last 64: one warp, ahead of both groups, copies them into
-a ring (see ``paired_text.py``, whose turns these are). What is written goes through places in shared memory, 32
-features at a time. What is added to comes to the same places: a group asks for the first pieces before it multiplies,
-and for another whenever one was written.
+A tile is 128 kept indices and 192 features. ``weights`` is a block of kept and folded indices, ``vectors`` one of
+folded indices and a tile's first 128 features, ``others`` one of its last 64: one warp, ahead of both groups, copies
+them into a ring (see ``paired_text.py``, whose turns these are). What is written goes through places in shared memory,
+32 features at a time. What is added to comes to the same places: a group asks for the first pieces before it
+multiplies, and for another whenever one was written.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _asked(k: int, at: int) -> str:
 
 
 def _written(narrow: str, add: bool) -> list[str]:
-    """Pieces are added to, where sums are, and written. When the next one is, another is asked for in a piece's place."""
+    """Pieces are added to, where sums are, and written. When the next is, another is asked for in its place."""
     found = []
     for k, at in _EACH:
         place, uses = f"FIRST + {k % PLACES}", -(-(len(_EACH) - k % PLACES) // PLACES)  # of a place in a tile
