@@ -82,8 +82,8 @@ def _heard(*given: Any) -> None:
     kept.tell(_nothing, given)
 
 
-def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int = 0) -> None:
-    if not contract.into(out, weights, vectors, add, room):
+def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    if not contract.into(out, weights, vectors, add):
         _heard(out, weights, vectors, add)
 
 

@@ -19,7 +19,7 @@ from monoidreduce import Col, Row, tuning
 from monoidreduce.engine import library, triton
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.triton import recent
-from monoidreduce.engine.triton.wide import reels
+from monoidreduce.engine.triton.wide import contract, reels
 
 B, S = torch.bfloat16, torch.float32
 
@@ -116,6 +116,9 @@ CASES = {
 }
 
 
+MANY = {"many labels": (loss, [*given((1250, 768), (33000, 768)), labels(1250)])}  # sums over rows go by turns
+
+
 def calls():
     for name, (op, args) in CASES.items():
         for backward in (True, False):
@@ -137,13 +140,15 @@ def budgets():
 
 def again():
     """Of walks over panels: bytes where each is walked, where it is run as it was written down, and how many were."""
-    for name, budget in [*WITHIN, ("wide labels", "10GB"), ("wide distilled", "10GB")]:
+    whole = [("wide labels", "10GB"), ("wide distilled", "10GB"), ("many labels", "10GB"), ("many labels", "45MB")]
+    for name, budget in [*WITHIN, *whole]:
         found = []
         for repeated in (False, True):
             with h200(repeated), mr.budget(budget), mock.patch.object(reels, "_KINDS", {}):
-                found.append(counted(*CASES[name]).peak)
+                found.append(counted(*(CASES | MANY)[name]).peak)
                 written = sum(len(kind.reels) for kind in reels._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
+    assert {key[0] for key, ready in contract._READY.items() if ready} == {False, True}  # added to, and not
 
 
 class Staying(Alive):

@@ -206,14 +206,12 @@ def _by_features(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-CONTRACT: list[Callable[[Tensor, Tensor, Tensor, bool, int], bool]] = []  # the GPU engine's own, if it is there
+CONTRACT: list[Callable[[Tensor, Tensor, Tensor, bool], bool]] = []  # the GPU engine's own, if it is there
 
 
-def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int = 0) -> None:
-    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``.
-
-    ``room``: bytes that may be allocated meanwhile."""
-    if weights.dtype in SIXTEEN and CONTRACT and CONTRACT[0](out, weights, vectors, add, room):
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+    if weights.dtype in SIXTEEN and CONTRACT and CONTRACT[0](out, weights, vectors, add):
         return
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)

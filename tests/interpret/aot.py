@@ -25,7 +25,6 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, pieces, plan, source, staged, use_plan
-from monoidreduce.engine.triton.text.contract_text import Form
 from monoidreduce.engine.triton.wide import contract, epilogue
 from monoidreduce.plan import defaults
 from tests import handmade
@@ -100,13 +99,10 @@ def drawn(x: Row["d"], y: Col["d"], seed: int):
 
 
 def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Sums with a panel's weights as they are made by turns: in wide tiles, added to or not, and in parts."""
-    kept, folded, out = len(weights), vectors.detach(), torch.zeros(weights.shape[0], vectors.shape[1]).to(vectors)
-    for over, width, add in itertools.product(("cols", "rows"), (128, 192), (False, True)):
-        panel = weights.detach() if over == "cols" else weights.detach().mT.contiguous().mT
-        ready = contract.Ready(out, panel, folded, Form("bfloat16", over, add, width), 3 * kept, contract.PART * 2**10)
-        assert (ready.cut.parts > 1) == (width == 128)
-        ready(out, panel, folded)
+    """Sums with a panel's weights as they are made by turns, added to or not."""
+    out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
+    for panel, add in itertools.product((weights.detach(), weights.detach().mT.contiguous().mT), (False, True)):
+        contract.Ready(out, panel, vectors, add)(out, panel, vectors)
     return out
 
 
@@ -184,7 +180,7 @@ CASES = [
     Case(
         "wide contractions",
         contractions,
-        lambda t: (torch.zeros(384, 4096).to(t), torch.zeros(4096, 384).to(t)),
+        lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
         hopper=True,
     ),
     # tile functions of a user's own

@@ -1,12 +1,15 @@
-"""Contractions by turns: what they compute, on a machine of our own (``machine.py``), and how tiles are shared.
+"""Contractions by turns: what they compute, on a machine of our own (``machine.py``), and which are made so.
 
 They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
 """
 
 import pytest
+import torch
 
-from monoidreduce.engine.triton import launch, staged
-from tests.contract import KINDS, ROOM, SIZES, check
+from monoidreduce.engine import hardware
+from monoidreduce.engine.triton import describe, launch, staged
+from monoidreduce.engine.triton.wide import contract
+from tests.contract import KINDS, SIZES, check, made
 from tests.interpret import machine
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -16,21 +19,49 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 def seen(monkeypatch, tmp_path_factory):
     """Kernels by turns run on the machine, as three processors would; those that did."""
     found = []
+    monkeypatch.setattr(contract, "_READY", {})
     monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(describe, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     with machine.instead_of(launch, found):
         yield found
 
 
-@pytest.mark.parametrize(("over", "width", "add"), KINDS)
+@pytest.mark.parametrize(("over", "add"), KINDS)
 @pytest.mark.parametrize(("L", "N", "D"), SIZES)
-def test_sums_against_float64(L, N, D, over, width, add, seen):
-    cut, _ = check(L, N, D, over, width, add, processors=3)
-    assert cut.parts == 1 and [call.kernel.name for call in seen] == [f"contract_{over}" + "_added" * add]
+def test_sums_against_float64(L, N, D, over, add, seen):
+    check(L, N, D, over, add)
+    assert [call.kernel.name for call in seen] == [f"contract_{over}" + "_added" * add]
 
 
-@pytest.mark.parametrize(("over", "add"), [("cols", False), ("rows", True)])
-@pytest.mark.parametrize(("L", "N", "D"), [(200, 2310, 136), (400, 3100, 200)])
-def test_parts_of_the_last_tiles(L, N, D, over, add, seen):
-    cut, _ = check(L, N, D, over, 128, add, processors=3, room=ROOM)
-    assert cut.parts > 1 and seen[0].ragged
+def test_float16(seen):
+    check(*SIZES[1], "rows", True, narrow=torch.float16)
+    assert len(seen) == 1
+
+
+def test_sums_that_are_long_few_or_of_other_widths_are_the_vendors(seen):
+    """Through the door that panels use; the same numbers either way."""
+    for L, N, D in [(1500, 512, 384), (1000, 512, 384), (1500, 504, 384), (1500, 2056, 384), (1500, 512, 256)]:
+        out, weights, vectors = made(L, N, D, "rows")
+        exact = torch.addmm(out.double(), weights.double(), vectors.double())
+        before = len(seen)
+        hardware.contract_into(out, weights, vectors, True)
+        assert (out.double() - exact).norm() <= 3e-3 * exact.norm()
+        assert (len(seen) > before) == ((L, N, D) == (1500, 512, 384))
+
+
+@pytest.mark.parametrize("change", ["types", "features apart", "unaligned", "another device"])
+def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
+    out, weights, vectors = made(1500, 512, 384, "rows")
+    if change == "types":
+        out = out.float()
+    elif change == "features apart":
+        vectors = vectors.mT.contiguous().mT
+    elif change == "unaligned":
+        out = torch.zeros(1500, 385, dtype=torch.bfloat16)[:, 1:]
+    else:
+        monkeypatch.setattr(staged, "on", lambda device: False)
+    hardware.contract_into(out, weights, vectors, False)
+    assert not seen and not contract.into(out, weights, vectors, False)
+    exact = weights.double() @ vectors.double()
+    assert (out.double() - exact).norm() <= 3e-3 * exact.norm()

@@ -174,11 +174,6 @@ class Room:
             return 0
         return _ROW + max(fused.each(self.sizes), max([0, *self._widths("rows")]) * self.kind.itemsize)
 
-    def _spare(self, rows: slice) -> int:
-        """Bytes of what is held of a panel's rows that nobody needs once its weights are written."""
-        fused = self._fused(False)
-        return fused.each(self.sizes) * (rows.stop - rows.start) if fused else 0
-
     def _totals(self, over: str) -> int:
         """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
         return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0

@@ -81,7 +81,7 @@ class Sums(Room):
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
             begun = not alone and (folded.start > 0 or key in self.lent)
             for piece, out in outs:
-                self.contract(out, weight[piece], vector, over, k > 0 or begun, self._spare(rows) if alone else 0)
+                self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
             self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
