@@ -116,6 +116,32 @@ def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeyp
     assert [kind.reels for kind in reels._KINDS.values()] == [kind.reels for kind in kinds]
 
 
+@mr.op
+def contrastive(x: mr.Row["d"], y: mr.Col["d"]):
+    s = x @ y
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+@pytest.mark.parametrize("scale", [1.0, 14.0, 40.0])
+@pytest.mark.parametrize(("N", "D", "limit"), [(8192, 512, "6MB"), (6001, 768, "4MB"), (4096, 300, "2MB")])
+def test_labels_by_themselves_over_blocks_of_rows(N, D, limit, scale):
+    """Column gradients are added to once a block; their largest part is not."""
+    torch.manual_seed(0)
+    x, y = (F.normalize(torch.randn(N, D, device="cuda"), dim=-1) for _ in range(2))
+    x, y = (x * scale).bfloat16(), F.normalize(y + 0.5 * x, dim=-1).bfloat16()
+
+    def ours(x, y):
+        with mr.budget(limit):
+            return contrastive.total(x, y) / N
+
+    plain = lambda x, y: F.cross_entropy((x @ y.mT).float(), torch.arange(N, device="cuda"))
+    got, exact, naive = pulled(ours, x, y), pulled(plain, x.float(), y.float()), pulled(plain, x, y)
+    for own, truth, theirs in zip(got[1:], exact[1:], naive[1:], strict=True):
+        error, other = (torch.linalg.vector_norm(g.float() - truth) for g in (own, theirs))
+        assert error <= 2 * other
+    assert extra(lambda: pulled(ours, x, y)) <= budget.parse(limit) + 128 * N  # a few numbers per row and column
+
+
 @pytest.mark.parametrize("rows", [1, 64, 1000])
 def test_a_forward_and_an_argmax_hold_no_pairs(rows):
     x, w, target = head(rows, 1024, 50257, False)
