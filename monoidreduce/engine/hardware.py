@@ -230,12 +230,19 @@ def _obtainable(device: torch.device) -> int:
     return found
 
 
+def _allocated(device: torch.device) -> int:
+    """Bytes that torch's tensors take on a GPU. ``torch.cuda.memory_allocated`` flattens and sorts all that the
+    allocator counts: it takes four times as long."""
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(found["allocated_bytes"]["all"]["current"]) if found else 0
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
     meant = rehearsed.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
-        return max(0, _obtainable(device) - torch.cuda.memory_allocated(device))
+        return max(0, _obtainable(device) - _allocated(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # a system that does not say

@@ -1,5 +1,7 @@
 """Contractions without the tiles that are small, and the k best of a panel: written by hand, run in the interpreter."""
 
+import math
+
 import pytest
 import torch
 
@@ -118,6 +120,23 @@ def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
     assert strips.best(x[:0], 3, True, compute)[1].shape == (0, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+def test_the_k_best_are_those_of_a_stable_sort(dtype, monkeypatch, seed):
+    """The first of equals, NaN before all, zeros whatever their signs, negative rows."""
+    monkeypatch.setattr(strips, "_STRIP", 16)
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, 1101, generator=gen).to(dtype)
+    x[1] -= 20
+    x[2, 7], x[2, 100:900], x[3, :1000], x[4, ::2], x[5, 3::5] = math.nan, -0.0, -math.inf, 0.0, 3.0
+    for k in (1, 5, 16):
+        values, places = strips.best(x, k, True, dtype)
+        wanted = x.float().sort(dim=1, descending=True, stable=True)
+        assert values.dtype is dtype and torch.equal(places, wanted.indices[:, :k])
+        torch.testing.assert_close(values.float(), wanted.values[:, :k], rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(strips, "_HELD", 64)  # by torch: more than a program instance looks at
+    torch.testing.assert_close(strips.best(x, 16, True, dtype)[0].float(), wanted.values[:, :16], equal_nan=True)
+
+
 @pytest.mark.parametrize("limit", [None, 4000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
@@ -149,3 +168,22 @@ def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
             found = mr.ops.linear_topk(x, w, 9)
         assert torch.equal(found.indices, (x.double() @ w.double().mT).topk(9).indices)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 4000])
+def test_the_k_best_products_again_are_what_was_heard(by_address, limit, monkeypatch):
+    """A product and two launches for each panel; rows that are the columns too are another kind of call."""
+    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
+    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))
+    done, original = [], topk.of_product
+    monkeypatch.setattr(topk, "of_product", lambda *a, **k: done.append(a) or original(*a, **k))
+    for turn in range(6):
+        torch.manual_seed(turn)
+        w = torch.randn(411, 300)
+        x = w if turn in (1, 4) else torch.randn(411, 300)
+        with mr.use(engine="auto", budget=limit), torch.no_grad():
+            found = mr.ops.linear_topk(x, w, 3)
+        wanted = (x.double() @ w.double().mT).topk(3)
+        assert torch.equal(found.indices, wanted.indices)
+        torch.testing.assert_close(found.values.double(), wanted.values, rtol=1e-4, atol=1e-4)
+    assert len(done) == 3, "walked once, and heard once for each kind"

@@ -30,7 +30,7 @@ def told():
 
 def assert_near(found):
     """Within a tenth, or a few of the allocator's blocks."""
-    off = [f"{name}: {p:,} of {c:,}" for name, (p, c) in found.items() if abs(p - c) > max(0.1 * c, 8 * BLOCK)]
+    off = [f"{name}: {p:,} of {c:,}" for name, (p, c) in found.items() if abs(p - c) > max(0.1 * c, 9 * BLOCK)]
     assert not off, "; ".join(off)
 
 

@@ -287,7 +287,8 @@ def test_a_driver_is_not_asked_for_every_call(monkeypatch):
         torch.cuda, "mem_get_info", lambda device: asked.append(1) or (1000 - 400 * (len(asked) > 1), 0)
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    counted = lambda device: {"allocated_bytes": {"all": {"current": held[0]}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counted)
     gpu = torch.device("cuda", 0)
     assert hardware.free_memory(gpu) == 1200
     held[0], clock[0] = 450, 10.05

@@ -89,8 +89,7 @@ def _completed(one: Any, sizes: Sizes) -> int:
         shapes = [form(r, k, small) for r, k in one.fold.outputs]
         made = [torch.zeros((count, *shape) if parts > 1 else shape, dtype=dtype) for shape, dtype in shapes]
         if parts > 1:
-            room = lambda r, own: united.room(r, own, [t.dtype for t in own])
-            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=room)
+            made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=united.room)
         for at in one.lists:
             made[at : at + 2] = topk.tidy(one.fold.outputs[at][0], *made[at : at + 2])
     return alive.peak

@@ -7,7 +7,6 @@ somebody can hear of launches (``reel.py``).
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,20 +43,17 @@ class Kept:
         self.most = most
         self.made: dict[tuple, Again] = {}
 
-    def __call__(
-        self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any], given: Sequence[Any] = ()
-    ) -> None:
-        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again.
-
-        ``given``: the arguments with addresses in place of tensors, for which a launcher need not ask."""
+    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
+        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again."""
         again = self.made.get(key)
         if again is not None:
-            again(*(given or arguments))
+            again(*arguments)
         else:
             again = first()
             if again is not None:
                 self._keep(key, again)
         tell(again, arguments)
+        return again
 
     def _keep(self, key: tuple, again: Again) -> None:
         self.made[key] = again
@@ -78,39 +74,26 @@ class Kernels:
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
         options: Mapping[str, int] | None = None,
-    ) -> None:
-        """Launch one on the device of its first argument. ``constants``: in the order of the text, after all others;
-        ``options``: for the compiler."""
-        options = options or {}
-        key, given = self._key(name, grid, arguments, constants, options)
-        first = functools.partial(self._first, name, grid, arguments, constants, options)
-        self.kept(key, first, arguments, given)
-
-    def again(
-        self, name: str, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
     ) -> Again | None:
-        """What launches one again that was launched with arguments like these."""
-        return self.kept.made.get(self._key(name, grid, arguments, constants, {})[0])
-
-    @staticmethod
-    def _key(
-        name: str,
-        grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        options: Mapping[str, int],
-    ) -> tuple[tuple, list[Any]]:
-        """What a launcher is found by, and the arguments with addresses in place of tensors."""
-        key, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
+        """Launch one on the device of its first argument; what launches it again, if there is. ``constants``: in the
+        order of the text, after all others; ``options``: for the compiler."""
+        options = options or {}
+        found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
         for v in arguments:
             if isinstance(v, int):
-                key += specialized(v)
+                found += specialized(v)
                 given.append(v)
             else:
                 address = v.data_ptr()
-                key += v.dtype, address & 15
+                found += v.dtype, address & 15
                 given.append(address)
-        return tuple(key), given
+        key = tuple(found)
+        again = self.kept.made.get(key)
+        if again is None:
+            return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
+        again(*given)
+        tell(again, arguments)
+        return again
 
     def _first(
         self,

@@ -227,12 +227,14 @@ class Launch:
         return found
 
     def united(self) -> list[united.Joined] | None:
-        """The launches that make whole results of those of a cut walk's parts, once they were made; none of a walk that
-        was not cut, None where torch makes them."""
+        """The launches that make whole results of those of a cut walk's parts; none of a walk that was not cut, None
+        where torch makes them."""
         found: list[united.Joined] = []
-        for r, places in split(self.fold, list(range(len(self.outputs)))) if self.spec.split else ():
-            forms = [self.outputs[k] for k in places]
-            made = united.recipes(r, forms, [self.types[k] for k in places], self.sizes.device)
+        if not self.spec.split:
+            return found
+        for r, places in split(self.fold, list(range(len(self.outputs)))):
+            forms, types = [self.outputs[k] for k in places], [self.types[k] for k in places]
+            made = united.recipes(r, forms, types, self.sizes.device)
             if made is None:
                 return None
             found += [one.moved(places[0]) for one in made]
@@ -267,15 +269,11 @@ class Launch:
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs: those of a split walk combined, the lists of the best sorted."""
         if self.spec.split:
-            outputs[:] = combine(self.fold, outputs, self.cuts, ordered=True, faster=self._united)  # parts are let go
+            outputs[:] = combine(self.fold, outputs, self.cuts, ordered=True, faster=united.whole)  # parts are let go
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
-
-    def _united(self, r: Expr, stacked: list[Tensor]) -> list[Tensor] | None:
-        first = self.fold.outputs.index((r, 0))
-        return united.whole(r, stacked, self.types[first : first + len(stacked)])
 
     def _cuts(self) -> list[int]:
         """How much of the folded axis each part walks."""

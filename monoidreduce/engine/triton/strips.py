@@ -144,8 +144,8 @@ def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Ten
     grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
     _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
     width = k * _STRIP + panel.shape[1] - whole
-    if compute is torch.float32 and max(width, strips) <= _HELD:
-        return _best_listed(panel, maxima, k, whole, width)
+    if maxima.dtype is torch.float32 and max(width, strips) <= _HELD:
+        return _best_listed(panel, maxima, k, whole, width, compute)
     chosen = maxima.topk(k, dim=1, sorted=False).indices
     held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
     places = (held, panel, chosen, panel.stride(0), k, whole, width)
@@ -153,10 +153,10 @@ def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Ten
     return _listed(*held.topk(k, dim=1), chosen, whole, largest, compute)
 
 
-def _best_listed(panel: Tensor, maxima: Tensor, k: int, whole: int, width: int) -> list[Tensor]:
+def _best_listed(panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype) -> list[Tensor]:
     """The best of rows whose strips' maxima are known."""
     (rows, strips), slots = maxima.shape, _power(k)
-    values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (torch.float32, torch.int64))
+    values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
     spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
     given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
     alike = 16 if panel.dtype is torch.bfloat16 else 0

@@ -161,6 +161,7 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     """
     r = fold.reductions[0]
     kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
+    held = sizes.compute if fold.raised else kind  # as the caller will hold them, where nothing is computed of them
     row = sizes.cols * kind.itemsize
     room = budget.limit(lambda: hardware.free_memory(sizes.device), row)
     if room < row:
@@ -169,10 +170,10 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:
         hardware.panel_into(panel, x, y)
-        return of_panel(panel, r, sizes.compute)
+        return of_panel(panel, r, held)
     parts = []
     for at in range(0, sizes.rows, step):
         some = x[at : at + step]
         hardware.panel_into(panel[: len(some)], some, y)
-        parts.append(of_panel(panel[: len(some)], r, sizes.compute))
+        parts.append(of_panel(panel[: len(some)], r, held))
     return [torch.cat(t) for t in zip(*parts, strict=True)]

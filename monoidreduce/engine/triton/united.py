@@ -104,6 +104,7 @@ def unite_sum(out, x, parts, rows, PARTS: tl.constexpr, ROWS: tl.constexpr):
 '''
 _WIDEST = 1024
 _PARTS = 1024
+_SMALL = 2**20  # bytes of parts that are held until a call is done
 _BLOCK = 2048  # numbers of a program instance
 _FLOATS = (torch.float32, torch.float64)
 _kernels = Kernels(_TEXT)
@@ -140,10 +141,10 @@ class Joined(NamedTuple):
         return Joined(self.recipe._replace(arguments=tuple(given)), tuple(first + k for k in self.written))
 
 
-def whole(r: Expr, stacked: Sequence[Tensor], held: Sequence[torch.dtype]) -> list[Tensor] | None:
-    """A reduction's results from those of its parts ``[parts, *batch, length(, features)]``, in these types; None where
-    there is no kernel for it."""
-    made = room(r, stacked, held)
+def whole(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
+    """A reduction's results from those of its parts ``[parts, *batch, length(, features)]``; None where there is no
+    kernel for it."""
+    made = room(r, stacked)
     if made is None:
         return None
     for task in _tasks(r, stacked) or ():
@@ -151,21 +152,25 @@ def whole(r: Expr, stacked: Sequence[Tensor], held: Sequence[torch.dtype]) -> li
     return made
 
 
-def room(r: Expr, stacked: Sequence[Tensor], held: Sequence[torch.dtype]) -> list[Tensor] | None:
+def room(r: Expr, stacked: Sequence[Tensor]) -> list[Tensor] | None:
     """Where they go."""
     if _tasks(r, stacked) is None or not all([t.is_contiguous() for t in stacked]):
         return None
-    return [torch.empty_like(t[0], dtype=kind) for t, kind in zip(stacked, held, strict=True)]
+    return [torch.empty_like(t[0]) for t in stacked]
 
 
 def recipes(r: Expr, stacked: Sequence[Form], held: Sequence[torch.dtype], device: torch.device) -> list[Joined] | None:
-    """How these launches are made again, after they were made once."""
-    parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
-    made, found = room(r, parts, held), []
-    if made is None:
+    """How the launches are made again that write results in these types; they are made once on the way. None where
+    parts are so large that they should be let go as soon as they were read."""
+    if sum(math.prod(shape) * kind.itemsize for shape, kind in stacked) > _SMALL:
         return None
-    for task in _tasks(r, parts) or ():
-        again = _kernels.again(task.name, task.grid, task.given(made, parts), dict(task.constants))
+    parts = [torch.empty(shape, dtype=kind, device=device) for shape, kind in stacked]
+    todo, found = _tasks(r, parts), []
+    if todo is None:
+        return None
+    made = [torch.empty_like(t[0], dtype=kind) for t, kind in zip(parts, held, strict=True)]
+    for task in todo:
+        again = _kernels(task.name, task.grid, task.given(made, parts), dict(task.constants))
         if again is None:
             return None
         forms = tuple((tuple(made[k].shape), made[k].dtype) for k in task.written)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIRST = 8  # rows that are rounded by way of other memory
+from .. import rows
+
+_FIRST = 8  # rows that are rounded by way of other memory, where no kernel reads them all before it writes
 _ALIGNED = 16  # bytes: where totals may begin
 
 
@@ -49,12 +51,12 @@ class Lent:
 
     def close(self) -> None:
         """The gradients from their totals: from the first on, each written where totals were read already."""
-        for rows, totals in self.pieces:
-            at = rows.start
-            if not at:
-                at = min(_FIRST, rows.stop)
-                self.own[:at] = totals[:at].to(self.own.dtype)
-            while at < rows.stop:
-                end = min(2 * at, rows.stop)
-                self.own[at:end] = totals[at - rows.start : end - rows.start]
+        alone = rows.ALONE // self.own.shape[1]
+        for part, totals in self.pieces:
+            at = part.start
+            while at < part.stop:
+                end = min(2 * at or alone or _FIRST, part.stop)
+                own, of = self.own[at:end], totals[at - part.start : end - part.start]
+                if not (at or alone) or not rows.rounded(own, of):
+                    own.copy_(of if at else of.to(own.dtype))
                 at = end

@@ -28,6 +28,8 @@ _SHORTER: dict[Any, Callable] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.zero_.default: Tensor.zero_,
     _aten.add_.Tensor: Tensor.add_,
+    getattr(_aten.mm, "dtype_out", None): torch.mm,  # since torch 2.8 or so
+    getattr(_aten.addmm, "dtype_out", None): torch.addmm,
 }
 
 
