@@ -86,7 +86,7 @@ class Program:
         kept = [name for name in recorded.results if moves and name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
         tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
-        if not tape.lean:
+        if early.many(sizes) and not tape.lean:
             return None
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
 

@@ -36,29 +36,25 @@ _kernels = Kernels(_TEXT)
 
 def fits(number: Tensor, total: Tensor, size: int) -> bool:
     """Whether one kernel makes the shifts of so many numbers."""
-    both = (number, total)
-    plain = all(
-        source.repeats(v.device) and v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in both
-    )
-    return plain and number.data_ptr() % 16 == 0
+    plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
+    return plain and source.repeats(number.device)
 
 
 def made(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The shifts, of this shape; infinite where the total is of nothing."""
     if fits(number, total, math.prod(shape)):
         found = torch.empty_like(number)
-        _kernels("shift", *_launch(found, number, total))
+        _launched(found, number, total)
         return found.view(shape)
     seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
     return (number + seen).mul_(LOG2E).expand(shape).contiguous()
 
 
 def again(number: Any, total: Any, shape: tuple[int, ...]) -> Callable[..., None] | None:
-    """What launches the kernel again for tensors like these, where it was launched before."""
-    if not fits(number, total, math.prod(shape)):
-        return None
-    return _kernels.again("shift", *_launch(number, number, total))  # all that is new begins where the first may
+    """What launches the kernel again for tensors like these, after it did once; None where torch makes the shifts."""
+    return _launched(torch.empty_like(number), number, total) if fits(number, total, math.prod(shape)) else None
 
 
-def _launch(out: Tensor, number: Tensor, total: Tensor) -> tuple[tuple[int], tuple[Any, ...], dict[str, int]]:
-    return (-(-out.numel() // _LANES),), (out, number, total, out.numel()), {"LANES": _LANES}
+def _launched(out: Tensor, number: Tensor, total: Tensor) -> Callable[..., None] | None:
+    size = out.numel()
+    return _kernels("shift", (-(-size // _LANES),), (out, number, total, size), {"LANES": _LANES})
