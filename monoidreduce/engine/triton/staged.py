@@ -156,8 +156,13 @@ def _loop(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -
     loaded = [] if tosses or bent else [staged_text.LOADED.format(**fields)]
     whole = without("whole")
     if bent:
-        turns = (f"        if {n}_bends:", without("bent")), ("        else:", whole)
-        whole = [line for head, turn in turns for line in (head, *(f"    {line}" for line in turn))]
+        bends = without("bent")
+        last: list[str] = []
+        while bends[-1] == whole[-1]:  # what both do with their weights
+            last.insert(0, whole.pop())
+            bends.pop()
+        turns = (f"        if {n}_bends:", bends), ("        else:", whole)
+        whole = [*(line for head, turn in turns for line in (head, *(f"    {line}" for line in turn))), *last]
     found = {"ahead": "".join(f"\n{line}" for line in ahead), "whole": "\n".join(whole)}
     found |= {"kept_block": f"{fields['x0']}_block" if loaded else "room"}
     return "\n".join([staged_text.WHOLE, *chosen, *loaded, staged_text.LOOP.format(**fields | found)])
