@@ -32,7 +32,7 @@ from monoidreduce.engine.planning import planner, roads
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.tapes import replay
 from monoidreduce.engine.triton import boxes, describe, kept, pieces, rows, source, staged
-from monoidreduce.engine.triton.wide import epilogue, reels
+from monoidreduce.engine.triton.wide import contract, epilogue, reels
 from monoidreduce.plan import ceilings, defaults
 from monoidreduce.plan.cost import Scheduled
 
@@ -56,7 +56,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (early, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(on=yes)),
         (gradients, dict(straight=yes)),
-        (hardware, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_heard)),
+        (hardware, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
         (reels, dict(repeated=repeated)),
         (replay, dict(straight=yes)),
@@ -80,6 +80,11 @@ def _nothing(*given: Any) -> None:
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
     kept.tell(_nothing, given)
+
+
+def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int = 0) -> None:
+    if not contract.into(out, weights, vectors, add, room):
+        _heard(out, weights, vectors, add)
 
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:

@@ -97,16 +97,20 @@ def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     return (x * y).sum(-1)
 
 
-SHARE: list[Callable[[Tensor, int], Tensor | None]] = []  # the GPU engine's own, if it is there
+SHARE: list[Callable[[Tensor, int], Callable[..., Tensor] | None]] = []  # the GPU engine's own, if it is there
+
+
+def sharer(labels: Tensor, ignored: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """What does the work of :func:`share` for labels like these, where the GPU engine has something."""
+    plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
+    return SHARE[0](labels, ignored) if plain and dtype is torch.float32 and SHARE else None
 
 
 def share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
     """One over the number of labels that are not ignored, a 0-dim tensor: infinite where there are none."""
-    plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
-    if plain and dtype is torch.float32 and SHARE:
-        found = SHARE[0](labels, ignored)
-        if found is not None:
-            return found
+    ready = sharer(labels, ignored, dtype)
+    if ready is not None:
+        return ready(labels, ignored, dtype)
     return (labels != ignored).sum().to(dtype).reciprocal()
 
 
@@ -202,8 +206,15 @@ def _by_features(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
+CONTRACT: list[Callable[[Tensor, Tensor, Tensor, bool, int], bool]] = []  # the GPU engine's own, if it is there
+
+
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool, room: int = 0) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``.
+
+    ``room``: bytes that may be allocated meanwhile."""
+    if weights.dtype in SIXTEEN and CONTRACT and CONTRACT[0](out, weights, vectors, add, room):
+        return
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
     elif weights.device.type == "cuda" and _keeps_float32():

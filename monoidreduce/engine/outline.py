@@ -85,12 +85,13 @@ class Outline(TorchFunctionMode):
             self.named(result, f"{name}[{k}]")
         return plan.traced.pack(found)
 
-    def done(self, run: Callable[..., Any], given: Sequence[Any]) -> Any:
-        """A function of ours is called: one step likewise, unless it makes no tensor."""
+    def done(self, run: Callable[..., Any], given: Sequence[Any], ready: Ready | None = None) -> Any:
+        """A function of ours is called: one step likewise, unless it makes no tensor. ``ready``: see :func:`step`."""
         with self._apart():
             found = run(*given)
+            again = None if ready is None else ready(*given)
         if isinstance(found, Tensor):
-            self.named(found, self._write(run, given, {}))
+            self.named(found, self._write(again or run, given, {}))
         return found
 
     def function(self, result: Any) -> Callable[..., Any] | None:
@@ -153,13 +154,17 @@ def spoil() -> None:
         watched.broken = True
 
 
-def step(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of ours that makes a tensor, of a form that the kind of its arguments decides."""
+Ready = Callable[..., Callable[..., Tensor] | None]
+
+
+def step(run: Callable[..., Tensor], ready: Ready | None = None) -> Callable[..., Tensor]:
+    """A function of ours that makes a tensor, of a form that the kind of its arguments decides. ``ready`` says of some
+    arguments what does the same for others like them, if anything does it faster."""
 
     @functools.wraps(run)
     def noted(*given: Any) -> Tensor:
         watched = None if torch.compiler.is_dynamo_compiling() else watching.get()
-        return run(*given) if watched is None else watched.done(run, given)
+        return run(*given) if watched is None else watched.done(run, given, ready)
 
     return noted
 

@@ -295,7 +295,7 @@ def _of_labels(
     return sums, kept
 
 
-_share = outline.step(hardware.share)
+_share = outline.step(hardware.share, hardware.sharer)
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from .tail import Tail
 
@@ -15,11 +16,20 @@ ROUND = 128  # rows of a panel are a multiple of this where there are more
 NARROW = 256  # features up to here are cheaper to multiply again than pairs are to keep
 # a 16-bit total after n additions has sqrt((n + 1) / 2) times the error of one rounding: 2.1 times after eight
 ADDS = 8
-BLOCKS = 4  # rather: where a row's own column outweighs the rest, eight add up to 2.3 times torch's error, six to 2
+# rather: where a row's own column outweighs the rest, eight add up to 2.3 times torch's error, six to 2
+BLOCKS = 4
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
-TILE = 128, 256  # rows and columns of a tile of a generated product, of which a processor does one at a time
+TILE = 128, 256  # rows and columns, at most, of a tile of a generated product: a processor does one at a time
+
+_AROUND = 4  # rounds: what it takes to begin and to end a panel's three products
+
+
+class Filling(Protocol):
+    """Of at most so many columns how many a panel takes."""
+
+    def __call__(self, most: int, length: int = 0) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -62,16 +72,28 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
-def filling(rows: int, processors: int) -> Callable[[int], int]:
+def filling(rows: int, processors: int, tile: int = TILE[1]) -> Filling:
     """Of panels of ``rows`` rows: how many of at most so many columns to take, that none of the processors idle in the
-    last round of tiles; a quarter of them may be left for that."""
+    last round of tiles, ``tile`` columns wide; a quarter of them may be left for that. Where all panels but the last
+    have as many columns, ``length`` in all: that together they take few rounds, and are few."""
+    high = -(-rows // TILE[0])
 
-    def fill(most: int) -> int:
-        high, wide = -(-rows // TILE[0]), most // TILE[1]
+    def rounds(wide: int) -> int:
+        return -(-high * wide // processors)
+
+    def fill(most: int, length: int = 0) -> int:
+        wide = most // tile
         if wide < 4 or processors < 2:
             return most
-        busy = {n: n / -(-high * n // processors) for n in range(wide, wide * 3 // 4, -1)}
-        return TILE[1] * next(n for n in busy if busy[n] >= 0.97 * max(busy.values()))
+        some = range(wide, wide * 3 // 4, -1)
+        if length:
+            return tile * min(some, key=lambda n: together(-(-length // tile), n))
+        busy = {n: n / rounds(n) for n in some}
+        return tile * next(n for n in some if busy[n] >= 0.97 * max(busy.values()))
+
+    def together(tiles: int, wide: int) -> int:
+        whole, rest = divmod(tiles, wide)
+        return whole * (_AROUND + rounds(wide)) + (_AROUND + rounds(rest) if rest else 0)
 
     return fill
 
@@ -82,18 +104,19 @@ def blocks(
     pair: int,
     room: int,
     each: int,
-    filling: Callable[[int], Callable[[int], int]],
+    filling: Callable[[int], Filling],
     lends: bool = True,
+    most: int = BLOCKS,
 ) -> Panels | None:
     """Few blocks of rows one after the other, each with all columns, some at a time.
 
     Column totals are added to once a block, which 16 bits bear. A block's row totals, ``each`` bytes a row, lie apart
     or, where row gradients lend their memory, in those of its rows and of the rows after it, twice as long as they: of
-    a last block of half the length a half lies apart, and a quarter of the one before. Of up to four blocks the number
-    whose panels are longest along their shorter side, products of both are then large; of more as few as fit.
+    a last block of half the length a half lies apart, and a quarter of the one before. Of up to ``most`` blocks the
+    number whose panels are longest along their shorter side, products of both are then large; of more as few as fit.
     ``filling``: for panels of so many rows, how many of at most so many columns to take."""
     shorter = 2 if lends else 1
-    for counts in (range(2, BLOCKS + 1), *((n,) for n in range(BLOCKS + 1, ADDS + 1))):
+    for counts in (range(2, most + 1), *((n,) for n in range(most + 1, ADDS + 1))):
         found: list[Panels] = []
         for count in counts:
             own = min(rows, -(-rows * shorter // (((count - 1) * shorter + 1) * ROUND)) * ROUND)
@@ -101,7 +124,7 @@ def blocks(
             apart = (-(-max(last, own - last) // 2) if lends else own) * each
             part = (room - apart) // max(1, own * pair)
             if apart <= room * 2 // 3 and part >= min(ROUND, cols):
-                found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part)), outer="rows"))
+                found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part), cols), outer="rows"))
         if found:
             return max(found, key=lambda p: min(p.rows, p.cols))
     return None

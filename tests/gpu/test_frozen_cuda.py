@@ -155,3 +155,86 @@ def test_the_sum_of_a_loss(rows):
     target = torch.randint(0, 50, (rows,), device="cuda")
     ours = lambda x, w: ops.cross_entropy(x, w, target)
     assert_same(ours, lambda x, w: F.cross_entropy(x @ w.T, target.cpu()), drawn((rows, 32), (50, 32)), 2e-5)
+
+
+@mr.op
+def best(x: mr.Row["d"], w: mr.Col["d"]):
+    return mr.argmax(x @ w)
+
+
+@mr.op
+def draw(x: mr.Row["d"], w: mr.Col["d"], seed: int):
+    return mr.sample(x @ w, seed)
+
+
+def wide(rows, cols, seed):
+    gen = torch.Generator("cuda").manual_seed(seed)
+    return [torch.randn(n, 1024, device="cuda", generator=gen).bfloat16() / 8 for n in (rows, cols)]
+
+
+def picks(x, w, seed):
+    """What is picked, by an op that meets tensors of one kind again."""
+    with torch.no_grad():
+        return best(x, w), ops.linear_topk(x, w, 50), draw(x, w, seed)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_what_is_picked_of_other_tensors(rows):
+    """By launches whose descriptors are found by address: of other tensors, and of others in the same place."""
+    for seed in range(4):
+        x, w = wide(rows, 40_000, seed)
+        exact = x.float() @ w.float().mT
+        place, listed, drawn = picks(x, w, seed)
+        rounding = exact.abs().max() / 128
+        assert (exact.amax(1) - exact.gather(1, place[:, None])[:, 0]).max() <= rounding
+        worst, found = exact.topk(50).values[:, -1], exact.gather(1, listed.indices)
+        assert (worst - found.amin(1)).max() <= rounding and (found - listed.values).abs().max() <= rounding
+        assert torch.equal(picks(x.clone(), w.clone(), seed)[2], drawn)
+        x.copy_(x.flip(0)), w.copy_(w.flip(0))  # other numbers at the same addresses
+        turned = picks(x, w, seed)[0]
+        assert (exact.flip(0, 1).amax(1) - exact.flip(0, 1).gather(1, turned[:, None])[:, 0]).max() <= rounding
+
+
+def test_what_is_picked_on_another_stream_and_in_a_graph():
+    x, w = wide(64, 40_000, 0)
+    wanted = [picks(x, w, 3) for _ in range(3)][-1]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = picks(x, w, 3)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        played = picks(x, w, 3)
+    graph.replay()
+    for found in (elsewhere, played):
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2])
+        assert torch.equal(found[1].indices, wanted[1].indices)
+
+
+def test_whoever_watches_launches_of_descriptors_is_told():
+    hooks = pytest.importorskip("triton").knobs.runtime
+    x, w = wide(64, 40_000, 0)
+    with torch.no_grad():
+        wanted, seen = [best(x, w) for _ in range(3)][-1], []
+        tell = lambda metadata: seen.append(metadata.get()["name"])
+        hooks.launch_enter_hook.add(tell)
+        try:
+            assert torch.equal(best(x, w), wanted)
+        finally:
+            hooks.launch_enter_hook.remove(tell)
+    assert seen == ["fold_over_cols", "unite_best"]
+
+
+def test_descriptors_are_encoded_once_for_each_address(monkeypatch):
+    """Where Triton's launchers are of the make that is known."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    if not hasattr(driver, "make_tensordesc_arg") or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no descriptors that are taken apart in Python")
+    x, w = wide(64, 40_000, 0)
+    with torch.no_grad():
+        wanted = [best(x, w) for _ in range(3)][-1]
+        taken, real = [], driver.make_tensordesc_arg
+        monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *given: taken.append(given) or real(*given))
+        assert torch.equal(best(x, w), wanted) and not taken
+        assert torch.equal(best(x.clone(), w), wanted)

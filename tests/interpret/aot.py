@@ -6,6 +6,7 @@ prints one JSON line each. It needs a process of its own: Triton decides when im
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,8 @@ from monoidreduce import Col, Row
 from monoidreduce.engine import early
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, pieces, plan, source, staged, use_plan
-from monoidreduce.engine.triton.wide import epilogue
+from monoidreduce.engine.triton.text.contract_text import Form
+from monoidreduce.engine.triton.wide import contract, epilogue
 from monoidreduce.plan import defaults
 from tests import handmade
 
@@ -95,6 +97,17 @@ def best(x: Row["d"], y: Col["d"]):
 @mr.op
 def drawn(x: Row["d"], y: Col["d"], seed: int):
     return mr.sample(x @ y, seed)
+
+
+def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Sums with a panel's weights as they are made by turns: in wide tiles, added to or not, and in parts."""
+    kept, folded, out = len(weights), vectors.detach(), torch.zeros(weights.shape[0], vectors.shape[1]).to(vectors)
+    for over, width, add in itertools.product(("cols", "rows"), (128, 192), (False, True)):
+        panel = weights.detach() if over == "cols" else weights.detach().mT.contiguous().mT
+        ready = contract.Ready(out, panel, folded, Form("bfloat16", over, add, width), 3 * kept, contract.PART * 2**10)
+        assert (ready.cut.parts > 1) == (width == 128)
+        ready(out, panel, folded)
+    return out
 
 
 def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
@@ -168,6 +181,12 @@ CASES = [
     ),
     Case("attention 64, float16", attention, _qkv(64), torch.float16),
     Case("attention 128, float16", attention, _qkv(128), torch.float16, lean=False),
+    Case(
+        "wide contractions",
+        contractions,
+        lambda t: (torch.zeros(384, 4096).to(t), torch.zeros(4096, 384).to(t)),
+        hopper=True,
+    ),
     # tile functions of a user's own
     Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
     Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),

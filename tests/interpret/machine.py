@@ -65,6 +65,10 @@ class Shared:
     def permute(self, order):
         return Shared(self.block.permute(order))
 
+    def _reinterpret(self, kind, shape, layout):
+        assert self.block.is_contiguous() and self.block.nbytes == math.prod(shape) * kind.itemsize
+        return Shared(self.block.view(-1).view(kind).view(shape))
+
     def store(self, values):
         assert values.dtype == self.block.dtype and values.shape == self.block.shape
         self.block.copy_(values)
@@ -192,7 +196,8 @@ class Machine:
         return torch.where(seen, found, torch.tensor(other, dtype=found.dtype))
 
     @staticmethod
-    def store(place, values, mask):
+    def store(place, values, mask=None):
+        mask = torch.ones((), dtype=torch.bool) if mask is None else mask
         mask = mask.expand(place.at.shape)
         place.storage[place.at[mask].long()] = values.expand(place.at.shape)[mask].to(place.storage.dtype)
 

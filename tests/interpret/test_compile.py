@@ -19,7 +19,10 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 # is lower where Triton finds it compiled already, and the assembler alone is asked again.
 SPILLS = {"attention 128": 256, "causal attention 128": 264, "capped attention 64": 256, "cross-entropy 256": 128}
 SPILLS |= {"wide cross-entropy": 128, "wide contrastive": 64}  # of tiles that are compared with labels
-STAGED = {True: ["wide contrastive", "causal attention 128", "attention 128"], False: ["attention 128, float16"]}
+STAGED = {
+    True: ["wide contractions", "wide contrastive", "causal attention 128", "attention 128"],
+    False: ["attention 128, float16"],
+}
 
 
 def chosen(capability, ready):
@@ -56,6 +59,19 @@ def test_kernels_compile(capability, ready, tmp_path):
             assert not (kernel["staged"] and kernel["crumbs"]), kernel
     forward = {k["case"]: k["staged"] for k in found[::-1]}
     assert [c for c, staged in forward.items() if staged] == (STAGED[ready] if capability == 90 else [])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_small_kernels_compile(capability, tmp_path):
+    """Those that no program writes: nothing spills."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"MONOIDREDUCE_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.interpret.small", f"cuda:{capability}"]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert said.returncode == 0, said.stderr[-3000:]
+    found = list(map(json.loads, said.stdout.splitlines()))
+    assert {kernel["kernel"] for kernel in found} == {"best_listed", "unite_best", "unite_sum"}
+    assert not [kernel for kernel in found if kernel["spills"]]
 
 
 @pytest.mark.parametrize("capability", sorted(FAMILIES))

@@ -134,8 +134,44 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("beside", [1000, 20, 8])
 @pytest.mark.parametrize(("instances", "tiles"), SHAPES)
-def test_no_processor_is_idle_for_long(instances, tiles):
-    count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, deep=True)
+def test_no_processor_is_idle_for_long(instances, tiles, beside):
+    count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, beside)
     longest = -(-tiles // count) * -(-instances * count // 132)
     assert count * 2 <= max(2, tiles) and (instances * tiles / (longest * 132) > 0.75 or tiles < 4 * 132 // instances)
+    if beside < instances and 4 * count < tiles:
+        assert count * beside >= 132, "the tiles that run together, in all their parts, fill the device"
+
+
+def test_kept_tiles_that_run_together_leave_room_in_the_cache():
+    one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
+    many = 2**20
+    assert deep.beside(one, 128, many) == 2 * deep.beside(one, 256, many) == 4 * deep.beside(other, 256, many) > 0
+    assert deep.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert deep.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
+
+
+def _given(width):
+    @mr.op
+    def total(x: mr.Row["d"], w: mr.Col["d"]):
+        return mr.logsumexp(x @ w)
+
+    (one,) = total.program(*(torch.zeros(3, 300, dtype=torch.bfloat16) for _ in range(2))).passes
+    kinds = ("bfloat16",) * 2
+    return one.fold, "cols", kinds, (0, 0), (("d", width),), "float32", "bfloat16", 0, False, False, False
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
+    """The same numbers in whatever order program instances run, the last few tiles being fewer."""
+    rows = 67 + few  # a launch of its own for each
+    x, w = vectors(rows, 130, 300, seed)
+    monkeypatch.setattr(deep, "_NEAR", few * 16 * 300 * 2)
+    monkeypatch.setattr(deep, "_FITS", 0)
+    label = torch.arange(rows)
+    with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, parts=3)}):
+        loss, best, _ = head(x, w, label, torch.zeros(130).half())
+    logits = x.float() @ w.float().T
+    torch.testing.assert_close(loss.float(), F.cross_entropy(logits, label, reduction="none"), rtol=2e-3, atol=2e-3)
+    assert torch.equal(best, logits.argmax(1))

@@ -15,6 +15,8 @@ from monoidreduce.engine.triton.wide.joint import groups, joint
 from monoidreduce.engine.triton.wide.rest import Rest
 from monoidreduce.engine.walks import walks
 from monoidreduce.plan import panels
+from monoidreduce.program.build import ZERO, apply
+from monoidreduce.program.expr import index, node, topological
 from monoidreduce.program.total import total
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -24,6 +26,7 @@ SMALL = {
     "write_spare": KernelPlan(16, 16, 4, 1),
     "guess_peaks": KernelPlan(16, 16, 4, 1),
     "pick_own": KernelPlan(1, 64, 4, 1),
+    "weigh_own": KernelPlan(1, 64, 4, 1),
     "write_guessed": KernelPlan(16, 32, 4, 1),
     "close_rows": KernelPlan(16, 16, 4, 1),
 }
@@ -216,6 +219,63 @@ def test_known_weights_in_a_few_bytes(seed, used):
     compared(got, plain, (x, w), factor=4.0, loss=1e-3)  # the forward has rounded logits
 
 
+@pytest.fixture
+def recomputed(monkeypatch):
+    """No rows are few enough to keep their pairs."""
+    monkeypatch.setattr(panels, "FEW", 10**6)
+
+
+def weighed(x, w, target, bias, limit):
+    shares = torch.arange(len(x)) / 10
+    got = pulled(lambda x, w: (head(x, w, target, bias) * shares).sum(), (x, w), limit)
+
+    def plain(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
+        return (F.cross_entropy(s, target, reduction="none", ignore_index=-100) * shares).sum()
+
+    return got, plain
+
+
+@pytest.mark.parametrize("peaked", [0.0, 8.0])
+def test_known_labels_by_themselves(peaked, seed, used, recomputed):
+    """Panels of all rows, in the memory of column gradients: labels are weighed once, and left out of the pairs."""
+    x, w, target = vectors(24, 500, 264, peaked)
+    target[:5] = 7
+    got, plain = weighed(x, w, target, torch.randn(500).bfloat16(), "20KB")
+    assert used[0] == "weigh_own" and used.count("weigh_own") == 1 and used.count("write_known") > 1
+    compared(got, plain, (x, w), factor=3.0, loss=1e-2)  # the forward has rounded logits
+
+
+def test_known_labels_that_are_ignored_or_nowhere(seed, used, recomputed):
+    x, w, target = vectors(24, 500, 264)
+    target[:5], target[5:9], shares = -100, 500, torch.arange(24) / 10
+    bias = torch.zeros(500).bfloat16()
+    got = pulled(lambda x, w: (head(x, w, target, bias) * shares).sum(), (x, w), "20KB")
+    assert used.count("weigh_own") == 1
+    seen = (target >= 0) & (target < 500)
+
+    def plain(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7
+        picked = s.gather(1, target.clamp(0, 499)[:, None])[:, 0]
+        return ((s.logsumexp(1) - torch.where(seen, picked, 0.0)) * shares).sum()
+
+    compared(got, plain, (x, w), factor=3.0, loss=1e-3)
+
+
+def test_known_labels_of_blocks_of_rows(seed, used, recomputed):
+    """Up to eight blocks, as square as they come: what outweighs the rest is rounded once whatever their number."""
+    x, w, _ = vectors(400, 400, 264)
+    loss = lambda x, w: own_index(x, w).sum()
+    whole, cut = (pulled(loss, (x, w), limit) for limit in ("10MB", "50KB"))
+    assert 4 < used.count("weigh_own") <= panels.ADDS and used.count("write_known") > 2 * used.count("weigh_own")
+    exact = [v.double().requires_grad_() for v in (x, w)]
+    value = F.cross_entropy(exact[0] @ exact[1].mT, torch.arange(400), reduction="sum") * 0.3
+    truth = torch.autograd.grad(value, exact)
+    for k, g in enumerate(truth, 1):
+        errors = [torch.linalg.vector_norm(found[k].double() - g) for found in (whole, cut)]
+        assert errors[1] <= 1.5 * errors[0], errors
+
+
 def test_what_is_taken_apart():
     """A softmax's weight and a label; not two kinds of weights, nor a label's weight that varies with its pair."""
     x, w, t, b = (
@@ -242,7 +302,20 @@ def test_what_is_taken_apart():
         return late.late(joint(walk, groups(walk)[0], False))
 
     apart = found(head, x, w, t, b)
-    assert apart is not None and apart.hit is not None and not apart.distinct
+    assert apart is not None and apart.hit is not None and not late.distinct(apart.target)
     assert not apart.late.cols and apart.early.op != "const"
     assert found(smooth, x, w, t) is None
     assert found(capped, x, w, t) is None
+
+
+def test_a_weight_without_its_own_column():
+    """One column a row, whatever is done to what stands there; not two, nor none."""
+    col, here = index("col"), [node("leaf", (), (n,), rows=True, cols=False, feature=None, dtype="int") for n in "ab"]
+    number = node("leaf", (), ("x",), rows=True, cols=False, feature=None, dtype="float")
+    s = node("leaf", (), ("s",), rows=True, cols=True, feature=None, dtype="float")
+    hits = [apply("where", apply("eq", col, t), number, ZERO) for t in here]
+    weight = apply("mul", apply("sub", apply("exp", s), hits[0]), number)
+    others, own = late.apart(weight)
+    assert own.weight is weight and own.target is here[0]
+    assert others.op == "where" and hits[0] not in topological([others])
+    assert late.apart(apply("exp", s)) is None and late.apart(apply("sub", weight, hits[1])) is None

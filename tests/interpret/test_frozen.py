@@ -341,12 +341,15 @@ def test_results_that_share_an_allocation():
 
 
 @pytest.mark.parametrize("count", [1, 59, 1024, 1025])
-def test_the_share_of_a_row(count):
+def test_the_share_of_a_row(count, by_address):
     labels = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
     labels[1::3] = -100
-    assert torch.equal(rows.share(labels, -100), hardware.share(labels, -100, torch.float32))
-    assert rows.share(torch.full((3,), -100), -100) == torch.inf
-    assert rows.share(labels[:0], -100) is None and rows.share(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+    share, others = rows.sharer(labels, -100), labels.flip(0).clamp(max=3)
+    for given in (labels, others, labels):
+        assert torch.equal(share(given, -100), hardware.share(given, -100, torch.float32))
+    nothing = torch.full((3,), -100)
+    assert rows.sharer(nothing, -100)(nothing, -100) == torch.inf
+    assert rows.sharer(labels[:0], -100) is None and rows.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):

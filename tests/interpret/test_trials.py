@@ -13,7 +13,7 @@ from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.planning import launched, trial
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.planning.rehearse import Noted
-from monoidreduce.engine.triton import KernelPlan, describe, launch, source, use_plan
+from monoidreduce.engine.triton import KernelPlan, describe, kept, launch, source, use_plan
 from monoidreduce.plan.choice import Choice
 from tests.wrong_kernels import CHANGES, GUESSED, wrong
 
@@ -100,8 +100,9 @@ def pooling(x: Row["d"], y: Col["d"]):
 @pytest.mark.parametrize(("op", "columns"), [(attention, 2), (gated, 3), (pooling, 1)], ids=lambda p: str(p))
 def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     """Several kernels one after the other, each cut into parts; gathers before them."""
-    execute = launch.execute
+    execute, first = launch.execute, kept.Kernels._first
     monkeypatch.setattr(launch, "execute", lambda call: (execute(call), gc.collect())[0])  # the interpreter holds on
+    monkeypatch.setattr(kept.Kernels, "_first", lambda *given: (first(*given), gc.collect())[0])
     torch.manual_seed(0)
     args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[70] * columns)]
     cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))

@@ -209,6 +209,24 @@ def test_outlines_hold_no_tensors():
     assert not [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) in seen]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_step_that_is_ready_for_calls_of_its_kind(there):
+    """What was made ready in the call that is watched does the same in those after it."""
+    made = []
+
+    def ready(x, by):
+        made.append(by)
+        return (lambda x, by: -(x * by)) if there else None
+
+    double = outline.step(lambda x, by: x * by, ready)
+    outlines = outline.Outlines(lambda x: double(x, 2.0) + 1)
+    for turn in range(4):
+        (x,) = drawn((3,), seed=turn)
+        sign = -1 if there and turn > 1 else 1
+        assert torch.equal(outlines((x,), {}), sign * x * 2.0 + 1)
+    assert written(outlines) == [True] and made == [2.0]
+
+
 def test_a_layer_that_takes_gradients_off_has_no_outline():
     def layer(x):
         with torch.no_grad():

@@ -73,7 +73,7 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
 def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
     """Column totals are rounded four times where that fits, else as rarely as fits; of the ways to cut into four or
     fewer, that with the longest shorter side."""
-    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
+    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most)
     assert found is not None
     apart = [  # of every block, the rows whose totals do not lie in the gradients from its own on
         max(0, min(found.rows, length - at) - (length - at) // 2) for at in range(0, length, found.rows)
@@ -95,9 +95,9 @@ def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
 
 @pytest.mark.parametrize(("length", "features", "room"), [(32_768, 512, 64_000_000), (5000, 300, 10**7)])
 def test_blocks_whose_totals_lie_apart_fit_too(length, features, room):
-    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most, lends=False)
+    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most, lends=False)
     assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
-    lent = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most: most)
+    lent = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most)
     assert lent is not None and found.rows * found.cols < lent.rows * lent.cols
 
 
@@ -115,12 +115,28 @@ def test_panels_leave_few_processors_idle(rows, most):
     assert found == most if most < 1024 else busy(found // 256) >= 0.97 * best
 
 
+@pytest.mark.parametrize(("rows", "most", "length"), [(5120, 6166, 32768), (8832, 3178, 65536), (300, 5000, 7000)])
+def test_panels_of_one_size_are_few_and_their_last_is_no_shred(rows, most, length):
+    found = panels.filling(rows, 132, 128)(most, length)
+    assert 0.7 * most <= found <= most and found % 128 == 0
+
+    def rounds(cols):
+        return -(-(-(-rows // 128) * -(-cols // 128)) // 132)
+
+    def cost(cols):
+        whole, rest = divmod(length, cols)
+        return whole * (rounds(cols) + 4) + (rounds(rest) + 4 if rest else 0)
+
+    assert cost(found) <= min(cost(n) for n in range(-(-most * 4 // 5 // 128) * 128, most + 1, 128))
+
+
 def test_without_processors_panels_are_as_large_as_they_may():
     assert panels.filling(8192, 1)(2862) == 2862
 
 
 @pytest.mark.parametrize(("begin", "count", "lent"), [(0, 50, 50), (16, 60, 42), (40, 60, 30), (96, 4, 2), (99, 1, 0)])
-def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, seed):
+@pytest.mark.parametrize("spare", [None, 10, 100 * 24])
+def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, spare, seed):
     gradients = torch.full((100, 24), float("nan"), dtype=torch.bfloat16)
     own = gradients[begin:]
     assert lendable(own, count, torch.float32) == lent
@@ -131,7 +147,7 @@ def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, 
     values = torch.randn(count, 24)
     for rows, t in totals.pieces:
         t += values[rows]
-    totals.close()
+    totals.close(None if spare is None else torch.full((spare,), float("nan"), dtype=torch.bfloat16))
     assert torch.equal(own[:count], values.bfloat16()) and gradients[:begin].isnan().all()
 
 

@@ -39,6 +39,7 @@ from .source import resting
 from .spec import TINY, WIDEST, Unsupported, padded
 from .tape import Buffer, Counted, Recorded, Tape
 from .text import deep
+from .wide import contract
 from .wide.panel import KernelStep
 
 __all__ = [
@@ -78,9 +79,10 @@ _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
 
 
+hardware.CONTRACT[:] = [contract.into]
 hardware.ROW_DOT[:] = [rows.dot]
 hardware.SCALE[:] = [rows.scale]
-hardware.SHARE[:] = [rows.share]
+hardware.SHARE[:] = [rows.sharer]
 
 
 @functools.cache

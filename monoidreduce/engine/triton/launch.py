@@ -95,7 +95,8 @@ class Launch:
         family = describe.family(sizes.device)
         self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), plainly.deep)
+        self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
+        self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)
         found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
@@ -140,7 +141,7 @@ class Launch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [self.parts, count] if self.spec.split else []
+        self.template += [self.parts, count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]

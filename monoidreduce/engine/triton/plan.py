@@ -75,24 +75,26 @@ def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     return plan
 
 
-def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, deep: bool = False) -> int:
+def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, beside: int = 0) -> int:
     """Into how many parts the folded axis is cut: where kept tiles are too few to fill the device, and the walk long.
 
-    A part has at least eight tiles, so that combining the parts costs little beside them.
+    A part has at least eight tiles, so that combining the parts costs little beside them. ``beside``: of products of
+    many features, how many kept tiles run at the same time; their parts then fill the device.
     """
     if plan.parts:
         return max(1, min(plan.parts, tiles))
-    if deep:
-        return _even(instances, tiles, processors)
+    if beside:
+        return _even(instances, tiles, processors, -(-processors // beside) if beside < instances else 1)
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
-def _even(instances: int, tiles: int, processors: int) -> int:
+def _even(instances: int, tiles: int, processors: int, least: int) -> int:
     """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round."""
     found, best = 1, 0.0
-    for count in range(1, max(1, min(2 * processors // max(1, instances), tiles // 2)) + 1):
+    most = max(1, min(max(2 * processors // max(1, instances), 2 * least), tiles // 2))
+    for count in range(min(least, most), most + 1):
         longest = -(-tiles // count) * -(-instances * count // processors)  # tiles that a processor does, at most
         busy = instances * tiles / (longest * processors)
         if busy > best * 1.01:

@@ -1,4 +1,4 @@
-"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, a factor for all of them, their rounding.
+"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and a factor for all of them.
 
 torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
 """
@@ -6,6 +6,7 @@ torch raises 16-bit vectors to float32 in memory first; at the sizes of attentio
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,14 +41,6 @@ def scale(x, factor, size, LANES: tl.constexpr):
             tl.store(x + at, old * by, mask=at < size)
 
 
-@triton.jit
-def rounded(out, x, size, LANES: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    v = tl.load(x + at, mask=at < size)
-    tl.debug_barrier()  # where both begin in one place
-    tl.store(out + at, v, mask=at < size)
-
-
 @triton.jit(do_not_specialize=["ignored", "size"])
 def share(out, labels, ignored, size, LANES: tl.constexpr):
     count = tl.zeros([LANES], tl.int32)
@@ -58,7 +51,6 @@ def share(out, labels, ignored, size, LANES: tl.constexpr):
     tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
 '''
 _WIDEST = 1024
-ALONE = 2**14  # numbers that one program instance rounds
 _LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
 _kernels = Kernels(_TEXT)
 
@@ -87,24 +79,24 @@ def scale(x: Tensor, factor: Tensor) -> bool:
     return True
 
 
-def rounded(out: Tensor, x: Tensor) -> bool:
-    """out = x, in the type of ``out``. Where they lie in one place, up to ``ALONE`` numbers: one program instance reads
-    them all before it writes. False where there is no kernel for them."""
-    if x.dtype is not torch.float32 or out.dtype not in _SCALED or not (x.is_contiguous() and out.is_contiguous()):
-        return False
-    size = x.numel()
-    _kernels("rounded", (-(-size // ALONE),), (out, x, size), dict(LANES=ALONE), dict(num_warps=16))
-    return True
-
-
-def share(labels: Tensor, ignored: int) -> Tensor | None:
-    """One over the number of labels that are not ignored, in float32; None where there is no kernel for them."""
+def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
+    """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
+    and alignment; None where there is no kernel for them."""
     size = labels.numel()
     if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
         return None
-    out = _one(labels.device)()
-    _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
-    return out
+    room, again = _one(labels.device), None
+
+    def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
+        nonlocal again
+        out = room()
+        if again is None:
+            again = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
+        else:
+            again(out.data_ptr(), labels.data_ptr(), ignored, size)
+        return out
+
+    return share
 
 
 @functools.cache

@@ -374,11 +374,11 @@ def longest_first(program, tiles, turns, flip):
     return place + flip * (tiles - 1 - 2 * place), rest // many
 
 
-def grouped(program, tiles, turns):
+def grouped(program, tiles, turns, few):
     # which tile and which turn of it: a few tiles take all turns before the next few, so that those which run at the
     # same time share what they read
-    many = 16 * turns
-    first = program // many * 16
-    size = tl.minimum(tiles - first, 16)
+    many = few * turns
+    first = program // many * few
+    size = tl.minimum(tiles - first, few)
     rest = program % many
     return first + rest % size, rest // size

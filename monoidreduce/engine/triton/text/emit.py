@@ -252,7 +252,7 @@ def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], li
         names += [f"{x}_r", f"{x}_c"] if e.is_pair else [f"{x}_s"] if e.rows or e.cols else []
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
-    sizes += ["parts", "batches"] if spec.split else []
+    sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
     names += sizes
     names += ["bounds", "bounds_b", "turns", "flip"] if spec.bounds else []
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
@@ -265,7 +265,7 @@ def _opening(spec: Spec) -> list[str]:
     if spec.bounds:
         lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
-        lines += ["part = batch // batches", "batch = batch % batches"]
+        lines = [*deep.OPENING] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in range(spec.rank - 1, 0, -1):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")

@@ -110,7 +110,7 @@ def copies(
     turns = tl.cdiv(folded_size, FOLDED)
     at = 0
     for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
-        tile, turn = grouped(program, tiles, turns)
+        tile, turn = grouped(program, tiles, turns, 16)
         at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, tile * KEPT, turn * FOLDED, at)
 
 
@@ -142,7 +142,7 @@ def computes(
     phase = 1 - SIDE
     first = tl.program_id(0) + SIDE * tl.num_programs(0)
     for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
-        tile, turn = grouped(program, tiles, turns)
+        tile, turn = grouped(program, tiles, turns, 16)
         kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
         kept_in = kept_at < kept_size
 {first}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....program.build import dot, substitute
-from ....program.expr import Expr, node, reduce_node, topological
+from ....program.build import apply, dot, substitute
+from ....program.expr import Expr, index, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...evaluate import Sizes
@@ -27,8 +27,8 @@ from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
 from ..text.paired_text import DEEPEST, TILE
 from . import paired, sweep
-from .joint import PLACES, joint, parts
-from .late import Late, late
+from .joint import FIRST, PLACES, joint, parts
+from .late import Late, Own, apart, distinct, late
 from .rest import Rest
 from .write import BY_ROWS, HALVES, Task, kernel, reads
 
@@ -39,6 +39,7 @@ PLANS = {
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
     "pick_own": KernelPlan(1, 1024, 4, 1),
+    "weigh_own": KernelPlan(1, 1024, 4, 1),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
@@ -79,20 +80,34 @@ class Epilogue:
 
     def each(self, sizes: Sizes) -> int:
         """Bytes besides the panel that are held of one row: what its tiles sum to."""
+        return 6 * -(-sizes.cols // self.plan("write_guessed", sizes).block_folded) if self.guesses else 0
+
+    def plan(self, name: str, sizes: Sizes) -> KernelPlan:
+        """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.sides[0].feature))
-        plan = plan_of("write_guessed", width, width <= DEEPEST and staged.on(sizes.device))
-        return 6 * -(-sizes.cols // plan.block_folded) if self.guesses else 0
+        return plan_of(name, width, width <= DEEPEST and staged.on(sizes.device))
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
 
         ``values``: of all leaves, numbers or tensors ``[1, length(, features)]``."""
-        told = tuple(map(sweep.specialized, (*values.values(), out, *numbers)))
+        return self._ready((out, *numbers), values, here)(out, dict(values), numbers)
+
+    def own(self, values: Mapping[Expr, Any], here: Sizes) -> Rest:
+        """What is left out of the weights, of some rows and all columns: each row's own."""
+        assert self.task.own is not None
+        hits = torch.empty(here.rows, dtype=torch.float32, device=here.device)
+        targets = torch.empty(here.rows, dtype=torch.int64, device=here.device)
+        self._ready((hits,), values, here)._launch("weigh_own", [hits, targets], values)
+        return Rest(None, hits, targets, distinct(self.task.own.target))
+
+    def _ready(self, outputs: tuple[Tensor, ...], values: Mapping[Expr, Any], here: Sizes) -> _Ready:
+        told = tuple(map(sweep.specialized, (*values.values(), *outputs)))
         key = (here.rows, here.cols, here.device, *told, *PLANS.values(), *SHALLOW.values())
         ready = self.ready.get(key)
         if ready is None:
-            ready = self.ready.setdefault(key, _Ready(self, out, values, here))
-        return ready(out, dict(values), numbers)
+            ready = self.ready.setdefault(key, _Ready(self, outputs[0], values, here))
+        return ready
 
 
 class _Ready:
@@ -111,11 +126,12 @@ class _Ready:
         self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
-        self.box = boxes.template(out, (), (plan.block_kept, plan.block_folded // HALVES), self.by_turns)
+        box = (plan.block_kept, plan.block_folded // HALVES)
+        self.box = boxes.template(out, (), box, self.by_turns) if out.dim() == 2 else None
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width, self.by_turns)
-        if name == "pick_own" or (self.by_turns and name in PAIRED):
+        if name in ("pick_own", "weigh_own") or (self.by_turns and name in PAIRED):
             return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
@@ -141,7 +157,7 @@ class _Ready:
         self._launch("write_spare", [out, out.stride(0), marks], values)
         if late is None or late.hit is None:
             return Rest(factors)
-        return Rest(factors, hits, targets, late.distinct)
+        return Rest(factors, hits, targets, distinct(late.target))
 
     def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
         found = self.prepared.get(name)
@@ -192,9 +208,21 @@ class _Ready:
 
 
 @functools.lru_cache(maxsize=1024)
-def epilogue(walk: Walk, group: range, moved: bool) -> Epilogue | None:
-    """The stages of a group as one product, where they have one product and one weight, and folds bear a guess."""
-    whole = joint(walk, group, moved)
+def epilogue(walk: Walk, group: range, moved: bool, alone: bool = False) -> Epilogue | None:
+    """The stages of a group as one product, where they have one product and one weight, and folds bear a guess.
+
+    ``alone``: each row's own column is left out of the weights; None where rows have none."""
+    whole, own = joint(walk, group, moved), None
+    if alone:
+        found = apart(joint(walk, group, False).weights[0]) if len(whole.weights) == 1 else None
+        if found is None:
+            return None
+        others, there = found
+        weights = substitute(
+            (others, there.weight, there.target),
+            {index("col"): apply("add", index("col"), FIRST["col"])} if moved else {},
+        )
+        whole, own = replace(whole, weights=weights[:1]), Own(*weights[1:])
     cuts = [parts(walk.stages[at]) for at in group]
     products = [(e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if f.op == "dot"]
     if len(products) != 1 or len(whole.weights) != 1 or any(c.tops or c.numbers["rows"] for c in cuts):
@@ -203,18 +231,19 @@ def epilogue(walk: Walk, group: range, moved: bool) -> Epilogue | None:
     if len(made) > _LIGHT or any(e.op in DRAWS for e in made):
         return None
     folds = tuple(r for fold in whole.folds for r in fold)
-    apart = late(whole) if folds else None
-    if folds and (moved or apart is None):
+    waits = late(whole) if folds else None
+    if folds and (moved or alone or waits is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]
     vectors = _vector("u0", row), _vector("u1", col)
     replaced = {leaf: dot(*vectors)}
     (weight,), folds = substitute(whole.weights, replaced), substitute(folds, replaced)
-    apart = None if apart is None else _replaced(apart, replaced)
+    waits = None if waits is None else _replaced(waits, replaced)
+    own = None if own is None else Own(*substitute((own.weight, own.target), replaced))
     names = tuple(n for own in whole.names for n in own)
     feeds = tuple((e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if e is not leaf)
-    task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, apart)
+    task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, waits, own)
     return Epilogue(task, product, (row, col), vectors, feeds)
 
 
@@ -222,6 +251,6 @@ def _vector(name: str, side: Expr) -> Expr:
     return node("leaf", (), (name,), rows=side.rows, cols=side.cols, feature=side.feature, dtype="float")
 
 
-def _replaced(apart: Late, replaced: dict[Expr, Expr]) -> Late:
-    early, power, factor = substitute((apart.early, apart.power, apart.late), replaced)
-    return replace(apart, early=early, power=power, late=factor)
+def _replaced(waits: Late, replaced: dict[Expr, Expr]) -> Late:
+    early, power, factor = substitute((waits.early, waits.power, waits.late), replaced)
+    return replace(waits, early=early, power=power, late=factor)

@@ -116,14 +116,14 @@ class Contract:
     def __init__(self) -> None:
         self.kept: dict[tuple, Kept | None] = {}
 
-    def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool) -> None:
-        """out (+)= weights @ vectors over columns, weightsᵀ @ vectors over rows."""
+    def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, room: int = 0) -> None:
+        """out (+)= weights @ vectors over columns, weightsᵀ @ vectors over rows; ``room``: bytes to allocate."""
         key = weights.data_ptr(), weights.dtype, weights.stride()
         if key not in self.kept:
             self.kept[key] = _kept(weights)
         kept = self.kept[key]
         if kept is None:
-            hardware.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
+            hardware.contract_into(out, weights if over == "cols" else weights.mT, vectors, add, room)
         else:
             _contract(out, weights, vectors, over, add, kept)
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....program.build import ONE, apply
+from ....program.build import ONE, ZERO, apply, substitute
 from ....program.expr import Expr, const, index, topological
 from .joint import FIRST, Joint
 
@@ -31,10 +31,29 @@ class Late:
     target: Expr | None
     hit: Expr | None
 
-    @functools.cached_property
-    def distinct(self) -> bool:
-        """Whether no two rows have the same target: it is the row's own index."""
-        return self.target is not None and self.target in (index("row"), apply("add", index("row"), FIRST["row"]))
+
+@dataclass(frozen=True)
+class Own:
+    """What stands in each row's own column, ``target``: the whole weight there, some of it in no other column."""
+
+    weight: Expr
+    target: Expr
+
+
+def distinct(target: Expr | None) -> bool:
+    """Whether no two rows have the same target: it is the row's own index."""
+    return target is not None and target in (index("row"), apply("add", index("row"), FIRST["row"]))
+
+
+def apart(weight: Expr) -> tuple[Expr, Own] | None:
+    """A weight without each row's own column, and what stands there; None where rows have none, or several."""
+    hits = [e for e in topological([weight]) if _is_hit(e)]
+    targets = {_target(e) for e in hits}
+    if len(targets) != 1:
+        return None
+    target = targets.pop()
+    (others,) = substitute((weight,), dict.fromkeys(hits, ZERO))
+    return apply("where", apply("eq", index("col"), target), ZERO, others), Own(weight, target)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import rows
-
-_FIRST = 8  # rows that are rounded by way of other memory, where no kernel reads them all before it writes
+_FIRST = 8  # rows that are rounded by way of other memory
 _ALIGNED = 16  # bytes: where totals may begin
 
 
@@ -49,14 +47,21 @@ class Lent:
             pieces.append((slice(lent, count), rest.view(compute).view(count - lent, width).zero_()))
         return Lent(own, tuple(pieces))
 
-    def close(self) -> None:
-        """The gradients from their totals: from the first on, each written where totals were read already."""
-        alone = rows.ALONE // self.own.shape[1]
+    def close(self, spare: Tensor | None = None) -> None:
+        """The gradients from their totals. ``spare``: memory of their type, by way of which those go that lie in their
+        own, where it holds them; else from the first on, each written where totals were read already."""
         for part, totals in self.pieces:
-            at = part.start
-            while at < part.stop:
-                end = min(2 * at or alone or _FIRST, part.stop)
-                own, of = self.own[at:end], totals[at - part.start : end - part.start]
-                if not (at or alone) or not rows.rounded(own, of):
-                    own.copy_(of if at else of.to(own.dtype))
-                at = end
+            if part.start:
+                self.own[part] = totals
+            elif spare is not None and spare.numel() >= totals.numel():
+                self.own[part] = spare[: totals.numel()].view(totals.shape).copy_(totals)
+            else:
+                self._close_in_place(totals)
+
+    def _close_in_place(self, totals: Tensor) -> None:
+        at = min(_FIRST, len(totals))
+        self.own[:at] = totals[:at].to(self.own.dtype)
+        while at < len(totals):
+            end = min(2 * at, len(totals))
+            self.own[at:end] = totals[at:end]
+            at = end

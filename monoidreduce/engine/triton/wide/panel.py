@@ -9,7 +9,7 @@ generator of the other kernels, a product being a leaf given per pair.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ....plan import panels, tail
-from ....program.contract import Contraction
 from ....program.expr import Expr
 from ....program.lower import Fold
 from ....program.reductions import KINDS
@@ -25,18 +24,17 @@ from ... import combine, hardware
 from ...evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...panel import ALIGN, Part, cut_evenly
 from ...sides import Gathered, gather
-from ...walks import Walk, fed
+from ...walks import Walk
 from .. import kept, sides, topk
 from ..spec import Unsupported
 from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
-from .lent import Lent, lendable
+from .lent import Lent
 from .looked import look
-from .rest import Rest
-from .room import Room
+from .sums import Sums
 
 
-class KernelStep(Room):
+class KernelStep(Sums):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
 
     splits = True  # softmax means of vectors come as a softmax and a sum
@@ -66,21 +64,16 @@ class KernelStep(Room):
         heard = kept.hearing.get()
         if heard is not None:
             heard.begun(KernelStep(self.walk, self.sizes, self.given), panel)
-        self.panel, self.written = panel, _written(self.walk)
-        self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
+        self.written = _written(self.walk)
+        self._begin_sums(panel)
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
         self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
         self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
+        self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
-        self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
-        self.lent: dict[tuple[int, int], Lent] = {}  # of rows, in the memory of their own gradients
-        self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
-        self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
-        self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
-        self.fed = [dict(fed(stage)) for stage in self.walk.stages]
         self.heres: dict[tuple[int, int], Sizes] = {}
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
@@ -114,11 +107,6 @@ class KernelStep(Room):
             yield slice(0, rows), slice(turn.first, turn.last)
         self._close_lent()
 
-    def _close_lent(self) -> None:
-        for lent in self.lent.values():
-            lent.close()
-        self.lent = {}
-
     def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
         """The panel's buffers in the memory of something else."""
         found, at = {}, turn.at or 0
@@ -143,6 +131,8 @@ class KernelStep(Room):
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
+        if self.panel.tail is None and part.cols.stop == self.sizes.cols:
+            self._close_lent()
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
@@ -155,8 +145,11 @@ class KernelStep(Room):
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
-        fused, self.rest = self._fused(moved), None
+        fused, self.rest = self.alone or self._fused(moved), None
         if fused and not fused.guesses:
+            if self.alone and self.mine[0] != part.rows:
+                across = part.across()
+                self._keep_own(self.alone.own(self._given(self.alone, across), self._here(across)), across)
             return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
         wholes = [self._rows(n) for names in whole.names for n in names]
@@ -174,13 +167,15 @@ class KernelStep(Room):
                 part.keep(stage, place, results, complete)
         return found
 
-    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
-        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
+    def _given(self, fused: epilogue.Epilogue, part: Part) -> dict[Expr, Any]:
         values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
         sides = zip(fused.vectors, fused.sides, strict=True)
-        values |= {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+        return values | {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+
+    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
         out = self.buffers[fused.product][: here.rows, : here.cols]
-        self.rest = fused(out, values, numbers, here)
+        self.rest = fused(out, self._given(fused, part), numbers, here)
         return {self.parts[self.groups[0][-1]].weights[0]: out}
 
     def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
@@ -263,87 +258,6 @@ class KernelStep(Room):
         return dict(zip(PLACES, begins, strict=True))
 
     # What panels add up to
-
-    def _contract(
-        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
-    ) -> Tensor | None:
-        """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
-        rows, cols = part.rows, part.cols
-        feeds = [self.fed[key[0]][c.vector] for c in products if c.vector is not None]
-        vectors = [part.feed(f) for f in feeds]
-        kept, folded = (rows, cols) if over == "cols" else (cols, rows)
-        alone = over == "cols" and self.panel.cols == self.sizes.cols
-        width = vectors[0].shape[-1]
-        outs = [(slice(None), self._alone(key, rows, width))] if alone else self._total(key, over, kept, folded, width)
-        for k, (c, vector) in enumerate(zip(products, vectors, strict=True)):
-            weight = weights[c.weight]
-            rest = self.rest if over == "rows" else None
-            vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
-            begun = not alone and (folded.start > 0 or key in self.lent)
-            for piece, out in outs:
-                self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
-        if self.rest and over == "rows":
-            self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
-        if alone:
-            return self.rest.complete(out, vectors[0]) if self.rest else out
-        if self.panel.tail is None and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
-            if key in self.lent:
-                self.lent.pop(key).close()
-            elif key in self.adding:
-                self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
-        return None
-
-    def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
-        """What a panel's rows add in their own columns: after all panels, so that 16 bits round it once, where the
-        vectors are there anyway."""
-        if given:
-            self.labels.setdefault(key, []).append((rest, vectors))
-        else:
-            rest.add(out, vectors)
-
-    def add_waiting(self, at: int) -> None:
-        """The labels of a stage that waited for all panels."""
-        for key in [key for key in self.labels if key[0] == at]:
-            for rest, vectors in self.labels.pop(key):
-                rest.add(self.totals[key], vectors)
-
-    def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
-        """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
-        empty = functools.partial(torch.empty, dtype=self.kind, device=self.sizes.device)
-        if key[0] < len(self.walk.stages) - 1:
-            return empty(rows.stop - rows.start, width)
-        if key not in self.complete:
-            self.complete[key] = empty(self.sizes.rows, width)
-        return self.complete[key][rows]
-
-    def _total(
-        self, key: tuple[int, int], over: str, kept: slice, folded: slice, width: int
-    ) -> Sequence[tuple[slice, Tensor]]:
-        """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.
-
-        An axis whose parts are walked one after the other completes each before the next; its whole total may then be
-        of 16 bits. So may column totals over few enough panels of whole rows.
-        """
-        if key in self.lent:
-            return self.lent[key].pieces
-        length, own = (self.sizes.cols, self.panel.cols) if over == "rows" else (self.sizes.rows, self.panel.rows)
-        other, step = (self.sizes.rows, self.panel.rows) if over == "rows" else (self.sizes.cols, self.panel.cols)
-        in_turn = self.panel.outer != over and own < length
-        narrow = None if self.panel.wide or not (in_turn or over == "rows") else self.stored
-        empty = functools.partial(torch.empty, device=self.sizes.device)
-        if key not in self.totals:
-            self.totals[key] = empty(length, width, dtype=narrow or self.sizes.compute)
-        if not (narrow and in_turn and step < other):
-            return [(slice(None), self.totals[key][kept])]
-        count = kept.stop - kept.start
-        if over == "cols":
-            gradients = self.totals[key][kept.start :]
-            lent = lendable(gradients, count, self.sizes.compute) if self._lends() else 0
-            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute)
-            return self.lent[key].pieces
-        if key not in self.adding:
-            self.adding[key] = empty(own, width, dtype=self.sizes.compute)
-        return [(slice(None), self.adding[key][:count])]
 
     def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
         """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""

@@ -7,7 +7,7 @@ label are added in their order by the first of them, so that nothing depends on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ def scale_rows(out, vectors, vectors_s, vectors_f, factors, WIDTH: tl.constexpr,
 @triton.jit
 def complete_rows(
     out, factors, hits, targets, vectors, vectors_s, vectors_f,
-    HITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    SCALED: tl.constexpr, HITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(factors + row)
+    factor = tl.load(factors + row) if SCALED else 1.0
     for start in range(0, WIDTH, LANES):
         lane = start + tl.arange(0, LANES)
         value = tl.load(out + row * WIDTH + lane, mask=lane < WIDTH, other=0).to(tl.float32) * factor
@@ -95,7 +95,7 @@ _run = Kernels(_TEXT)
 class Rest:
     """What is known of rows late, one number each: factors, and what is added in the column ``targets``."""
 
-    factors: Tensor
+    factors: Tensor | None
     hits: Tensor | None = None  # 0 where nothing is added
     targets: Tensor | None = None  # some column that exists, always
     distinct: bool = False  # whether no two rows have the same
@@ -109,11 +109,17 @@ class Rest:
 
     def complete(self, sums: Tensor, vectors: Tensor) -> Tensor:
         """Sums over columns, in place; ``vectors``: what was summed, of all columns."""
-        hits, targets = (self.factors if t is None else t for t in (self.hits, self.targets))
-        constants = dict(HITS=self.hits is not None, WIDTH=sums.shape[1], LANES=1024)
-        arguments = (sums, self.factors, hits, targets, vectors, *vectors.stride())
+        factors, hits, targets = (sums if t is None else t for t in (self.factors, self.hits, self.targets))
+        has = dict(SCALED=self.factors is not None, HITS=self.hits is not None)
+        constants = dict(**has, WIDTH=sums.shape[1], LANES=1024)
+        arguments = (sums, factors, hits, targets, vectors, *vectors.stride())
         _run("complete_rows", sums.shape[:1], arguments, constants)
         return sums
+
+    def of(self, rows: slice) -> Rest:
+        """The same of some rows."""
+        factors, hits, targets = (None if t is None else t[rows] for t in (self.factors, self.hits, self.targets))
+        return replace(self, factors=factors, hits=hits, targets=targets)
 
     def add(self, sums: Tensor, vectors: Tensor) -> None:
         """Sums over rows, in place, once the weights are in them; ``vectors``: of these rows, not scaled."""

@@ -6,7 +6,6 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -14,7 +13,7 @@ from ....plan import budget, panels, tail
 from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
-from ...walks import Walk
+from ...walks import Walk, fed
 from .. import describe
 from ..spec import WIDEST
 from . import epilogue
@@ -79,6 +78,15 @@ class Room:
             self.fused[moved] = found if found and self._serves(found) else None
         return self.fused[moved]
 
+    def _without(self) -> epilogue.Epilogue | None:
+        """The same with each row's own column left out of the weights, where totals lie in row gradients: it is added
+        to those, and to column gradients after all panels, so that 16 bits round it once."""
+        if self._fused(True) is None or not self._lends():
+            return None
+        found = epilogue.epilogue(self.walk, self.groups[0], True, True)
+        vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
+        return found if all(v.op in ("input", "leaf") for v in vectors) else None  # they are there anyway
+
     def _serves(self, found: epilogue.Epilogue) -> bool:
         """Whether it has features enough, its weights go where the product would be, and are summed one way each."""
         last = self.groups[0][-1]
@@ -122,7 +130,8 @@ class Room:
         if not self.stored or not self._each("rows"):
             return None
         each, lends = self._each("cols"), self._lends()
-        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, each, self._filling, lends)
+        most = panels.ADDS if self._without() else panels.BLOCKS
+        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, each, self._filling, lends, most)
 
     def _lends(self) -> bool:
         """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,
@@ -140,8 +149,10 @@ class Room:
         given = tail.Rows(rows, lent, self._each("cols"))
         return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
-    def _filling(self, rows: int) -> Callable[[int], int]:
-        return panels.filling(rows, describe.processors(self.sizes.device))
+    def _filling(self, rows: int) -> panels.Filling:
+        fused = self._fused(True)
+        tile = fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
+        return panels.filling(rows, describe.processors(self.sizes.device), tile)
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
@@ -163,6 +174,11 @@ class Room:
             return 0
         return _ROW + max(fused.each(self.sizes), max([0, *self._widths("rows")]) * self.kind.itemsize)
 
+    def _spare(self, rows: slice) -> int:
+        """Bytes of what is held of a panel's rows that nobody needs once its weights are written."""
+        fused = self._fused(False)
+        return fused.each(self.sizes) * (rows.stop - rows.start) if fused else 0
+
     def _totals(self, over: str) -> int:
         """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
         return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0
@@ -172,8 +188,11 @@ class Room:
         return sum(self._widths(over)) * self.sizes.compute.itemsize
 
     def _widths(self, over: str) -> list[int]:
+        return [self.sizes.of(str(v.feature)) for v in self._vectors(over)]
+
+    def _vectors(self, over: str) -> list[Expr]:
         vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return [self.sizes.of(str(v.feature)) for v in vectors if v is not None]
+        return [v for v in vectors if v is not None]
 
     def _is_sum(self) -> bool:
         """Whether parts of a row can be added up: one stage, of sums and of picks."""

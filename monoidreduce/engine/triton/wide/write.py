@@ -5,6 +5,7 @@
 ``pick_own``: the product at each row's own column.
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
+``weigh_own``: the weight there, where all numbers of rows are given.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
@@ -25,7 +26,7 @@ from ..text import deep, emit, kinds
 from ..text.exponents import LOG2E, literal
 from ..text.matched import Matched
 from ..text.values import Values
-from .late import Late
+from .late import Late, Own
 from .sweep import RowValues
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
@@ -33,7 +34,7 @@ FAR = 60  # in powers of two: up to here from what was guessed, weights and sums
 # Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
 # picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
 HALVES = 2
-BY_ROWS = ("pick_own", "close_rows")  # kernels that multiply no tiles
+BY_ROWS = ("pick_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -46,6 +47,7 @@ class Task:
     names: tuple[Expr, ...]  # of their results
     weight: Expr
     late: Late | None = None
+    own: Own | None = None  # what is left out of it, each row's own column
 
 
 class _TileSoft(kinds.Soft):
@@ -88,7 +90,9 @@ def _signature(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str]
 
 def reads(name: str, task: Task) -> tuple[Expr, ...]:
     """The expressions that a kernel reads leaves for."""
-    late = task.late
+    late, own = task.late, task.own
+    if name == "weigh_own" and own is not None:
+        return own.weight, own.target
     if name in ("write_known", "write_spare") or late is None:
         return (task.weight,)
     if name == "close_rows":
@@ -108,7 +112,7 @@ def _every_tile(lines: list[str], flatten: bool) -> list[str]:
         "turns = tl.cdiv(folded_size, FOLDED)",
         f"HALF: tl.constexpr = FOLDED // {HALVES}",
         f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
-        "    tile, turn = grouped(program, tiles, turns)",
+        "    tile, turn = grouped(program, tiles, turns, 16)",
         "    start = turn * FOLDED",
         *(f"    {line}" for line in (*_PLACES, *lines)),
     ]
@@ -244,12 +248,17 @@ def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[
     """The product at each row's own column, by itself: among the others it would take registers that they need."""
     assert task.late is not None and task.late.target is not None
     target = v.number(task.late.target)
+    own = f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)"
+    lines = [*v.before, own, *_taken(v, task), "tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)"]
+    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _taken(v: Values, task: Task) -> list[str]:
+    """The product at the columns ``own``, to be added up."""
     product = _product(task)
     x, y = (str(e.attrs[0]) for e in _sides(product))
     width = v.spec.width(product.args[0].feature)
-    lines = [
-        *v.before,
-        f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)",
+    return [
         "taken = tl.zeros([KEPT, FOLDED], tl.float32)",
         f"for d in range(0, {width}, FOLDED):",
         "    lane = d + tl.arange(0, FOLDED)[None, :]",
@@ -257,9 +266,25 @@ def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[
         f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
         f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
         "    taken += x.to(tl.float32) * y.to(tl.float32)",
-        "tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)",
     ]
-    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    """The weight at each row's own column: its product is rounded as that of any other pair."""
+    assert task.own is not None
+    there = Matched(v, "own", task.own.target)
+    lines = [*_cut(v), *_cut(there), f"own = {there.place}", *_taken(v, task), "product = tl.sum(taken, 1)[:, None]"]
+    lines += [deep.rounded("product")] if deep.rounds(v.spec) else []
+    there.outer[_product(task)] = "product"
+    weight = there.number(task.own.weight)
+    lines += [
+        *_cut(v),
+        *_cut(there),
+        f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
+        "tl.store(hits + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
+        f"tl.store(targets + kept_at, tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT]), mask=kept_in)",
+    ]
+    return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
 
 
 def _product(task: Task) -> Expr:
@@ -349,6 +374,7 @@ _WRITERS = {
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
     "pick_own": _pick_own,
+    "weigh_own": _weigh_own,
     "write_guessed": _write_guessed,
     "close_rows": _close_rows,
 }

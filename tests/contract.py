@@ -1,0 +1,42 @@
+"""What contractions by turns are tried on, by the machine of ``tests/interpret`` and on a GPU."""
+
+import itertools
+
+import torch
+
+from monoidreduce.engine.triton.text.contract_text import Form
+from monoidreduce.engine.triton.wide import contract
+
+SIZES = [
+    (256, 1024, 128),
+    (300, 1112, 264),
+    (200, 2310, 136),
+    (700, 1032, 392),
+    (130, 2100, 192),
+]  # kept, folded, features
+KINDS = list(itertools.product(("cols", "rows"), (128, 192), (False, True)))  # over, features of a tile, added
+ROOM = 2**25
+
+
+def made(L, N, D, over, device="cpu", narrow=torch.bfloat16):
+    """A total, weights that are part of a wider panel, and vectors."""
+    gen = torch.Generator().manual_seed(0)
+    shape = (L, -(-N // 8) * 8) if over == "cols" else (N, -(-L // 8) * 8)
+    panel = torch.randn(shape, generator=gen).to(narrow).to(device)
+    weights = panel[:, :N] if over == "cols" else panel[:, :L].mT
+    vectors = torch.randn(N, D, generator=gen).to(narrow).to(device)
+    return torch.randn(L, D, generator=gen).to(narrow).to(device), weights, vectors
+
+
+def check(L, N, D, over, width, add, processors, device="cpu", room=0, narrow=torch.bfloat16):
+    """At most 2.5 times the error of torch, which rounds a float32 sum once. (The interpreter cuts digits.)"""
+    out, weights, vectors = made(L, N, D, over, device, narrow)
+    begin = out.clone() if add else torch.zeros_like(out)
+    exact, plain = (torch.addmm(begin.to(t), weights.to(t), vectors.to(t)) for t in (torch.float64, torch.float32))
+    out = out if add else torch.full_like(out, torch.nan)
+    form = Form(str(narrow)[6:], over, add, width)
+    ready = contract.Ready(out, weights, vectors, form, processors, room)
+    ready(out, weights, vectors)
+    error, other = ((t.double() - exact).norm() for t in (out, plain.to(narrow)))
+    assert error <= 2.5 * other, (error / exact.norm(), other / exact.norm())
+    return ready.cut, out
