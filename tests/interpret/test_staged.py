@@ -166,8 +166,8 @@ def broken(monkeypatch, pattern, instead):
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [
-        ("200x520 softcap", r"soft0_weight = (?=.*bent_gain)", "soft0_weight = 2 * "),
-        ("beyond, capped", r"& \(bounded\(.*? == 0\)\)", ""),
+        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n.*weighed)", "pass"),
+        ("beyond, capped", r"& \(bounded\(.*? <= 1\)\)", ""),
     ],
     ids=["it runs", "beyond"],
 )

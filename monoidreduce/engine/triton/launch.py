@@ -189,8 +189,8 @@ class Launch:
 
     def recipe(self) -> Recipe | None:
         """How it is launched again, where that takes nothing but the leaves' addresses and numbers, the shifts of its
-        exponents, and what is found from leaves that were given."""
-        if self.again is None or self.merged or self.lists:
+        exponents, and which tiles are visited."""
+        if self.again is None or self.merged or self.kernel.made or self.lists:
             return None
         arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:
@@ -201,19 +201,7 @@ class Launch:
         for k in range(len(self.shifts)):
             arguments.append(Leaf(count + k, True) if self.line is None else Boxed(count + k, self.line))
         arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
-        if self.kernel.made:
-            numbers = {e: self.fold.leaves.index(e) for _, powers in self.kernel.made for e, _ in powers}
-            arguments.append(Found(tuple(numbers.values()), self._made(list(numbers)), len(self.kernel.made)))
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
-
-    def _made(self, numbers: list[Expr]) -> Callable[..., tuple[float, ...]]:
-        """Arguments that are made from some leaves, which are numbers."""
-
-        def found(*given: float) -> tuple[float, ...]:
-            known = dict(zip(numbers, given, strict=True))
-            return tuple([bent.value(made, known.__getitem__) for made in self.kernel.made])
-
-        return found
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
         """How the shifts of exponents are made again, of leaves like these; None where torch makes them."""

@@ -134,8 +134,8 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
     fields["weights"] = f"packed({weights})" if spec.bounds or bent else weights
-    fields["loop"] = _loop(soft, bent, above is not None, fields)
-    used = fields["held"] + fields["weights"] + fields["loop"] + arithmetic
+    fields["loops"] = _loops(soft, bent, above is not None, fields)
+    used = fields["held"] + fields["weights"] + fields["loops"] + arithmetic
     fields["own"] = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used).format(above=above)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
@@ -144,28 +144,23 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
 
 
-def _loop(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
-    """The walk through whole tiles: where a polynomial may stand in for tanh, by it, as far as that is chosen. A loop
-    for each would cost the first one registers.
+def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
+    """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
 
     The registers of kept vectors are worth more to the polynomial, and to the words of coins, which wait in them."""
-    lines, n = fields["whole"].splitlines(), soft.name
-    ahead = [line for line in lines if tosses and " = numbers(" in line]
-    without = lambda name: [line for line in fields[name].splitlines() if line not in ahead]
-    chosen = [f"    {n}_bends = {bent.chosen()}"] if bent else []
-    loaded = [] if tosses or bent else [staged_text.LOADED.format(**fields)]
-    whole = without("whole")
-    if bent:
-        bends = without("bent")
-        last: list[str] = []
-        while bends[-1] == whole[-1]:  # what both do with their weights
-            last.insert(0, whole.pop())
-            bends.pop()
-        turns = (f"        if {n}_bends:", bends), ("        else:", whole)
-        whole = [*(line for head, turn in turns for line in (head, *(f"    {line}" for line in turn))), *last]
-    found = {"ahead": "".join(f"\n{line}" for line in ahead), "whole": "\n".join(whole)}
-    found |= {"kept_block": f"{fields['x0']}_block" if loaded else "room"}
-    return "\n".join([staged_text.WHOLE, *chosen, *loaded, staged_text.LOOP.format(**fields | found)])
+    n = f"{soft.name}_bent"
+    walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
+    loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
+    for name, first, last in walks:
+        spares = tosses or name == "bent"
+        lines = fields[name].splitlines()
+        ahead = [line for line in lines if tosses and " = numbers(" in line]
+        found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
+        found |= {"whole": "\n".join(line for line in lines if line not in ahead)}
+        found |= {"kept_block": "room" if spares else f"{fields['x0']}_block"}
+        loops += [] if spares else [staged_text.LOADED.format(**fields)]
+        loops.append(staged_text.LOOP.format(**fields | found))
+    return "\n".join(loops)
 
 
 def _ringed(spec: Spec) -> tuple[Expr, ...]:
