@@ -26,8 +26,13 @@ MANY = 2**24  # pairs
 
 
 def many(sizes: Sizes) -> bool:
-    """Whether pairs are so many that what the host does for a pass does not count beside them."""
+    """Whether pairs are so many that it pays."""
     return math.prod(sizes.batch) * sizes.rows * sizes.cols >= MANY
+
+
+def may_keep(fold: Fold) -> bool:
+    """Whether a forward may keep what the gradients of its rows need: where it folds a logsumexp."""
+    return any(r.attrs[0] == "soft" and len(r.args) == 1 for r in fold.reductions)
 
 
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:

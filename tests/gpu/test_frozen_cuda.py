@@ -8,6 +8,7 @@ import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import ops
 from monoidreduce.engine import hardware
+from monoidreduce.engine.tapes import replay
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -114,6 +115,26 @@ def test_gradients_are_added_and_graphs_used_twice():
         y.backward(torch.cos(y.detach()))
     for a, w in zip(args, wanted, strict=True):
         assert torch.allclose(a.grad, 4 * w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1023, 63])
+@pytest.mark.parametrize("kind", ["window", "documents"])
+def test_many_pairs_are_a_tape(kind, width, monkeypatch):
+    """With tensor descriptors, tiles passed over and shifts: bit for bit as step by step."""
+    args = drawn(*[(4, 16, 2048, 64)] * 3, dtype=torch.bfloat16)
+    given = {"window": (width, 0)} if kind == "window" else {"documents": torch.arange(2048, device="cuda") // width}
+
+    def step():
+        y = ops.attention(*args, **given)
+        return y, [y.detach(), *torch.autograd.grad(y, args, torch.cos(y.detach()), retain_graph=True)]
+
+    for _ in range(3):
+        y, found = step()
+    assert "Replayed" in type(y.grad_fn).__name__
+    monkeypatch.setattr(replay.Program, "_replay", lambda *_: None)
+    y, wanted = step()
+    assert "Replayed" not in type(y.grad_fn).__name__
+    assert_equal(found, wanted)
 
 
 def test_what_is_kept_may_travel():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import kept, launch, opened, pieces, rows, source, strips, united
+from monoidreduce.engine.triton import kept, launch, opened, pieces, rows, shifts, source, strips, united
 from monoidreduce.engine.triton.wide import filtered, reels, rest
 from tests.interpret.quick import quicken
 
@@ -64,7 +64,8 @@ def by_address(monkeypatch):
         return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
 
     monkeypatch.setattr(kept.Kernels, "_first", first)
-    for kernels in (filtered._kernels, pieces._kernels, rest._run, rows._kernels, strips._kernels, united._kernels):
+    small_ones = (filtered, pieces, rows, shifts, strips, united)
+    for kernels in (rest._run, *(module._kernels for module in small_ones)):
         monkeypatch.setattr(kernels, "kept", kept.Kept())
     monkeypatch.setattr(reels, "_KINDS", {})
     monkeypatch.setattr(reels, "_ONCE", {})

@@ -11,7 +11,7 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engine.triton import source, strips, united
+from monoidreduce.engine.triton import shifts, source, strips, united
 from tests.interpret.aot import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
@@ -30,6 +30,7 @@ CASES = [
     (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
     (united._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
     (united._TEXT, "unite_sum", {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"}, united._block(1024), 4),
+    (shifts._TEXT, "shift", {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"}, {"LANES": 1024}, 4),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from .rewind import Rewind, Saved
 from .steps import Steps
 
 _MOST = 64  # situations of a program
+_PAIRS = 2**32  # of more, what the host does for a call does not count beside the kernels
 
 
 class Program:
@@ -64,11 +66,17 @@ class Program:
         return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
 
     def _met(self, now: tuple, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
-        many = early.many(sizes)  # what the host does is nothing beside them
-        found = None if many else recover.instead(self._recorded, lambda *_: None, (sizes, values), sizes)
+        found = recover.instead(self._recorded, lambda *_: None, (sizes, values), sizes) if self._pays(sizes) else None
         if len(self.kept) < _MOST:
             self.kept[now] = found
         return found
+
+    def _pays(self, sizes: Sizes) -> bool:
+        """Whether what the host does counts, and the forward is no other than the tape's: of many pairs it may keep
+        more, where gradients are asked for."""
+        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
+        keeps = early.many(sizes) and any(early.may_keep(p.fold) for p in self.steps.program.passes)
+        return pairs <= _PAIRS and not keeps
 
     def _recorded(self, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
         recorded, made = self.steps.recorded(values, sizes), self.steps.script
@@ -78,6 +86,8 @@ class Program:
         kept = [name for name in recorded.results if moves and name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
         tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
+        if early.many(sizes) and not tape.lean:
+            return None
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
 
     @functools.cached_property

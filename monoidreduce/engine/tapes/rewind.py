@@ -150,7 +150,10 @@ class Rewind:
             if form != (tuple(leaf.shape), leaf.dtype):
                 return None  # zeros, or a gradient that is still to be summed or raised
         inputs, tensors, parts = self._names(dict(zip(ready.sources, steps.script.names, strict=True)), saved)
-        return triton.Tape(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        if recorded.looked & parts.keys():
+            return None
+        tape = triton.Tape(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        return tape if tape.lean else None
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
         """What a tape calls all that is saved, in its order, and the parts of what was kept; ``used``: what the

@@ -76,4 +76,4 @@ class Steps:
 
     def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
         ready = READY[self.engine](fold, leaves, sizes)
-        return ([], None) if ready is None else (ready(leaves), ready.recipes())
+        return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))

@@ -253,16 +253,17 @@ class Ready:
             found += one(leaves, views)
         return [found[k] for k in self.order]
 
-    def recipes(self) -> list[Made] | None:
-        """Which results each launch makes, and how it is launched again; None where something else is done too."""
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """Which results each launch makes of such leaves, and how again; None where something else is done too."""
         if self.picks:
             return None
         found, first = [], 0
         for one in self.launches:
             count, recipe, joined = len(one.outputs), one.recipe() if one.grid else None, one.united()
-            if recipe is None or joined is None:
+            shifted = one.shifted(leaves)
+            if recipe is None or joined is None or shifted is None:
                 return None
-            found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined))
+            found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted))
             first += count
         return found
 

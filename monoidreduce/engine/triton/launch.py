@@ -21,15 +21,15 @@ from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine, split
 from ..evaluate import Form, Room, Sizes, form
-from . import ahead, boxes, describe, paired, recent, skip, source, staged, topk, united
+from . import ahead, boxes, describe, paired, recent, shifts, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST, Spec, padded
-from .tape import Boxed, Leaf, Recipe
+from .tape import Boxed, Found, Leaf, Recipe
 from .text import bent, deep, emit
-from .text.exponents import LOG2E
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
+_EDGED = 4  # arguments that say which tiles are visited
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
@@ -178,7 +178,7 @@ class Launch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = given[leaf].data_ptr() if is_tensor and again is not None else given[leaf]
         if self.spec.bounds:
-            arguments += self.edges or self._bounds(leaves, merged)
+            arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [boxes.filled(box, given[leaf]) for leaf, box in self.boxes]
         arguments += [bent.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
@@ -188,16 +188,32 @@ class Launch:
         return True
 
     def recipe(self) -> Recipe | None:
-        """How it is launched again, where that takes nothing but the leaves' addresses and numbers."""
-        made = self.again is None or self.merged or self.shifts or self.kernel.made or self.lists
-        if made or (self.spec.bounds and self.edges is None):
+        """How it is launched again, where that takes nothing but the leaves' addresses and numbers, the shifts of its
+        exponents, and which tiles are visited."""
+        if self.again is None or self.merged or self.kernel.made or self.lists:
             return None
-        assert self.again is not None
-        arguments = [*self.template, *((self.edges or ()) if self.spec.bounds else ())]
+        arguments = [*self.template]
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
+        if self.spec.bounds:
+            arguments += self.edges or [Found(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
+        count = len(self.fold.leaves)  # shifts come after the leaves
+        for k in range(len(self.shifts)):
+            arguments.append(Leaf(count + k, True) if self.line is None else Boxed(count + k, self.line))
         arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
+
+    def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
+        """How the shifts of exponents are made again, of leaves like these; None where torch makes them."""
+        shape = (*self.sizes.batch, self.lengths[1])
+        found: list[Recipe] = []
+        for n, t in self.shifts:
+            again = shifts.again(leaves[n], leaves[t], shape)
+            if again is None:
+                return None
+            arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
+            found.append(Recipe(again, ((shape, torch.float32),), arguments))
+        return found
 
     def united(self) -> list[united.Joined] | None:
         """The launches that make whole results of those of a cut walk's parts; none of a walk that was not cut, None
@@ -257,28 +273,36 @@ class Launch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
-        batch = self.batch if self.merged else self.sizes.batch
-        seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
-        made = (number + seen).mul_(LOG2E).expand(*batch, self.lengths[1]).contiguous()
+        made = shifts.made(number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1]))
         return made if self.line is None else boxes.filled(self.line, made)
 
-    def _bounds(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Any]:
-        """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest."""
-        asked = [leaves[leaf] for _, leaf in self.asked]
+    def _bounds(self, asked: Sequence[Any]) -> list[Any]:
+        """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest.
+
+        ``asked``: the leaves that conditions look at."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = recent.remembered(parts, lambda: self._edges(merged()), self.sizes.device)
+        edges, stride, flip = recent.remembered(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found
 
-    def _edges(self, values: Values) -> list[Any]:
-        asked = {e: values[e] for e, _ in self.asked}
-        device, batches = self.sizes.device, len(self.batch) - 1
+    def _edged(self, *asked: Any) -> tuple[int, ...]:
+        """The same as arguments of a kernel that is launched again: those who remember hold the edges."""
+        edges, *rest = self._bounds(asked)
+        return edges.data_ptr(), *rest
+
+    def _edges(self, asked: Sequence[Any]) -> list[Any]:
+        values = dict(zip([e for e, _ in self.asked], asked, strict=True))
         bounds = functools.partial(skip.bounds, self.fold, self.over)
         if self.data:
-            flat = {e: v.flatten(0, batches) if isinstance(v, Tensor) else v for e, v in asked.items()}
-            edges = bounds(flat, self.lengths, self.blocks, device)
+            batch = self.sizes.batch or (1,)
+            missing = len(batch) - len(self.sizes.batch)
+            for e, v in values.items():
+                if isinstance(v, Tensor):
+                    whole = v[None] if missing else v
+                    values[e] = whole.expand(*batch, *whole.shape[len(batch) :]).flatten(0, len(batch) - 1)
+            edges = bounds(values, self.lengths, self.blocks, self.sizes.device)
             return [edges, edges.stride(0) if edges.shape[0] > 1 else 0, 0]
-        edges = bounds(asked, self.lengths, self.blocks, torch.device("cpu"))
+        edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
-        return [edges.to(device), 0, int(walks[-1] > walks[0])]
+        return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]

@@ -22,17 +22,21 @@ from .united import Joined
 
 class Made(NamedTuple):
     """How a launch is made again, and which of a step's results it makes; where it makes parts of them, ``joined`` are
-    the launches that make them whole."""
+    the launches that make them whole. ``shifted`` come before it: each makes a leaf that it has after all others."""
 
     recipe: Recipe
     results: Sequence[int]
     joined: Sequence[Joined] = ()
+    shifted: Sequence[Recipe] = ()
 
     def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[Launched]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
         parts = tuple(f"{name}_parts" for name in whole)
-        yield Launched(self.recipe, feeds, parts if self.joined else whole)
+        made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
+        for name, recipe in zip(made, self.shifted, strict=True):
+            yield Launched(recipe, feeds, (name,))
+        yield Launched(self.recipe, (*feeds, *made), parts if self.joined else whole)
         for one in self.joined:
             yield Launched(one.recipe, parts, tuple(whole[k] for k in one.written))
 
@@ -57,6 +61,7 @@ def record(
     if not source.repeats(sizes.device) or any(isinstance(v, int) and abs(v) >= launch.SMALL for v in values.values()):
         return None  # (other integers of the same kind may be larger than kernels take)
     found: list[Launched] = []
+    given = set(values)
     held: dict[str, Tensor] = {}
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
@@ -80,7 +85,8 @@ def record(
         for one in launches:
             found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
-    return Recorded(found, called, counted, held)
+    recorded = Recorded(found, called, counted, held)
+    return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
 
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:

@@ -19,6 +19,7 @@ from . import opened, source
 
 _ALIGNED = 128  # bytes: where parts of a buffer begin
 _MOST = 64  # numbers that are remembered
+_LITTLE = 2**20  # bytes
 
 
 class Leaf(NamedTuple):
@@ -33,6 +34,15 @@ class Boxed(NamedTuple):
 
     at: int
     template: Any
+
+
+class Found(NamedTuple):
+    """Room for as many arguments as ``places`` says, which ``find`` finds at every launch from some of its leaves:
+    numbers, or tensors that were given."""
+
+    leaves: tuple[int, ...]
+    find: Callable[..., tuple]
+    places: int
 
 
 class Recipe(NamedTuple):
@@ -87,6 +97,12 @@ class Recorded(NamedTuple):
     held: Mapping[str, Tensor] = {}
 
     @property
+    def looked(self) -> set[str]:
+        """The names of what is looked at at every launch."""
+        given = [(one, v) for one in self.launches for v in one.recipe.arguments if isinstance(v, Found)]
+        return {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+
+    @property
     def forms(self) -> dict[str, Form]:
         """Of everything that is launched for, by name."""
         pairs = [zip(one.outputs, one.recipe.outputs, strict=True) for one in self.launches]
@@ -101,7 +117,7 @@ class Buffer:
         for name, (shape, dtype) in forms.items():
             self.places[name] = size
             size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
-        self.room = Room(((size,), torch.uint8), device)
+        self.size, self.room = size, Room(((size,), torch.uint8), device)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The tensors in it; those of one that came back in another place, where numbers cannot begin, in a copy."""
@@ -139,6 +155,8 @@ class Tape:
         forms, shown, device = recorded.forms, [name for name in returned if name is not None], sizes.device
         self.kept = Buffer({name: forms[name] for name in kept or ()}, device)
         self.between = Buffer({name: f for name, f in forms.items() if name not in (*shown, *(kept or ()))}, device)
+        most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
+        self.lean = self.between.size <= most  # what lies between is let go sooner, step by step
         self.scope: dict[str, Any] = {"empty": torch.empty_like, "counted": recorded.counted, "box": opened.at}
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
@@ -182,8 +200,8 @@ class Tape:
 
     def _arguments(self, one: Launched, boxes: Mapping[int, opened.Opened]) -> list[str]:
         """What a kernel is given; ``boxes``: its descriptors, taken apart."""
-        found = [self.places[name] for name in one.outputs]
-        for place, given in enumerate(one.recipe.arguments, len(found)):
+        found, place = [self.places[name] for name in one.outputs], len(one.outputs)
+        for given in one.recipe.arguments:
             leaf = one.feeds[given.at] if isinstance(given, Leaf | Boxed) else None
             if isinstance(given, Boxed):
                 address, box = self.places[str(leaf)], boxes.get(place)
@@ -193,8 +211,13 @@ class Tape:
                 found.append(self.places[str(leaf)])
             elif isinstance(leaf, str):
                 found.append(leaf)
+            elif isinstance(given, Found):
+                leaves = [one.feeds[k] for k in given.leaves]
+                named = [v if isinstance(v, str) else self._held(v) for v in leaves]
+                found.append(f"*{self._held(given.find)}({', '.join(named)})")
             else:
                 found.append(self._constant(given if leaf is None else leaf))
+            place += given.places if isinstance(given, Found) else 1
         return found
 
     def _constant(self, value: Any) -> str:
@@ -208,7 +231,9 @@ class Tape:
 
     def _start(self, one: Launched) -> str:
         again: Any = one.recipe.again
-        templates = [getattr(given, "template", None) for given in (*one.outputs, *one.recipe.arguments)]
+        templates: list[Any] = [None] * len(one.outputs)
+        for v in one.recipe.arguments:
+            templates += [None] * v.places if isinstance(v, Found) else [getattr(v, "template", None)]
         start, boxes = again.opened(templates)
         fixed = [self._constant(v) for v in (*again.before, *again.after)]
         given = [*fixed[:3], "s", *fixed[3:], *self._arguments(one, boxes), *map(self._held, again.constants)]
