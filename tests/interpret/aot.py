@@ -98,6 +98,12 @@ def drawn(x: Row["d"], y: Col["d"], seed: int):
     return mr.sample(x @ y, seed)
 
 
+def in_little(x: torch.Tensor, target: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradient has no room for whole rows: its labels are weighed by themselves."""
+    with mr.budget("200KB"):
+        return cross_entropy(x, target, w)
+
+
 def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Sums with a panel's weights as they are made by turns, added to or not."""
     out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
@@ -169,6 +175,7 @@ CASES = [
     Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
     Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
+    Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
         "wide distillation, summed",
