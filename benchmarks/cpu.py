@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -233,6 +234,13 @@ def run(quick: bool, only: list[str]) -> dict[str, Any]:
         memory = {n: _child(["--child", case.name, "--memory", n, *extra])["extra"] for n in measured}
         rows.append({"case": case.name, "times": times, "memory": memory, "targets": case.targets})
     return {"environment": environment(), "rows": rows}
+
+
+def commit(said: str) -> str:
+    """The hash of what is measured, given where the machine has no git; a name would mean something else tomorrow."""
+    if not re.fullmatch("[0-9a-f]{7,40}", said):
+        raise argparse.ArgumentTypeError(f"{said!r} is no hash: give what `git rev-parse --short HEAD` says")
+    return said
 
 
 def environment() -> dict[str, str]:

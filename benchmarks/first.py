@@ -29,7 +29,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import ops
 
-from .cpu import environment
+from .cpu import commit, environment
 
 GOAL = 5.0  # seconds
 
@@ -155,7 +155,7 @@ def _environment(commit: str | None) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     parser.add_argument("--only", nargs="*", default=[], help="words of the layers to do")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 
 from . import gpu_works, host
-from .cpu import environment
+from .cpu import commit, environment
 from .gpu_right import attention64, attention128, causal64, causal128, correctness, dense_mlp, mlp
 
 # Speed ----------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--budget", type=float, default=440.0, help="seconds after which nothing new is begun")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 4) - 2)))
-    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     parser.add_argument("--only", default="", help="words, with | between: other works than plain attention, by name")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 
-from .cpu import environment
+from .cpu import commit, environment
 from .wide_works import Loss, Work, best50, contrastive, cross_entropy, distill, draw, normal, top, works
 
 SMALL = 2.0**-12
@@ -274,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=190.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     parser.add_argument("--only", nargs="*", default=[], help="words of the works to do")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

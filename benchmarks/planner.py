@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from monoidreduce import ops
 from monoidreduce.engine.recover import is_lost
 
-from .cpu import RESULTS, environment
+from .cpu import RESULTS, commit, environment
 from .host import both
 from .planner_case import clock, following, run
 from .planner_compile import compile_all
@@ -159,7 +159,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14, help="processes that compile kernels beforehand")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing new is begun")
     parser.add_argument("--least", type=float, help="seconds that a whole call is run for, about")
-    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     return parser.parse_args()
 
 

@@ -29,7 +29,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.sources import BYTES
 
-from .cpu import environment
+from .cpu import commit, environment
 
 FEATURES, ROWS, MIB = 128, 32, 2**20
 CHUNKS = (16, 64, 128, 256)  # MiB
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=4.0, help="of the corpus")
     parser.add_argument("--budget", type=float, default=50.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--commit", help="what was measured, where the machine has no git")
+    parser.add_argument("--commit", type=commit, help="what was measured, where the machine has no git")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()

@@ -19,6 +19,7 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 # is lower where Triton finds it compiled already, and the assembler alone is asked again.
 SPILLS = {"attention 128": 256, "causal attention 128": 264, "capped attention 64": 256, "cross-entropy 256": 128}
 SPILLS |= {"wide cross-entropy": 128, "wide contrastive": 64}  # of tiles that are compared with labels
+SPILLS |= {"contrastive 128": 8}  # none with Triton 3.6
 STAGED = {
     True: ["wide contractions", "wide contrastive", "causal attention 128", "attention 128"],
     False: ["attention 128, float16"],
@@ -70,7 +71,7 @@ def test_small_kernels_compile(capability, tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr[-3000:]
     found = list(map(json.loads, said.stdout.splitlines()))
-    assert {kernel["kernel"] for kernel in found} == {"best_listed", "unite_best", "unite_sum"}
+    assert {kernel["kernel"] for kernel in found} == {"best_listed", "shift", "unite_best", "unite_sum"}
     assert not [kernel for kernel in found if kernel["spills"]]
 
 
