@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engine import triton
-from monoidreduce.engine.triton import kept, launch, opened, pieces, rows, shifts, source, strips, united
-from monoidreduce.engine.triton.wide import filtered, reels, rest
+from monoidreduce.engine.triton import kept, launch, opened, paired, pieces, rows, shifts, source, strips, united
+from monoidreduce.engine.triton.text import deep, emit
+from monoidreduce.engine.triton.wide import epilogue, filtered, reels, rest, write
 from tests.interpret.quick import quicken
 
 
@@ -40,6 +41,24 @@ def as_it_is():
     QUICKENED.undo()
     yield
     quicken(QUICKENED)
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Products of 16-bit vectors in float32: the interpreter cannot multiply bfloat16. Kernels are written for a test,
+    and forgotten: others have other ones of the same names."""
+
+    def exact(total, blocks):
+        x, y = (f"{block}.to(tl.float32)" for block in blocks)
+        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
+
+    written = emit.kernel, write.kernel, epilogue.epilogue, paired.kernel, epilogue.paired.kernel
+    for one in written:
+        one.cache_clear()
+    monkeypatch.setattr(deep, "_dot", exact)
+    yield
+    for one in written:
+        one.cache_clear()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_kernels_compile(capability, ready, tmp_path):
     assert [c for c, staged in forward.items() if staged] == (STAGED[ready] if capability == 90 else [])
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_small_kernels_compile(capability, tmp_path):
     """Those that no program writes: nothing spills."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

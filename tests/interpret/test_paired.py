@@ -9,7 +9,6 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import describe, launch, staged, use_plan
-from monoidreduce.engine.triton.text import deep
 from monoidreduce.engine.triton.wide import epilogue
 from tests.interpret import machine
 from tests.interpret.aot import Case, best, calls, contrastive, drawn
@@ -19,16 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 
 
 @pytest.fixture
-def seen(monkeypatch, tmp_path_factory):
+def seen(monkeypatch, tmp_path_factory, exact_products):
     """Kernels by turns run on the machine, as three processors would; those that did."""
     found = []
 
-    def exact(total, blocks):  # the interpreter multiplies float32, not bfloat16
-        x, y = (f"{block}.to(tl.float32)" for block in blocks)
-        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
-
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(deep, "_dot", exact)
     monkeypatch.setattr(epilogue, "on", lambda device: True)
     monkeypatch.setattr(staged, "on", lambda device: True)
     monkeypatch.setattr(describe, "processors", lambda device: 3)

@@ -7,7 +7,6 @@ import monoidreduce as mr
 from monoidreduce.engine import hardware
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.triton import KernelPlan, kept, source
-from monoidreduce.engine.triton.text import deep
 from monoidreduce.engine.triton.wide import epilogue, listen, reel, reels, sweep
 from monoidreduce.plan import budget, panels
 from tests.interpret.test_epilogue_kernels import SMALL
@@ -28,16 +27,11 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path_factory):
+def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
-
-    def exact(total, blocks):  # the interpreter multiplies float32, not bfloat16
-        x, y = (f"{block}.to(tl.float32)" for block in blocks)
-        return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
     for name, value in {"FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
         monkeypatch.setattr(panels, name, value)
-    monkeypatch.setattr(deep, "_dot", exact)
     monkeypatch.setattr(epilogue, "on", lambda device: True)
     monkeypatch.setattr(epilogue, "PLANS", SMALL)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
