@@ -86,5 +86,5 @@ class Spec:
 
 
 def padded(width: int) -> int:
-    """Features of a block: a power of two, at least 16, as matrix products need."""
+    """How many a block holds, of features or of others: a power of two, at least 16, as matrix products need."""
     return max(16, 1 << (width - 1).bit_length())

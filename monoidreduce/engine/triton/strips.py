@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kept import Kernels
+from .spec import padded
 
 _STRIP = 64  # columns of a row whose maximum stands for them
 _MANY = 32  # strips at a time
@@ -155,19 +156,14 @@ def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Ten
 
 def _best_listed(panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype) -> list[Tensor]:
     """The best of rows whose strips' maxima are known."""
-    (rows, strips), slots = maxima.shape, _power(k)
+    (rows, strips), slots = maxima.shape, padded(k)
     values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
     spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
     given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
     alike = 16 if panel.dtype is torch.bfloat16 else 0
-    constants = dict(STRIP=_STRIP, STRIPS=_power(strips), WIDTH=_power(width), SLOTS=slots, BITS=alike)
+    constants = dict(STRIP=_STRIP, STRIPS=padded(strips), WIDTH=padded(width), SLOTS=slots, BITS=alike)
     _kernels("best_listed", (rows,), given, constants, dict(num_warps=8))
     return [values, places]
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not smaller, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def _listed(found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype) -> list[Tensor]:

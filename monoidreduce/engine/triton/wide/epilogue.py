@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....program.build import apply, dot, substitute
-from ....program.expr import Expr, index, node, reduce_node, topological
+from ....program.build import dot, substitute
+from ....program.expr import Expr, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...evaluate import Sizes
@@ -27,7 +27,7 @@ from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
 from ..text.paired_text import DEEPEST, TILE
 from . import paired, sweep
-from .joint import FIRST, PLACES, joint, parts
+from .joint import PLACES, counted, joint, parts
 from .late import Late, Own, apart, distinct, late
 from .rest import Rest
 from .write import BY_ROWS, HALVES, Task, kernel, reads
@@ -208,20 +208,17 @@ class _Ready:
 
 
 @functools.lru_cache(maxsize=1024)
-def epilogue(walk: Walk, group: range, moved: bool, alone: bool = False) -> Epilogue | None:
+def epilogue(walk: Walk, group: range, moved: bool, without: bool = False) -> Epilogue | None:
     """The stages of a group as one product, where they have one product and one weight, and folds bear a guess.
 
-    ``alone``: each row's own column is left out of the weights; None where rows have none."""
+    ``without``: each row's own column is left out of the weights; None where rows have none."""
     whole, own = joint(walk, group, moved), None
-    if alone:
+    if without:
         found = apart(joint(walk, group, False).weights[0]) if len(whole.weights) == 1 else None
         if found is None:
             return None
         others, there = found
-        weights = substitute(
-            (others, there.weight, there.target),
-            {index("col"): apply("add", index("col"), FIRST["col"])} if moved else {},
-        )
+        weights = substitute((others, there.weight, there.target), counted("col") if moved else {})
         whole, own = replace(whole, weights=weights[:1]), Own(*weights[1:])
     cuts = [parts(walk.stages[at]) for at in group]
     products = [(e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if f.op == "dot"]
@@ -232,7 +229,7 @@ def epilogue(walk: Walk, group: range, moved: bool, alone: bool = False) -> Epil
         return None
     folds = tuple(r for fold in whole.folds for r in fold)
     waits = late(whole) if folds else None
-    if folds and (moved or alone or waits is None):
+    if folds and (moved or without or waits is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]

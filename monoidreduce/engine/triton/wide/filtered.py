@@ -17,6 +17,7 @@ from ... import filtering, hardware
 from ...filtering import TILE
 from .. import source
 from ..kept import Kernels
+from ..spec import padded
 
 _TEXT = '''"""Products of a matrix of weights, of whose tiles some are left out."""
 
@@ -143,10 +144,9 @@ def _kept(weights: Tensor) -> Kept | None:
     _kernels("tile_maxima", (down * across,), given, dict(TILE=TILE), dict(num_warps=8))
     largest = maxima.amax()
     least = torch.where(torch.isfinite(largest), largest * skipped.bound, 0.0)
-    lanes = lambda length: min(1024, max(16, 1 << (length - 1).bit_length()))
     for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
         into = (lists[over], counts[over], maxima, least, *step, length)
-        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=lanes(length)))
+        _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, padded(length))))
     return Kept(skipped, lists, counts)
 
 

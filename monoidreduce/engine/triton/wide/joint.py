@@ -182,10 +182,14 @@ def _leaf(feed: Expr, leaves: dict[Expr, Expr]) -> Expr:
     return leaf
 
 
+def counted(*axes: str) -> dict[Expr, Expr]:
+    """Indices in a panel that does not begin at the first row (and column): its own, and where it begins."""
+    return {index(axis): apply("add", index(axis), FIRST[axis]) for axis in axes}
+
+
 def _placed(whole: Joint, axes: tuple[str, ...]) -> Joint:
     """The same for a panel that does not begin at the first row (and column): indices are counted from its own."""
-    here: dict[Expr, Expr] = {index(axis): apply("add", index(axis), FIRST[axis]) for axis in axes}
-    here |= {size(axis): count for axis, count in COUNT.items()}
+    here = counted(*axes) | {size(axis): count for axis, count in COUNT.items()}
     folds = tuple(tuple(placed(r, here) for r in fold) for fold in whole.folds)
     return Joint(whole.leaves, whole.feeds, folds, whole.names, substitute(whole.weights, here))
 
@@ -193,8 +197,7 @@ def _placed(whole: Joint, axes: tuple[str, ...]) -> Joint:
 def placed(r: Expr, here: dict[Expr, Expr] | None = None) -> Expr:
     """A reduction for a panel: indices are counted from its own first row and column."""
     if here is None:
-        here = {index(axis): apply("add", index(axis), first) for axis, first in FIRST.items()}
-        here |= {size(axis): count for axis, count in COUNT.items()}
+        here = counted(*FIRST) | {size(axis): count for axis, count in COUNT.items()}
     (found,) = substitute((r,), here)
     kind, over, params = found.attrs
     if kind != "pick" or index(params[0]) not in here:

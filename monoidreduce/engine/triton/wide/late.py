@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ....program.build import ONE, ZERO, apply, substitute
 from ....program.expr import Expr, const, index, topological
-from .joint import FIRST, Joint
+from .joint import Joint, counted
 
 _MANY = 16  # terms, beyond which nothing is distributed
 
@@ -42,7 +42,7 @@ class Own:
 
 def distinct(target: Expr | None) -> bool:
     """Whether no two rows have the same target: it is the row's own index."""
-    return target is not None and target in (index("row"), apply("add", index("row"), FIRST["row"]))
+    return target is not None and target in (index("row"), *counted("row").values())
 
 
 def apart(weight: Expr) -> tuple[Expr, Own] | None:

@@ -145,11 +145,11 @@ class KernelStep(Sums):
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
-        fused, self.rest = self.alone or self._fused(moved), None
+        fused, self.rest = self.without or self._fused(moved), None
         if fused and not fused.guesses:
-            if self.alone and self.mine[0] != part.rows:
+            if self.without and self.mine[0] != part.rows:
                 across = part.across()
-                self._keep_own(self.alone.own(self._given(self.alone, across), self._here(across)), across)
+                self._keep_own(self.without.own(self._given(self.without, across), self._here(across)), across)
             return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)
         wholes = [self._rows(n) for names in whole.names for n in names]

@@ -25,12 +25,13 @@ from .room import Room
 class Sums(Room):
     """The totals of a walk, direction by direction."""
 
+    contract: filtered.Contract  # of the panel that is summed
+
     def _begin_sums(self, panel: panels.Panels) -> None:
         self.panel = panel
-        self.contract = filtered.Contract()
         self.rest: Rest | None = None  # what is left to do to sums of a panel's weights
         within = panel.outer == "rows" and panel.rows < self.sizes.rows and panel.cols < self.sizes.cols
-        self.alone = self._without() if panel.tail or within else None
+        self.without = self._without() if panel.tail or within else None
         self.mine: tuple[slice | None, Rest | None] = (None, None)  # of which rows, and what is in their own columns
         self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
         self.lent: dict[tuple[int, int], Lent] = {}  # of rows, in the memory of their own gradients
