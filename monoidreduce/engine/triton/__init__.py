@@ -31,7 +31,7 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import describe, launch, rows, sides, source, topk
+from . import describe, launch, rows, sides, source, staged, topk
 from .describe import as_for
 from .plan import KernelPlan, overrides, use_plan
 from .record import Made, record
@@ -273,6 +273,8 @@ def _launches(
 ) -> list[launch.Launch]:
     """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
     for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
+    if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
+        return [one]
     made = lambda: [launch.Launch(fold, over, values, batch, sizes) for fold in folds]
     asked = dict(overrides()).get(over)
     if asked is None or len(folds) == 1:
@@ -285,6 +287,18 @@ def _launches(
         if one.plan.parts != asked.parts:
             one.prepare(values, replace(one.plan, parts=asked.parts))
     return own
+
+
+def _together(
+    over: str, folds: Sequence[Fold], values: launch.Values, batch: tuple[int, ...], sizes: Sizes
+) -> launch.Launch | None:
+    """One launch for what would take several, where two groups of warps can divide its sums."""
+    if not staged.on(sizes.device):
+        return None
+    scaled = [pair for fold in folds for pair in fold.scaled]
+    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
+    one = launch.Launch(whole, over, values, batch, sizes)
+    return one if one.kernel.staged else None
 
 
 class Parted:

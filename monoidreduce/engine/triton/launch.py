@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan.defaults import PAIRED, STAGED, Tile
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine, split
 from ..evaluate import Form, Room, Sizes, form
-from . import ahead, boxes, describe, paired, recent, shifts, skip, source, staged, topk, united
+from . import ahead, boxes, describe, grouped, paired, recent, shifts, skip, source, staged, topk, united
 from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST, Spec, padded
 from .tape import Boxed, Found, Leaf, Recipe
@@ -91,14 +92,15 @@ class Launch:
         found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
         many = plainly.deep or count * sizes.rows * sizes.cols >= describe.VERY_MANY
         many &= any(b is not None for b in found)
-        copied = many + (many and self._has_turns(replace(self.spec, boxes=found), count))
+        turns = self._turns(replace(self.spec, boxes=found), count) if many else None
         family = describe.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
+        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
-        by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)
+        takers = (paired,) if plainly.deep else (staged, grouped)
+        by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
         found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
         self.kernel = (self._by_turns() if by_turns else None) or emit.kernel(self.spec)
@@ -113,13 +115,18 @@ class Launch:
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
 
-    def _has_turns(self, spec: Spec, count: int) -> bool:
+    def _turns(self, spec: Spec, count: int) -> Tile | None:
+        """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
+        device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return count == 1 and paired.fits(spec, self.sizes.device, self.lengths[0])
-        return staged.fits(spec, self.sizes.device, count * self.lengths[0])
+            return PAIRED if count == 1 and paired.fits(spec, device, length) else None
+        return STAGED if staged.fits(spec, device, count * length) else grouped.tile(spec, device, count * length)
 
     def _by_turns(self) -> emit.Kernel | None:
-        return paired.kernel(self.spec) if self.spec.deep else staged.kernel(self.spec)
+        if self.spec.deep:
+            return paired.kernel(self.spec)
+        made = staged.kernel(self.spec) if staged.takes(self.plan, self.sizes.device) else None
+        return made or grouped.taken(self.spec, self.plan)
 
     @property
     def blocks(self) -> tuple[int, int]:
