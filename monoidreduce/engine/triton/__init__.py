@@ -12,7 +12,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from .. import batching, hardware
 from ..evaluate import Room, Sizes
 from ..pick import run_pick
 from ..sides import Side
-from . import describe, launch, rows, sides, source, staged, topk
+from . import describe, launch, rows, sides, source, topk
 from .describe import as_for
 from .plan import KernelPlan, overrides, use_plan
 from .record import Made, record
@@ -238,7 +237,7 @@ class Ready:
         values, self.batch = merged(fold, leaves, sizes)
         self.picks, parts = kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
-        made = (_launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
+        made = (launch.launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
@@ -266,39 +265,6 @@ class Ready:
             found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted))
             first += count
         return found
-
-
-def _launches(
-    over: str, folds: Sequence[Fold], values: launch.Values, batch: tuple[int, ...], sizes: Sizes
-) -> list[launch.Launch]:
-    """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
-    for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
-    if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
-        return [one]
-    made = lambda: [launch.Launch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overrides()).get(over)
-    if asked is None or len(folds) == 1:
-        return made()
-    with use_plan({}):
-        own = made()
-    if replace(own[-1].plan, parts=asked.parts) != asked:
-        return made()
-    for one in own:
-        if one.plan.parts != asked.parts:
-            one.prepare(values, replace(one.plan, parts=asked.parts))
-    return own
-
-
-def _together(
-    over: str, folds: Sequence[Fold], values: launch.Values, batch: tuple[int, ...], sizes: Sizes
-) -> launch.Launch | None:
-    """One launch for what would take several, where two groups of warps can divide its sums."""
-    if not staged.on(sizes.device):
-        return None
-    scaled = [pair for fold in folds for pair in fold.scaled]
-    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
-    one = launch.Launch(whole, over, values, batch, sizes)
-    return one if one.kernel.staged else None
 
 
 class Parted:

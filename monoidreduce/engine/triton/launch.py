@@ -23,7 +23,7 @@ from .. import hardware
 from ..combine import combine, split
 from ..evaluate import Form, Room, Sizes, form
 from . import ahead, boxes, describe, grouped, paired, recent, shifts, skip, source, staged, topk, united
-from .plan import KernelPlan, choose, parts, shrink
+from .plan import KernelPlan, choose, overrides, parts, shrink, use_plan
 from .spec import WIDEST, Spec, padded
 from .tape import Boxed, Found, Leaf, Recipe
 from .text import bent, deep, emit
@@ -313,3 +313,32 @@ class Launch:
         edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
         return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]
+
+
+def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> list[Launch]:
+    """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
+    for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
+    if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
+        return [one]
+    made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
+    asked = dict(overrides()).get(over)
+    if asked is None or len(folds) == 1:
+        return made()
+    with use_plan({}):
+        own = made()
+    if replace(own[-1].plan, parts=asked.parts) != asked:
+        return made()
+    for each in own:
+        if each.plan.parts != asked.parts:
+            each.prepare(values, replace(each.plan, parts=asked.parts))
+    return own
+
+
+def _together(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> Launch | None:
+    """One launch for what would take several, where two groups of warps can divide its sums."""
+    if not staged.on(sizes.device):
+        return None
+    scaled = [pair for fold in folds for pair in fold.scaled]
+    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
+    one = Launch(whole, over, values, batch, sizes)
+    return one if one.kernel.staged else None

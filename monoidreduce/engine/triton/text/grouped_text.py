@@ -1,8 +1,8 @@
-"""The text of a grouped kernel, with room for its names and for the arithmetic of its pairs (``grouped.py`` fills it in).
+"""The text of a grouped kernel, with room for its names and the arithmetic of its pairs (``grouped.py`` fills it in).
 
-``copies`` runs in one warp, each group in four. A ring's ``full`` barriers say that a block came, its ``empty`` ones that
-all groups are done with it; their phase is the parity of the round. ``sent`` barriers say the same of numbers of pairs
-that one group makes for the other.
+``copies`` runs in one warp, each group in four. A ring's ``full`` barriers say that a block came, its ``empty`` ones
+that all groups are done with it; their phase is the parity of the round. ``sent`` barriers say the same of numbers of
+pairs that one group makes for the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def packed(weights):
 @gluon.jit
 def copies(
 {names},
-    {rings},
+{rings},
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # one warp keeps the rings full
@@ -58,14 +58,14 @@ def {name}(
 
 PARTITION = """        ({function}, (
 {names},
-    {rings},
+{rings},
     {side}, {own}, FOLDED, INT, PRECISION, RAGGED,
         )),"""
 
 GROUP = """@gluon.jit
 def {function}(
 {names},
-    {rings},
+{rings},
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # {title}
@@ -117,7 +117,7 @@ def {function}(
 
 """.replace("__CONSTANTS__", _CONSTANTS)
 
-# Threads of two groups that have the same number hold the same pairs: each leaves its own side by side, 16 bytes at once.
+# Equal threads of two groups hold the same pairs: each leaves its own side by side, 16 bytes at a time.
 SENT = (
     "tl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], "
     "[16, 0], [32, 0], [0, 16], [0, 32]])"
