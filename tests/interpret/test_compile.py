@@ -21,7 +21,7 @@ SPILLS = {"attention 128": 256, "causal attention 128": 264, "capped attention 6
 SPILLS |= {"wide cross-entropy": 128, "wide contrastive": 64}  # of tiles that are compared with labels
 SPILLS |= {"contrastive 128": 8}  # none with Triton 3.6
 STAGED = {
-    True: ["wide contractions", "wide contrastive", "causal attention 128", "attention 128"],
+    True: ["wide contractions", "wide contrastive", "gated mlp 128", "causal attention 128", "attention 128"],
     False: ["attention 128, float16"],
 }
 

@@ -29,7 +29,7 @@ _STRANGE = re.compile(
 
 
 def tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
-    """The tile of a fold with this many kept indices in all, where it has such a kernel, which keeps the device busy."""
+    """The tile of a fold with this many kept indices in all; None where it has no such kernel, or leaves a GPU idle."""
     if not staged.on(device) or kernel(spec) is None:
         return None
     kept = OWNED * (3 - len(parts(spec)))

@@ -58,7 +58,7 @@ class Part:
 
 @functools.lru_cache(maxsize=1024)
 def parts(spec: Spec) -> tuple[Part, ...]:
-    """What the groups do: one part, of which each has a kept tile, or two on the same; nothing where it is not for them."""
+    """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
     if spec.narrow != "bfloat16" or spec.bounds or spec.split or spec.deep or spec.fold.raised:
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
