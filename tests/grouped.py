@@ -1,4 +1,4 @@
-"""What grouped kernels are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, activations, strides."""
+"""What grouped kernels are tried on, by the machine of ``tests/interpret`` or a GPU: sizes, activations, strides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -155,7 +155,7 @@ CASES = [
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
-    Case("gated mlp 128", gated_mlp, _pairs(128, 4)),
+    Case("gated mlp 128", gated_mlp, _pairs(128, 4), hopper=True),
     Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
     *(
         Case(
