@@ -1,4 +1,9 @@
-"""Kernels that groups of warps share (Gluon, on Hopper), where they are meant to run: the cases of the machine."""
+"""Kernels that groups of warps share (Gluon, on Hopper), where they are meant to run: the cases of the machine.
+
+``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the cases, so that twelve processes share the compiling.
+"""
+
+import os
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from monoidreduce.engine.triton import launch, staged, use_plan
 from tests.grouped import ABREAST, BY_GROUPS, CASES, RELAY, check, check_infinite, made, ours, torchs
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
@@ -23,7 +29,7 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", CASES[PART::PARTS], ids=repr)
 def test_against_float64(case, launched):
     with use_plan(BY_GROUPS):
         check(case, "cuda")

@@ -66,10 +66,14 @@ def parts(spec: Spec) -> tuple[Part, ...]:
     numbers = any(e.op == "leaf" and e.feature is None and spec.folds(e) for e in under)
     if not products or numbers or len(dots) < 2 or not all(_multiplies(e, spec) for e in dots):
         return ()
-    if len(spec.fold.reductions) == 1:
+    return _divided(len(spec.fold.reductions), dots, products)
+
+
+def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:
+    if sums == 1:
         whole = Part(dots, tuple(products))
         return (whole,) if whole.fits() else ()
-    if len(spec.fold.reductions) * WIDTH <= WIDEST:
+    if sums * WIDTH <= WIDEST:
         return ()
     relays = (_relay(e, dots, products) for e in dots)
     return next((found for found in relays if found and all(part.fits() for part in found)), ())
