@@ -187,4 +187,5 @@ def test_the_machine_sees_a_broken_turn(text, instead, message, by_groups, monke
 def test_taken_where_they_keep_a_device_busy(monkeypatch):
     monkeypatch.setattr(describe, "processors", lambda device: 132)
     assert grouped(launched(n=16384)) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
-    assert not grouped(launched(n=7000))
+    assert grouped(launched(n=7000)) == [("fold_over_rows", 64)]  # 110 of 132 are busy, or 55
+    assert not grouped(launched(n=17000))  # of two rounds, or three, the last would have next to nothing to do
