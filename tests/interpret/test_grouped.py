@@ -44,7 +44,7 @@ def three_sums(x: Row["d"], p: Col["d"], q: Col["d"], u: Col["n"], v: Col["n"], 
     return mr.sum(torch.sin(s + t) * u), mr.sum(torch.cos(s + t) * v), mr.sum(torch.tanh(s) * w)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "elu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "hardswish"])
 def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
     found = launched(activation=activation)
     assert grouped(found) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
@@ -63,6 +63,7 @@ def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
         {"dtype": torch.float32},
         {"capability": 80},
         {"dropout_p": 0.1, "seed": 3},
+        {"activation": "mish"},
         {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, boxes=1))},
         {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},
         {"plans": {"cols": RELAY, "rows": replace(RELAY, block_kept=256)}},
@@ -155,6 +156,27 @@ def test_numbers_of_kept_indices_are_read_and_multiply_what_is_written(by_groups
     assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
     assert [c.plan for c in by_groups] == [ABREAST]
     assert "tl.convert_layout(" in by_groups[0].kernel.text.split("# results")[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"alibi_slopes": torch.tensor([0.1, 0.5])}], ids=repr)
+@pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (1, 65, 64)])
+def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v, y = (
+        torch.randn(2, h, n, 128, generator=gen).bfloat16()
+        for h, n in zip((2, heads, heads, 2), (rows, cols, cols, rows), strict=True)
+    )
+
+    def pulled(engine, dtype):
+        one = q.to(dtype).requires_grad_()
+        given = {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        with mr.use(engine=engine):
+            out = ops.attention(one, k.to(dtype), v.to(dtype), enable_gqa=heads == 1, **given)
+            return torch.autograd.grad(out, one, y.to(dtype))[0]
+
+    got, exact = pulled("triton", torch.bfloat16), pulled("reference", torch.float64)
+    assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
+    assert [c.plan for c in by_groups] == [ABREAST] * 2 and "group0" in by_groups[1].kernel.text
 
 
 @pytest.mark.parametrize(
