@@ -45,13 +45,18 @@ class Case:
 _SIZES = [(1, 1), (64, 64), (63, 129), (200, 300), (129, 65), (700, 130)]
 CASES = [
     *(Case(f"{M}x{N}", partial(made, M, N)) for M, N in _SIZES),
-    *(Case(a, partial(made, 200, 300), a) for a in ("gelu_tanh", "tanh", "relu", "leaky_relu", "hardswish")),
+    *(
+        Case(a, partial(made, 200, 300), a)
+        for a in ("gelu", "gelu_tanh", "tanh", "relu", "elu", "leaky_relu", "hardswish")
+    ),
     Case("batches", partial(made, 130, 70, (3,))),
     Case("parts of one tensor", partial(parts_of_one, 200, 130)),
 ]
 
 FUNCTIONS = {
     "silu": F.silu,
+    "elu": F.elu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "tanh": torch.tanh,
     "relu": torch.relu,

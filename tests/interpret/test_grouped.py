@@ -44,7 +44,7 @@ def three_sums(x: Row["d"], p: Col["d"], q: Col["d"], u: Col["n"], v: Col["n"], 
     return mr.sum(torch.sin(s + t) * u), mr.sum(torch.cos(s + t) * v), mr.sum(torch.tanh(s) * w)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "hardswish"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "elu"])
 def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
     found = launched(activation=activation)
     assert grouped(found) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
