@@ -128,6 +128,7 @@ class Machine:
             int64=torch.int64,
             constexpr=None,
             abs=abs,
+            exp=torch.exp,
             exp2=torch.exp2,
             log=torch.log,
             reshape=torch.reshape,

@@ -24,7 +24,7 @@ WIDTH = 128  # of all vectors
 SENT = 2  # numbers of a pair, at most
 _DOTS = 3  # scores of a tile, at most
 _REGISTERS = 224  # of a thread, for what a part holds
-# What takes few instructions in 16 bits. Weights that take much longer than the products want more warps than two groups
+# What takes few instructions in 16 bits. Weights that take longer than the products want more warps than two groups
 # have: a gated perceptron of softplus and tanh (mish) takes 1.10 of its time by the compiler's schedule; with these it
 # takes 0.80 to 0.87 (H200; docs/gpu.md).
 _QUICK = ("exp", "exp2", "expm1", "gate", "gelu", "normal_gate", "sigmoid", "silu", "tanh")
