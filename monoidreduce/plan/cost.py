@@ -190,7 +190,8 @@ def _kernels(case: Case, choice: Choice) -> Estimate:
         own = choice.tile(over) or dict(case.defaults).get(over) or (64, 64, 4, 2, 0)
         parts = _parts(own, kept, folded, case)
         instances = case.batch * -(-kept // own[0]) * parts
-        busy = _busy(case, instances, own[2])  # equation 3
+        warps = own[2] * (2 if 2 in own[5:] else 1)  # two groups of them, where these take turns
+        busy = _busy(case, instances, warps)  # equation 3
         reuse = _reuse(own, dict(case.defaults).get(over, own))
         pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]

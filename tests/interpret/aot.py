@@ -53,6 +53,11 @@ def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
 
 
 @mr.op
+def gated_mlp(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"]):
+    return mr.sum(F.silu(x @ gate) * (x @ up) * down)
+
+
+@mr.op
 def gelu_mlp(x: Row["d"], p: Col["d"], q: Col["n"], bias: Col):
     return mr.sum(F.gelu(x @ p + bias) * q)
 
@@ -150,6 +155,7 @@ CASES = [
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
+    Case("gated mlp 128", gated_mlp, _pairs(128, 4), hopper=True),
     Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
     *(
         Case(

@@ -128,6 +128,7 @@ class Machine:
             int64=torch.int64,
             constexpr=None,
             abs=abs,
+            exp=torch.exp,
             exp2=torch.exp2,
             log=torch.log,
             reshape=torch.reshape,
@@ -140,6 +141,7 @@ class Machine:
             BlockedLayout=nothing,
             SliceLayout=nothing,
             SwizzledSharedLayout=nothing,
+            SharedLinearLayout=nothing,
             program_id=lambda axis: self.program,
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
@@ -148,8 +150,8 @@ class Machine:
             full=lambda shape, value, kind, layout=None: torch.full(shape, value, dtype=kind),
             zeros=lambda shape, kind, layout: torch.zeros(shape, dtype=kind),
             where=lambda c, a, b: torch.where(c, a, b) if isinstance(c, torch.Tensor) else a if c else b,
-            maximum=lambda a, b: torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b),
-            minimum=lambda a, b: torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b),
+            maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else max(a, b),
+            minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else min(a, b),
             sum=lambda x, axis: x.sum(axis),
             max=lambda x, axis=None: x.max().item() if axis is None else x.amax(axis),
             convert_layout=lambda x, layout: x,
@@ -222,7 +224,8 @@ class Machine:
 
         def run(function, arguments):
             try:
-                function(*arguments)
+                with torch.no_grad():  # which a thread does not inherit
+                    function(*arguments)
             except BaseException as error:
                 errors.append(error)
 

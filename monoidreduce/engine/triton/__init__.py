@@ -12,7 +12,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +237,7 @@ class Ready:
         values, self.batch = merged(fold, leaves, sizes)
         self.picks, parts = kernels(fold, sizes)
         ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
-        made = (_launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
+        made = (launch.launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
         self.launches = [one for launches in made for one in launches]
         found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
         self.order = [found.index(o) for o in fold.outputs]
@@ -266,25 +265,6 @@ class Ready:
             found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted))
             first += count
         return found
-
-
-def _launches(
-    over: str, folds: Sequence[Fold], values: launch.Values, batch: tuple[int, ...], sizes: Sizes
-) -> list[launch.Launch]:
-    """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
-    for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
-    made = lambda: [launch.Launch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overrides()).get(over)
-    if asked is None or len(folds) == 1:
-        return made()
-    with use_plan({}):
-        own = made()
-    if replace(own[-1].plan, parts=asked.parts) != asked:
-        return made()
-    for one in own:
-        if one.plan.parts != asked.parts:
-            one.prepare(values, replace(one.plan, parts=asked.parts))
-    return own
 
 
 class Parted:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...plan.defaults import PAIRED, STAGED, Tile
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
 from ..combine import combine, split
 from ..evaluate import Form, Room, Sizes, form
-from . import ahead, boxes, describe, paired, recent, shifts, skip, source, staged, topk, united
-from .plan import KernelPlan, choose, parts, shrink
+from . import ahead, boxes, describe, grouped, paired, recent, shifts, skip, source, staged, topk, united
+from .plan import KernelPlan, choose, overrides, parts, shrink, use_plan
 from .spec import WIDEST, Spec, padded
 from .tape import Boxed, Found, Leaf, Recipe
 from .text import bent, deep, emit
@@ -91,14 +92,15 @@ class Launch:
         found = boxes.of(self.spec, boxed, ready, len(self.batch)) if boxes.on(sizes.device) else ()
         many = plainly.deep or count * sizes.rows * sizes.cols >= describe.VERY_MANY
         many &= any(b is not None for b in found)
-        copied = many + (many and self._has_turns(replace(self.spec, boxes=found), count))
+        turns = self._turns(replace(self.spec, boxes=found), count) if many else None
         family = describe.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
+        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
         line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
-        by_turns = (paired if plainly.deep else staged).takes(self.plan, sizes.device)
+        takers = (paired,) if plainly.deep else (staged, grouped)
+        by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
         found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
         self.kernel = (self._by_turns() if by_turns else None) or emit.kernel(self.spec)
@@ -113,13 +115,18 @@ class Launch:
         self.edges: list[Any] | None = None  # where conditions look at indices alone
         self._arguments(ready, count)
 
-    def _has_turns(self, spec: Spec, count: int) -> bool:
+    def _turns(self, spec: Spec, count: int) -> Tile | None:
+        """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
+        device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return count == 1 and paired.fits(spec, self.sizes.device, self.lengths[0])
-        return staged.fits(spec, self.sizes.device, count * self.lengths[0])
+            return PAIRED if count == 1 and paired.fits(spec, device, length) else None
+        return STAGED if staged.fits(spec, device, count * length) else grouped.tile(spec, device, count * length)
 
     def _by_turns(self) -> emit.Kernel | None:
-        return paired.kernel(self.spec) if self.spec.deep else staged.kernel(self.spec)
+        if self.spec.deep:
+            return paired.kernel(self.spec)
+        made = staged.kernel(self.spec) if staged.takes(self.plan, self.sizes.device) else None
+        return made or grouped.taken(self.spec, self.plan)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -306,3 +313,32 @@ class Launch:
         edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
         return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]
+
+
+def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> list[Launch]:
+    """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
+    for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
+    if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
+        return [one]
+    made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
+    asked = dict(overrides()).get(over)
+    if asked is None or len(folds) == 1:
+        return made()
+    with use_plan({}):
+        own = made()
+    if replace(own[-1].plan, parts=asked.parts) != asked:
+        return made()
+    for each in own:
+        if each.plan.parts != asked.parts:
+            each.prepare(values, replace(each.plan, parts=asked.parts))
+    return own
+
+
+def _together(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> Launch | None:
+    """One launch for what would take several, where two groups of warps can divide its sums."""
+    if not staged.on(sizes.device):
+        return None
+    scaled = [pair for fold in folds for pair in fold.scaled]
+    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
+    one = Launch(whole, over, values, batch, sizes)
+    return one if one.kernel.staged else None

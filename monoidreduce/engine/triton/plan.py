@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, PAIRED, STAGED, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, Family, Tile
 from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -25,7 +25,7 @@ class KernelPlan:
     num_warps: int = 4
     num_stages: int = 2
     parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns, as in ``staged.py``
+    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns (``staged.py``)
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -48,19 +48,25 @@ def overrides() -> tuple:
 
 
 def choose(
-    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: int = 0, length: int = 0
+    kernel: Kernel,
+    over: str,
+    item: int,
+    family: Family | None = None,
+    boxes: bool = False,
+    length: int = 0,
+    turns: Tile | None = None,
 ) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
 
-    ``length``: of the kept axis, where a plan may depend on it."""
+    ``length``: of the kept axis, where a plan may depend on it; ``turns``: the tile of one that goes by turns."""
     asked = (_override.get() or {}).get(over)
     if asked:
         return asked
-    if boxes == 2:  # what it holds does not depend on the plan
-        return KernelPlan(*(PAIRED if kernel.deep else STAGED), boxes=2)
+    if turns is not None:  # what it holds does not depend on the plan
+        return KernelPlan(*turns, boxes=2)
     if kernel.deep:
         return _deep(kernel, length, family or FAMILY)
-    return _fitting(kernel, item, family or FAMILY, bool(boxes))
+    return _fitting(kernel, item, family or FAMILY, boxes)
 
 
 def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:

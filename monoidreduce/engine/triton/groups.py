@@ -1,0 +1,167 @@
+"""How two groups of warps share a fold that sums vectors, its weights made of several products.
+
+Where all sums fit beside the scores in a group's registers, the groups are *abreast*: each owns half a kept tile. Where
+they do not (a gated perceptron's three column gradients), they are a *relay*: both own the same kept indices, and
+divide the sums. One score, the cotangents', is a factor of some of the weights. One group makes it, and has their sums;
+the other makes all other scores, has the other sums, and sends what that one is to be multiplied by, in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...plan.work import SPECIAL
+from ...program.build import ONE, ZERO, apply
+from ...program.contract import contractions
+from ...program.expr import Expr, node, topological
+from .spec import WIDEST, Spec
+from .text.totals import factored
+
+OWNED = 64  # kept indices of a group, and folded ones of a tile
+WIDTH = 128  # of all vectors
+SENT = 2  # numbers of a pair, at most
+_DOTS = 3  # scores of a tile, at most
+_REGISTERS = 224  # of a thread, for what a part holds
+# What takes few instructions in 16 bits. Weights that take longer than the products want more warps than two groups
+# have: a gated perceptron of softplus and tanh (mish) takes 1.10 of its time by the compiler's schedule; with these it
+# takes 0.80 to 0.87 (H200; docs/gpu.md).
+_QUICK = ("exp", "exp2", "expm1", "gate", "gelu", "normal_gate", "sigmoid", "silu", "tanh")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight times a vector, added to the sum of a reduction."""
+
+    place: int
+    weight: Expr
+    vector: Expr
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a group does in every tile: scores, what it sends or is sent of them, and sums."""
+
+    dots: tuple[Expr, ...]
+    products: tuple[Product, ...]
+    sends: tuple[Expr, ...] = ()
+    takes: tuple[Expr, ...] = ()
+    early: int = 0  # of its products, how many are begun before a tile's scores, not after
+    held: int = 0  # kept vectors that are multiplied from registers
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The reductions whose sums it has."""
+        return tuple(dict.fromkeys(p.place for p in self.products))
+
+    def fits(self) -> bool:
+        """Whether registers hold it: its scores and sums, and its weights while they are multiplied, and made."""
+        held = len(self.places) * WIDTH // 2 + (len(self.dots) + len(self.products)) * OWNED // 2
+        held += self.held * WIDTH // 4 - self.early * OWNED // 4
+        return held <= _REGISTERS and len(self.sends) <= SENT
+
+
+@functools.lru_cache(maxsize=1024)
+def parts(spec: Spec) -> tuple[Part, ...]:
+    """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
+    if spec.narrow != "bfloat16" or spec.bounds or spec.split or spec.deep or spec.fold.raised:
+        return ()
+    products, under = list(_products(spec)), topological(spec.fold.reductions)
+    dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
+    numbers = any(e.op == "leaf" and e.feature is None and spec.folds(e) for e in under)
+    slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
+    if not products or numbers or slow or not 2 <= len(dots) <= _DOTS or not all(_multiplies(e, spec) for e in dots):
+        return ()
+    return _divided(len(spec.fold.reductions), dots, products)
+
+
+def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:
+    if sums == 1:
+        whole = Part(dots, tuple(products))
+        return (whole,) if whole.fits() else ()
+    if sums * WIDTH <= WIDEST:
+        return ()
+    relays = (_relay(e, dots, products) for e in dots)
+    return next((found for found in relays if found and all(part.fits() for part in found)), ())
+
+
+def sides(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
+    """The kept and the folded vectors of a product."""
+    return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
+
+
+def _products(spec: Spec) -> Iterator[Product]:
+    """The products of all sums; none where a reduction is not such a sum."""
+    found = []
+    for place, (r, scale) in enumerate(spec.fold.scaled):
+        if r.attrs[0] != "sum" or spec.folds(scale) or r.args[0].dtype != "float":
+            return
+        for c in map(factored, contractions(r.args[0], spec.over)):
+            if c.walk or c.minus is not None or c.vector is None or not c.weight.is_pair or not _copied(c.vector, spec):
+                return
+            found.append(Product(place, c.weight, c.vector))
+    yield from found
+
+
+def _copied(e: Expr, spec: Spec) -> bool:
+    """Whether it is a leaf of the folded side whose vectors tensor descriptors copy."""
+    return e in spec.box_of and spec.folds(e) and spec.width(e.feature) == WIDTH
+
+
+def _multiplies(e: Expr, spec: Spec) -> bool:
+    """Whether it is a product of kept vectors with those that are copied."""
+    if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
+        return False
+    kept, folded = sides(e, spec)
+    return spec.keeps(kept) and _copied(folded, spec)
+
+
+def _relay(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[Part, ...]:
+    """The two parts where one score is a factor of some weights, and in no others; nothing where it is not."""
+    under = [lead in topological([p.weight]) for p in products]
+    factors = [_without(p.weight, lead) if yes else None for p, yes in zip(products, under, strict=True)]
+    sends = tuple(dict.fromkeys(f for f in factors if f is not None))
+    if (
+        [f is not None for f in factors] != under
+        or not 0 < sum(under) < len(under)
+        or any(not f.is_pair for f in sends)
+    ):
+        return ()
+    came = [
+        node("leaf", (), (f"came{k}",), rows=True, cols=True, feature=None, dtype="float") for k in range(len(sends))
+    ]
+    own, others = [], []
+    for p, f in zip(products, factors, strict=True):
+        if f is None:
+            own.append(p)
+        else:
+            others.append(replace(p, weight=_times(lead, came[sends.index(f)], f)))
+    rest = tuple(e for e in dots if e is not lead)
+    sender = Part(rest, tuple(own), sends=sends, early=len(own), held=1)
+    return sender, Part((lead,), tuple(others), takes=tuple(came))
+
+
+def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
+    """A score times what it was parted from; where a condition had put 0 in its place, it may be infinite."""
+    product = apply("mul", lead, came)
+    if not any(e.op == "where" and ZERO in e.args[1:] for e in topological([factor])):
+        return product
+    return apply("where", apply("ne", came, ZERO), product, ZERO)
+
+
+def _without(weight: Expr, lead: Expr) -> Expr | None:
+    """What a score is multiplied by in a weight; None where it is not just a factor."""
+    if weight is lead or weight is ZERO:
+        return ONE if weight is lead else ZERO
+    inside = [lead in topological([a]) for a in weight.args]
+    if weight.op in ("neg", "add", "sub"):
+        apart = [True] * len(inside)
+    elif (weight.op == "where" and not inside[0]) or (weight.op == "mul" and inside == [False, True]):
+        apart = [False] + [True] * (len(inside) - 1)
+    elif weight.op in ("mul", "div") and inside == [True, False]:
+        apart = inside
+    else:
+        return None
+    found = [_without(a, lead) if yes else a for a, yes in zip(weight.args, apart, strict=True)]
+    return None if None in found else apply(weight.op, *found)

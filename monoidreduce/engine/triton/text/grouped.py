@@ -1,0 +1,250 @@
+"""The lines of a kernel whose groups of warps share a fold (``groups.py``), for the text of ``grouped_text.py``."""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from ....program.build import ONE
+from ....program.expr import Expr
+from ..groups import OWNED, WIDTH, Part, Product, sides
+from ..spec import Spec
+from . import emit, grouped_text
+from .values import Values
+
+_ROOM = 224 * 1024  # bytes of shared memory
+_BLOCK = OWNED * WIDTH * 2  # and of a block of vectors
+
+
+class _Values(Values):
+    """Numbers of pairs whose products were made before them."""
+
+    def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
+        super().__init__(spec)
+        self.dots = dots
+
+    def product(self, x: Expr, y: Expr) -> str:
+        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
+
+
+class Text:
+    """What is said once in a kernel: rings and barriers, the copying warp, who runs."""
+
+    def __init__(self, spec: Spec, parts: tuple[Part, ...], names: Sequence[str]):
+        self.spec, self.parts, self.relay = spec, parts, len(parts) == 2
+        self.dots = tuple(e for part in parts for e in part.dots)
+        self.kept = [list(dict.fromkeys(sides(e, spec)[0] for e in part.dots)) for part in parts]
+        self.copied = list(dict.fromkeys(e for part in parts for e in self.read(part)))
+        self.sent = len(parts[0].sends)
+        self.rooms = sum(map(len, self.kept)) * (1 if self.relay else 2)
+        rest = self.rooms * _BLOCK + self.sent * 2 * OWNED * OWNED * 2
+        self.depth = min(4, (_ROOM - rest) // (len(self.copied) * _BLOCK))
+        rings = ["room", *(f"{name(e)}_{what}" for e in self.copied for what in ("ring", "full", "empty"))]
+        rings += [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
+        wrap = lambda lines: textwrap.fill(", ".join(lines), 110, initial_indent="    ", subsequent_indent="    ")
+        self.names, self.rings = wrap(names), wrap(rings)
+
+    def read(self, part: Part) -> list[Expr]:
+        """What a group reads of what is copied."""
+        return [*(sides(e, self.spec)[1] for e in part.dots), *(p.vector for p in part.products)]
+
+    def opening(self) -> list[str]:
+        scalars = [line for line in emit._opening(self.spec) if not re.search("KEPT|FOLDED|kept_in", line)]
+        return [*scalars, "wholes = folded_size // FOLDED", "visits = tl.cdiv(folded_size, FOLDED)"]
+
+    def fields(self) -> dict[str, str]:
+        narrow, fetches, begun = f"tl.{self.spec.narrow}", [], []
+        allocated = "tl.allocate_shared_memory({}, {})".format
+        barriers = lambda count: allocated(f"tl.int64, [{count}, 1]", "mbarrier.MBarrierLayout()")
+        layout = f"tl.NVMMASharedLayout.get_default_for([{OWNED}, {WIDTH}], {narrow})"
+        made = [f"room = {allocated(f'{narrow}, [{self.rooms}, {OWNED}, {WIDTH}]', layout)}"]
+        for e in self.copied:
+            x, spot = name(e), "".join(f"tl.cast(b{d}, tl.int32), " for d in self.spec.box_of[e])
+            fetches += [
+                f"mbarrier.wait({x}_empty.index(slot), phase)",
+                f"mbarrier.expect({x}_full.index(slot), {x}_box.block_type.nbytes)",
+                f"copy({x}_box, [{spot}start, 0], {x}_full.index(slot), {x}_ring.index(slot))",
+            ]
+            shape = f"{narrow}, [{self.depth}] + {x}_box.block_type.shape"
+            made.append(f"{x}_ring = {allocated(shape, f'{x}_box.layout')}")
+            made += [f"{x}_{what} = {barriers(self.depth)}" for what in ("full", "empty")]
+            users = sum(e in self.read(part) for part in self.parts) if self.relay else 2
+            begun += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count={users})"]
+        for k in range(self.sent):
+            made.append(f"sent{k} = {allocated(f'{narrow}, [2, {OWNED}, {OWNED}]', grouped_text.SENT)}")
+        if self.sent:
+            made += [f"sent_{what} = {barriers(2)}" for what in ("full", "empty")]
+            made += [f"mbarrier.init(sent_{what}.index({k}), count=1)" for what in ("full", "empty") for k in range(2)]
+        runs = [(f"group{k if self.relay else 0}", k, "KEPT" if self.relay else "KEPT // 2") for k in range(2)]
+        partition = functools.partial(grouped_text.PARTITION.format, names=self.names, rings=self.rings)
+        partitions = [partition(function=f, side=k, own=own) for f, k, own in [*runs, ("copies", 0, "KEPT")]]
+        return {
+            "names": self.names,
+            "rings": self.rings,
+            "depth": str(self.depth),
+            "opening": _inside(self.opening(), 4),
+            "fetches": _inside(fetches, 8),
+            "made": _inside(made, 4),
+            "begun": _inside(begun, 8),
+            "partitions": "\n".join(partitions),
+        }
+
+
+class Group:
+    """The function of a group: a part of the work, in every tile."""
+
+    def __init__(self, text: Text, at: int):
+        self.text, self.spec, self.part, self.at = text, text.spec, text.parts[at], at
+        self.v = _Values(self.spec, text.dots)
+        first = str(sum(map(len, text.kept[:at]))) if text.relay else f"SIDE * {len(text.kept[at])}"
+        self.rooms = {e: f"room.index({first} + {k})" for k, e in enumerate(text.kept[at])}
+        self.weights = [f"weight{k}" for k in range(len(self.part.products))]
+
+    def rendered(self) -> tuple[str, list[str]]:
+        """The function, and the lines of its arithmetic alone."""
+        part, v, text = self.part, self.v, self.text
+        kept = []
+        for e, room in self.rooms.items():
+            place = f"{v.pointer(e)} + wide_row[:, None] * {name(e)}_s + wide_lane[None, :] * {name(e)}_f"
+            kept.append(f"{room}.store(tl.load({place}, mask=wide_in[:, None], other=0))")
+        blocks = {e: f"{name(e)}_block" for e in [*self.rooms][: part.held]}
+        held = [f"{x} = {self.rooms[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
+        whole, other = (self._weigh(masked) for masked in (False, True))
+        results = self._results()
+        title = "four warps own one side of the kept tile"
+        if text.relay:
+            title = f"four warps {'are sent' if part.takes else 'send'} numbers of pairs, and have sums of their own"
+        body = grouped_text.GROUP.format(
+            function=f"group{self.at}",
+            title=title,
+            names=text.names,
+            rings=text.rings,
+            width=WIDTH,
+            across=WIDTH // 8,
+            down=256 // WIDTH,
+            opening=_inside([*text.opening(), *([] if text.relay else ["tile = tile * 2 + SIDE"])], 4),
+            before=_inside(v.before, 4),
+            kept=_inside(kept, 4),
+            begin=_inside([f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in part.places], 4),
+            first=_inside([*self._scores(self.rooms), *self._scored(0, [])], 4),
+            first_whole=_inside([*whole, *self._named()], 8),
+            first_other=_inside([*other, *self._named()], 8),
+            held=_inside(held, 4),
+            whole=_inside(self._turn(self.rooms | blocks, whole), 8),
+            other=_inside(self._turn(self.rooms | blocks, other), 12),
+            last=_inside([*self._sums(part.products), self._summed([])], 4),
+            results=_inside(results, 4),
+        )
+        return body, [*v.before, *whole, *other]
+
+    def _turn(self, blocks: Mapping[Expr, str], arithmetic: list[str]) -> list[str]:
+        """A tile's scores, the sums of the tile before, and this one's weights while they run."""
+        early = self.part.early
+        given_back = dict.fromkeys(name(p.vector) for p in self.part.products)
+        return [
+            "start = turn * FOLDED",
+            "folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))",
+            "folded_in = folded_at < folded_size",
+            *self._sums(self.part.products[:early]),
+            *self._scores(blocks),
+            *self._sums(self.part.products[early:]),
+            *self._scored(len(self.weights) - early, self.weights[:early]),
+            *arithmetic,
+            self._summed(self.weights[early:]),
+            *(f"mbarrier.arrive({x}_empty.index((turn - 1) % {self.text.depth}))" for x in given_back),
+            *self._named(),
+        ]
+
+    def _named(self) -> list[str]:
+        return [f"{w} = next{k}" for k, w in enumerate(self.weights)]
+
+    def _scores(self, blocks: Mapping[Expr, str]) -> list[str]:
+        """The scores of a tile are begun."""
+        lines, waited = [], set()
+        for e in self.part.dots:
+            kept, folded = sides(e, self.spec)
+            x, slot = name(folded), f"turn % {self.text.depth}"
+            if folded not in waited:
+                lines.append(f"mbarrier.wait({x}_full.index({slot}), (turn // {self.text.depth}) & 1)")
+                waited.add(folded)
+            block = f"{x}_ring.index({slot}).reshape([FOLDED, {WIDTH}]).permute((1, 0))"
+            lines.append(
+                f"{self._score(e)} = warpgroup_mma({blocks[kept]}, {block}, blank, use_acc=False, is_async=True)"
+            )
+        return lines
+
+    def _score(self, e: Expr) -> str:
+        return f"score{self.text.dots.index(e)}"
+
+    def _scored(self, running: int, more: list[str]) -> list[str]:
+        """Scores are waited for, while products run; what is read for them alone is given back."""
+        names = ", ".join([*map(self._score, self.part.dots), *more])
+        summed = {p.vector for p in self.part.products}
+        free = [e for e in dict.fromkeys(sides(e, self.spec)[1] for e in self.part.dots) if e not in summed]
+        return [
+            f"{names} = warpgroup_mma_wait({running}, deps=[{names}])",
+            *(f"mbarrier.arrive({name(e)}_empty.index(turn % {self.text.depth}))" for e in free),
+        ]
+
+    def _sums(self, products: Sequence[Product]) -> list[str]:
+        """Sums of the tile before are begun; what its scores were made of is there."""
+        lines, waited = [], {sides(e, self.spec)[1] for e in self.part.dots}
+        for p in products:
+            x, slot = name(p.vector), f"(turn - 1) % {self.text.depth}"
+            if p.vector not in waited:
+                lines.append(f"mbarrier.wait({x}_full.index({slot}), ((turn - 1) // {self.text.depth}) & 1)")
+                waited.add(p.vector)
+            weight = self.weights[self.part.products.index(p)]
+            block = f"{x}_ring.index({slot}).reshape([FOLDED, {WIDTH}])"
+            lines.append(f"sum{p.place} = warpgroup_mma({weight}, {block}, sum{p.place}, is_async=True)")
+        return lines
+
+    def _summed(self, more: list[str]) -> str:
+        names = ", ".join([*(f"sum{k}" for k in self.part.places), *more])
+        return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
+
+    def _weigh(self, masked: bool) -> list[str]:
+        """The arithmetic of a tile, from its scores to its weights; what is sent comes first."""
+        part, v, narrow = self.part, self.v, self.spec.narrow
+        v.loop(masked)
+        seen = lambda e: v.seen_name(v.full(e), "0.0")
+        if part.takes:
+            v.inside.append("mbarrier.wait(sent_full.index(turn % 2), (turn // 2) & 1)")
+            v.inside += [f"{name(e)} = sent{k}.index(turn % 2).load(SCORES)" for k, e in enumerate(part.takes)]
+            v.inside.append("mbarrier.arrive(sent_empty.index(turn % 2))")
+            v.inside += [f"{name(e)}_wide = {name(e)}.to(tl.float32)" for e in part.takes]
+            v.inner |= {e: f"{name(e)}_wide" for e in part.takes}
+        if part.sends:
+            texts = [seen(f) for f in part.sends]
+            v.inside.append("mbarrier.wait(sent_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)")
+            v.inside += [f"sent{k}.index(turn % 2).store(({t}).to(tl.{narrow}))" for k, t in enumerate(texts)]
+            v.inside.append("mbarrier.arrive(sent_full.index(turn % 2))")
+        for k, p in enumerate(part.products):
+            v.inside.append(f"next{k} = packed(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
+        return v.inside
+
+    def _results(self) -> list[str]:
+        """Sums go through shared memory, so that rows are written whole."""
+        lines, room = [], next(iter(self.rooms.values()))
+        for k in self.part.places:
+            total, scale = f"sum{k}", self.spec.fold.scaled[k][1]
+            if scale is not ONE:
+                factor = self.v.number(scale)
+                total = f"({total} * {f'tl.convert_layout({factor}, SUMS)' if self.spec.keeps(scale) else factor})"
+            place = f"out{k} + (out_at + wide_row[:, None]) * {WIDTH} + wide_lane[None, :]"
+            lines += [
+                f"{room}.store({total}.to(tl.{self.spec.narrow}))",
+                f"tl.store({place}, {room}.load(WIDE), mask=wide_in[:, None])",
+            ]
+        return lines
+
+
+def name(e: Expr) -> str:
+    """What a leaf is called in a kernel."""
+    return str(e.attrs[0])
+
+
+def _inside(lines: Sequence[str], by: int) -> str:
+    return "\n".join(f"{' ' * by}{line}" for line in lines)

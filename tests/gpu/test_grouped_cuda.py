@@ -1,0 +1,99 @@
+"""Kernels that groups of warps share (Gluon, on Hopper), where they are meant to run: the cases of the machine.
+
+``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the cases, so that twelve processes share the compiling.
+"""
+
+import os
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import ops
+from monoidreduce.engine import triton as engine
+from monoidreduce.engine.triton import describe, launch, staged
+from tests.grouped import CASES, check, check_infinite, made, ours, torchs
+
+HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What is launched for the first time: its kernel's name, whether it takes turns, and how many indices it keeps."""
+    found, real = [], launch.execute
+
+    def execute(call):
+        found.append((call.kernel.name, call.kernel.staged, call.plan.block_kept))
+        return real(call)
+
+    monkeypatch.setattr(engine, "_READY", {})
+    monkeypatch.setattr(launch, "execute", execute)
+    return found
+
+
+@pytest.fixture
+def of_few(monkeypatch):
+    """Few pairs have the kernels of many. (A plan would not reach a backward, which has a thread of its own.)"""
+    monkeypatch.setattr(describe, "VERY_MANY", 0)
+    monkeypatch.setattr(describe, "processors", lambda device: 1)
+
+
+GROUPED = [("fold_over_cols", True, 128), ("fold_over_cols", True, 128), ("fold_over_rows", True, 64)]
+
+
+@pytest.mark.parametrize("case", CASES[PART::PARTS], ids=repr)
+def test_against_float64(case, launched, of_few):
+    check(case, "cuda")
+    assert launched == GROUPED
+
+
+def test_an_infinite_cotangent_stays_with_what_is_seen(launched, of_few):
+    check_infinite("cuda")
+    assert launched == GROUPED
+
+
+def test_repeats_bit_for_bit(launched, of_few):
+    *args, y = (a.cuda() for a in made(1000, 777))
+    first = ours(args, y)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, ours(args, y), strict=True))
+    assert launched == GROUPED
+
+
+def test_chosen_where_pairs_are_many_and_nothing_of_their_size_is_kept(launched):
+    *args, y = (a.cuda() for a in made(16400, 16500))
+    leaves = [a.requires_grad_() for a in args]
+    pull = lambda: torch.autograd.grad(ops.gated_mlp(*leaves), leaves, y)
+    found = pull()
+    assert launched == GROUPED
+    exact = torchs([a.float() for a in args], y.float(), "silu")[1:]
+    for got, right in zip(found, exact, strict=True):
+        assert (got.float() - right).norm() <= 0.0045 * right.norm()
+    del exact, right
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    pull()
+    assert torch.cuda.max_memory_allocated() - before <= 6 * y.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"enable_gqa": True}], ids=repr)
+def test_the_row_gradient_of_attention(options, launched, of_few):
+    gen = torch.Generator().manual_seed(0)
+    heads = 1 if "enable_gqa" in options else 2
+    q, k, v, y = (torch.randn(2, h, n, 128, generator=gen) for h, n in ((2, 300), (heads, 200), (heads, 200), (2, 300)))
+
+    def pulled(engine, dtype):
+        args = [a.cuda().bfloat16().to(dtype).requires_grad_() for a in (q, k, v)]
+        with mr.use(engine=engine):
+            return torch.autograd.grad(ops.attention(*args, **options), args, y.cuda().bfloat16().to(dtype))
+
+    found, exact, plain = (
+        pulled("triton", torch.bfloat16),
+        *(pulled("reference", t) for t in (torch.float64, torch.bfloat16)),
+    )
+    for got, right, theirs in zip(found, exact, plain, strict=True):
+        allowed = max(2 * (theirs.double() - right).norm().item(), 2**-8 * right.norm().item())
+        assert (got.double() - right).norm() <= allowed
+    assert ("fold_over_cols", True, 128) in launched[1:]
