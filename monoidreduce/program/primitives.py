@@ -318,7 +318,8 @@ _ROWS = [
     ),
     _P("detach", lambda x, out=None: _into(x.detach(), out), _no_gradient(1), lambda x: x, "same", triton="{0}"),
     _P("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
-    _P("coin", philox.coin, _no_gradient(2), lambda *_: (0, 2**31 - 1), "int", triton="coin({0}, {1})"),
+    _P("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
+    _P("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
     _P(
         "gumbel",
         philox.gumbel,

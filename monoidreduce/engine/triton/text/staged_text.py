@@ -110,19 +110,19 @@ def apart(at, start, like):
     gap = above[:, None, :] - less[None, :][:, :, None]
     return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
 """,
-    # a coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a
-    # thread would wait in registers that there are not
+    # Two neighbours at once: a product has their coins in its halves, without their signs, and numbers of 16 bits are
+    # in the order of their bits (what is no number is above all). Weights are masked as they go to the matrix units.
     "tossed": """
 @gluon.jit
-def tossed(weight, row, col):
+def tossed(weight, row, mark):
     return tl.inline_asm_elementwise(
-        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; "
-        "selp.f32 $0, $1, 0f00000000, p; }}",
-        "=f,f,r,r",
-        [weight, row, col],
-        dtype=tl.float32,
+        "{{ .reg .b32 t, w, l; mul.lo.u32 t, $3, $6; abs.f16x2 t, t; mov.b32 l, {least}; "
+        "set.geu.u32.f16x2 t, t, l; cvt.rn.{pair}.f32 w, $2, $1; and.b32 $0, w, t; }}",
+        "=r,f,f,r,r,r,r",
+        [weight, row, mark],
+        dtype=tl.{narrow},
         is_pure=True,
-        pack=1,
+        pack=2,
     )
 """,
 }
