@@ -5,10 +5,10 @@ batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs two pairs one 
 neighbouring columns have a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place,
 and the halves of the words' product decide for the two. Words are made once, outside the pairs.
 
-A lower half knows the lower halves of its words alone, of which there are few. So a row's word is mixed anew for every
-``BLOCK`` of columns: rows that are alike in one are not in another. And a block's columns end in the powers of one
-number, which was chosen so that no two of them decide alike, or as opposites: their coins correlate by 0.014 at most,
-over all words of a row and for any p.
+A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from
+``BLOCK`` to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a
+block's columns end in the powers of one number, times one of the block's own. That number was chosen so that no two of
+them decide alike, or as opposites: their coins correlate by 0.014 at most, over all words of a row and for any p.
 
 ``gumbel``, for drawing one of many columns, costs
 a little more: seed, batch and row are hashed to a place in a sequence of 2³² words, the column counts from there in
@@ -25,7 +25,7 @@ from torch import Tensor
 
 DRAWS = {"word": 3, "mark": 2, "coin": 3, "gumbel": 4, "uniform": 4}  # the primitives that draw, and their arguments
 COINS = 2**15  # values of a coin
-BLOCK = 128  # columns for which a row's word is mixed alike
+BLOCK = 128  # columns that meet the same word of a row
 _MASK = 0xFFFFFFFF
 _STEPS = -0x61C8864680B583EB, -0x2E4AB5CD2E6D12FD  # odd: from place to place, from batch element to batch element
 _FACTORS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -120,7 +120,7 @@ def mark(seed: Any, col: Any, out: Any = None) -> Any:
 
     The word is that of two neighbours; the lower half of the product is for the even one."""
     pair = col >> 1
-    low = torch.ones_like(pair)
+    low = (word(seed, 0, 2**40 + col // BLOCK).long() & _MASK) >> 17 | 1
     for k, power in enumerate(_POWERS):
         low = torch.where((pair >> k & 1).bool(), low * power % COINS, low)
     found = (word(seed, 0, -1 - pair).long() & -COINS) | low
@@ -129,10 +129,10 @@ def mark(seed: Any, col: Any, out: Any = None) -> Any:
 
 
 def coin(row: Any, mark: Any, col: Any, out: Any = None) -> Any:
-    """15 bits: the upper ones of the product of a column's mark and a row's word, mixed for the column's block."""
-    key = _mixed(col // BLOCK + 1) | 1
-    word = torch.mul(row.long(), key).bitwise_and_(_MASK)
-    found = torch.mul(word.bitwise_xor_(word >> 16).bitwise_or_(1), mark, out=out)
+    """15 bits: the upper ones of the product of a column's mark and a row's word at the column's block."""
+    word = row.long() & _MASK
+    step = (word << 16 | word >> 16) & _MASK  # an even number of them, else what they add up to is of 16 bits
+    found = torch.mul(step, col // BLOCK * 2, out=out).add_(word).mul_(mark)
     return found.bitwise_right_shift_(17).bitwise_and_(COINS - 1)
 
 

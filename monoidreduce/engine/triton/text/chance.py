@@ -32,7 +32,7 @@ def word(seed, batch, place):
 def mark(seed, col):
     # the word of two columns, shifted so that this one's coin is in the upper bits of a product
     pair = col.to(tl.int64) >> 1
-    low = pair * 0 + 1
+    low = ((word(seed, 0, (1 << 40) + (pair >> 6)).to(tl.int64) & 0xFFFFFFFF) >> 17) | 1
     low = tl.where((pair & 1) != 0, low * 13795 % 32768, low)
     low = tl.where((pair & 2) != 0, low * 18249 % 32768, low)
     low = tl.where((pair & 4) != 0, low * 4817 % 32768, low)
@@ -49,9 +49,9 @@ def block_of(first, at, SIZE: tl.constexpr):
 
 
 def blended(row, block):
-    # a row's word as a block of columns meets it
-    word = row.to(tl.uint32) * (mixed(block.to(tl.uint32) + 1) | 1)
-    return (word ^ (word >> 16)) | 1
+    # a row's word as a block of columns meets it: two steps on for each, a step being the word with its halves exchanged
+    word = row.to(tl.uint32)
+    return word + ((word << 16) | (word >> 16)) * (block.to(tl.uint32) * 2)
 
 
 def coin(row, mark, block):
