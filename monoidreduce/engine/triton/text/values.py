@@ -113,8 +113,8 @@ class Values(Blocks):
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
             return self._distance(e)
-        if e.op == "where":
-            self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
+        if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
+            self.products(*e.args)  # before a condition, whose truths would be held while they are computed
         if e.op == "coin":
             return self._primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
