@@ -253,11 +253,23 @@ def assembled(text):
         word = row.long() & 0xFFFFFFFF
         return word + (word << 16 | word >> 16) * block * 2
 
+    def coin(row, mark, block):
+        return (blended(row, block) * mark >> 17) & 0x7FFF
+
     def apart(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
-    same = lambda block: block
-    return {"weighed": same, "packed": same, "tossed": tossed, "blended": blended, "apart": apart}
+    same = lambda block, *_: block
+    return {
+        "weighed": same,
+        "packed": same,
+        "joined": same,
+        "parted": same,
+        "tossed": tossed,
+        "blended": blended,
+        "coin": coin,
+        "apart": apart,
+    }
 
 
 def execute(call):

@@ -134,10 +134,9 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "results": _inside(_results(soft, spec), 4),
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
-    weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
-    fields["weights"] = f"packed({weights})" if spec.bounds or bent or least else weights
+    fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
     fields["loops"] = _loops(soft, bent, least is not None, fields)
-    used = fields["held"] + fields["weights"] + fields["loops"] + arithmetic
+    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loops"], arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
     fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
@@ -146,6 +145,19 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
     return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
+
+
+def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
+    """How weights get from one turn to the next: as they are multiplied; or as words, where coins made two at once.
+
+    Of two with 16 bits each the compiler would make 64 values, and put them together anew in every turn."""
+    if tosses:
+        taken = "operand = parted(weights, WEIGHTS)\n"
+        lines = {"taken": f"{' ' * 8}{taken}", "taken_other": f"{' ' * 12}{taken}"}
+        return {"weights": f"joined({part})", "operand": "operand", "last": "parted(weights, WEIGHTS)"} | lines
+    weights = f"tl.convert_layout({part}, WEIGHTS)"
+    weights = f"packed({weights})" if packs else weights
+    return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
 
 
 def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
