@@ -49,7 +49,7 @@ def block_of(first, at, SIZE: tl.constexpr):
 
 
 def blended(row, block):
-    # a row's word as a block of columns meets it: two steps on for each, a step being the word with its halves exchanged
+    # as a block of columns meets it: two steps on for each, a step being the word with its halves exchanged
     word = row.to(tl.uint32)
     return word + ((word << 16) | (word >> 16)) * (block.to(tl.uint32) * 2)
 
