@@ -168,7 +168,7 @@ def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) 
     walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
     loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
     for name, first, last in walks:
-        spares = tosses or name == "bent"
+        spares = name == "bent"
         lines = fields[name].splitlines()
         ahead = [line for line in lines if tosses and " = numbers(" in line]
         found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
