@@ -115,7 +115,14 @@ def _sums(kernel: Kernel) -> tuple[int, int, str]:
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
     how = _does(kernel, widest)
     how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
+    how += " of numbers" if how == "powers gradient" and _meets_numbers(kernel) else ""
     return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+
+
+def _meets_numbers(kernel: Kernel) -> bool:
+    """Whether a tile has numbers of its folded indices: the words of coins, a bias."""
+    folds = (lambda e: e.cols and not e.rows) if kernel.name == "fold_over_cols" else lambda e: e.rows and not e.cols
+    return any(e.feature is None and folds(e) for e in kernel.leaves)
 
 
 def _does(kernel: Kernel, widest: int) -> str:
