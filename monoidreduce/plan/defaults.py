@@ -37,8 +37,7 @@ KERNELS: dict[str, Tile] = {
 # over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
 # of a plain one's row gradient, or of what keeps two blocks and sums a third, which is in no other product ("apart").
 # Conditions on data ("reads") need numbers, for which two instances on a processor have no room beside three stages of
-# 64; they, and several conditions together ("short"), make walks short. A row gradient that meets numbers ("of numbers":
-# the words of coins) would load them one by one
+# 64; they, and several conditions together ("short"), make walks short
 COPIED: dict[tuple[int, int, str], Tile] = {
     (64, 1, "one block"): (64, 64, 4, 2),
     (64, 1, "one block, softmax"): (64, 64, 4, 2),
@@ -60,10 +59,10 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 1, "short gradient"): (64, 64, 4, 2),
     (128, 1, "reads gradient"): (64, 64, 4, 2),
     (128, 1, "powers"): (64, 64, 4, 2),
-    (128, 1, "powers gradient of numbers"): (128, 64, 8, 2),
+    (128, 1, "powers, coins"): (64, 64, 4, 2),
     **{
         (width, sums, how): tile
-        for how in ("passes", "short", "reads", "softmax", "powers")
+        for how in ("passes", "short", "reads", "softmax", "powers", "powers, coins")
         for width, sums, tile in (
             (64, 0, (64, 64, 4, 2)),
             (64, 1, (64, 64, 4, 2)),
@@ -74,6 +73,7 @@ COPIED: dict[tuple[int, int, str], Tile] = {
             (256, 1, (128, 64, 8, 3)),
         )
     },
+    (128, 2, "powers, coins"): (128, 32, 8, 3),  # 64 × 64 spills
 }
 
 

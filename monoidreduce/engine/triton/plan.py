@@ -115,14 +115,7 @@ def _sums(kernel: Kernel) -> tuple[int, int, str]:
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
     how = _does(kernel, widest)
     how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
-    how += " of numbers" if how == "powers gradient" and _meets_numbers(kernel) else ""
     return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
-
-
-def _meets_numbers(kernel: Kernel) -> bool:
-    """Whether a tile has numbers of its folded indices: the words of coins, a bias."""
-    folds = (lambda e: e.cols and not e.rows) if kernel.name == "fold_over_cols" else lambda e: e.rows and not e.cols
-    return any(e.feature is None and folds(e) for e in kernel.leaves)
 
 
 def _does(kernel: Kernel, widest: int) -> str:
@@ -130,7 +123,8 @@ def _does(kernel: Kernel, widest: int) -> str:
         return "one block, softmax" if kernel.guesses else "one block"
     if kernel.bounds or kernel.guesses or kernel.powers:
         passes = "reads" if kernel.reads else "short" if kernel.short else "passes"
-        return passes if kernel.bounds else "softmax" if kernel.guesses else "powers"
+        powers = "powers, coins" if "coin(" in kernel.text else "powers"
+        return passes if kernel.bounds else "softmax" if kernel.guesses else powers
     return "gated" if kernel.folded_width > 2 * widest else "plain"
 
 

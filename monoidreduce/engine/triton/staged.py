@@ -163,7 +163,7 @@ def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
 def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
     """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
 
-    The registers of kept vectors are worth more to the polynomial, and to the words of coins, which wait in them."""
+    The registers of kept vectors are worth more to the polynomial."""
     n = f"{soft.name}_bent"
     walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
     loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
