@@ -267,8 +267,8 @@ class Launch:
     def _cuts(self) -> list[int]:
         """How much of the folded axis each part walks."""
         block = self.plan.block_folded
-        step = -(-self.lengths[1] // (block * self.parts)) * block
-        ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
+        each, more = divmod(-(-self.lengths[1] // block), self.parts)
+        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.parts + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:

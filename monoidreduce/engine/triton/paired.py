@@ -78,13 +78,16 @@ class _Values(Values):
             self.inside.append(deep.rounded("score"))
         return "score"
 
+    def where_met(self, own: str, lines: list[str]) -> list[str]:
+        return [f"if {paired_text.met(own, 'start')}:", *(f"    {line}" for line in lines)]
+
 
 def _opening(spec: Spec) -> list[str]:
     """Which tile, and which part of the folded side."""
     lines = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
-        lines[-2:] = ["most = tl.cdiv(turns, parts)", "begin = part * most", "end = tl.minimum(begin + most, turns)"]
+        lines[-3:] = emit.PART
     return [*lines, "wholes = tl.minimum(end, folded_size // FOLDED)"]
 
 

@@ -281,6 +281,14 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
+PART = [  # the first of them may have one tile more than the last
+    "# this part of them",
+    "turns = tl.cdiv(folded_size, FOLDED)",
+    "begin = turns // parts * part + tl.minimum(part, turns % parts)",
+    "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
+]
+
+
 def _range(spec: Spec) -> list[str]:
     """Which tiles are walked."""
     if spec.bounds:
@@ -296,9 +304,8 @@ def _range(spec: Spec) -> list[str]:
         return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
-            "# this part of them",
-            "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
-            *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in skip.EDGES),
+            *PART,
+            *(f"{n} = tl.minimum(tl.maximum({n}, begin), end)" for n in skip.EDGES),
         ]
     return [
         *lines,

@@ -226,6 +226,15 @@ WRITES = _text(
 ).replace("{stages}", "6")
 FOLDS = _text(_FOLDS, "0", "KEPT // 2").replace("{stages}", "7")
 
+
+
+def met(own: str, start: str) -> str:
+    """Whether the tile from a folded index on holds some kept index's ``own``, and few do. (H200, folds of 32768 x 32640
+    pairs of 512 features and of 65536 x 32640 of 768: picking labels in every tile took 6 and 14 % more, each by itself.)
+    """
+    return f"tl.max(tl.max(tl.where(({own} >= {start}) & ({own} < {start} + FOLDED), 1, 0), 1), 0) > 0"
+
+
 # What Gluon has not, or has to be told a layout for.
 _STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans)\b|tl\.(zeros|full|arange)\((?!.*(ROWS|PAIRS)\))")
 

@@ -36,7 +36,18 @@ _STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
 def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
-    return ["out_box"], write._halves(v, task, lambda k: v.full(task.weight), _STORE, _HALF)
+    def weigh(k: int) -> str:
+        if task.own is None:
+            return v.full(task.weight)
+        hit, nothing, others = task.weight.args  # each row's own column is left out
+        v.inside.append(f"weight = {v.full(others)}")
+        before, v.inside = v.inside, []
+        lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
+        met = v.bind("met", paired_text.met(v.outer[(task.own.target, "index")], "turn * FOLDED"), False, "met")
+        v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
+        return "weight"
+
+    return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF)
 
 
 def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
