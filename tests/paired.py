@@ -11,8 +11,8 @@ from monoidreduce.engine.triton import KernelPlan
 SIZES = [(256, 128, 264), (300, 390, 296), (257, 129, 512)]
 
 
-def by_turns(parts=1):
-    return {"cols": KernelPlan(256, 128, 4, 1, parts, boxes=2)}
+def by_turns(parts=1, wide=False):
+    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, parts, boxes=2)}
 
 
 @mr.op
@@ -41,6 +41,21 @@ def check_fold(M, N, D, device="cpu"):
     exact = (x.double() @ y.double().T * 0.7 + bias.double()).logsumexp(1)
     plain = ((x @ y.T).float() * 0.7 + bias.float()).logsumexp(1)
     assert (got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm()
+
+
+def check_labels(M, N, D, device="cpu"):
+    """What stands at labels is what the total has in it: a sure row's loss is exactly nothing. Those of labels that are
+    no column's are the total alone."""
+    x, y, label = made(M, N, D, device)
+    x += 4 * y[label] / math.sqrt(D)
+    label[5], label[M - 1] = -1, N
+    with torch.no_grad():
+        got = head(x, y, label)
+    logits = (x.double() @ y.double().T).bfloat16().double() * 2.0
+    exact = logits.logsumexp(1) - torch.where(
+        (label >= 0) & (label < N), logits.gather(1, label.clamp(0, N - 1)[:, None])[:, 0], 0.0
+    )
+    torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-5)
 
 
 def check_odd(device="cpu"):

@@ -77,7 +77,9 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 
 # where copies and products take turns: two groups of four warps, 64 indices each
 STAGED: Tile = (128, 128, 4, 2)
-PAIRED: Tile = (256, 128, 4, 1)  # and of products of many features
+# and of products of many features: whether of more than so many, which end seldom, and whose wider tiles read less
+FEW_FEATURES = 512
+PAIRED: dict[bool, Tile] = {False: (256, 128, 4, 1), True: (256, 192, 4, 1)}
 
 # products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
 FEW_ROWS = 64

@@ -26,6 +26,7 @@ from .plan import KernelPlan, choose, parts, shrink
 from .spec import WIDEST, Spec, padded
 from .tape import Boxed, Found, Leaf, Recipe
 from .text import bent, deep, emit
+from .text.paired_text import OTHERS, TILE
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
@@ -93,7 +94,8 @@ class Launch:
         many &= any(b is not None for b in found)
         copied = many + (many and self._has_turns(replace(self.spec, boxes=found), count))
         family = describe.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0])
+        width = max([0, *(self.spec.width(e.feature) for e in deep.vectors(self.spec))])
+        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0], width)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
@@ -119,7 +121,9 @@ class Launch:
         return staged.fits(spec, self.sizes.device, count * self.lengths[0])
 
     def _by_turns(self) -> emit.Kernel | None:
-        return paired.kernel(self.spec) if self.spec.deep else staged.kernel(self.spec)
+        if self.spec.deep:
+            return paired.kernel(self.spec, self.plan.block_folded > TILE)
+        return staged.kernel(self.spec)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -152,6 +156,9 @@ class Launch:
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
+        if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
+            e = next(e for e in deep.vectors(self.spec) if self.spec.folds(e))
+            self.boxes.append((place(e), boxes.template(values[e], self.spec.box_of[e], (OTHERS, deep.DEPTH), True)))
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
     def _block(self, e: Expr) -> tuple[int, ...]:
@@ -162,6 +169,7 @@ class Launch:
         width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
             length //= 2  # each group has its own
+        length = min(length, TILE) if self.kernel.staged and self.kernel.deep else length
         return length, deep.DEPTH if width > WIDEST else width
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:

@@ -217,14 +217,11 @@ class Pick(Kind):
     def step(self, fields: tuple[Expr, ...]) -> None:
         if self.direct:
             return
-        v, (target, value, _) = self.v, fields
-        own, text = v.number(target), v.full(value)
-        hit = f"folded_at[None, :] == {own}"
-        if v.masked:  # what lies beyond the axis is no match, whatever the index
+        target, value, _ = fields
+        hit = f"folded_at[None, :] == {self.v.place(target)}"
+        if self.v.masked:  # what lies beyond the axis is no match, whatever the index
             hit = f"({hit}) & folded_in[None, :]"
-        lines, v.inside = v.inside, []
-        self.total._sum(self.name, f"tl.where({hit}, {text}, 0.0)")
-        v.inside = [*lines, *v.where_met(own, v.inside)]
+        self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")
 
     def finish(self) -> list[tuple[list[str], Any]]:
         if not self.direct:

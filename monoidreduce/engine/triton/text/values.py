@@ -88,10 +88,9 @@ class Values(Blocks):
         """A block's sum over the folded side."""
         return f"tl.sum({name}, 1)"
 
-    def where_met(self, own: str, lines: list[str]) -> list[str]:
-        """Lines that do nothing but in tiles which hold some kept index's ``own`` folded one; done in all tiles, unless
-        it pays to ask."""
-        return lines
+    def place(self, target: Expr) -> str:
+        """A kept index's own folded index."""
+        return self.number(target)
 
     def divided(self, block: str, name: str) -> str:
         """Vectors by a number per kept index."""
