@@ -44,18 +44,18 @@ def check_fold(M, N, D, device="cpu"):
 
 
 def check_labels(M, N, D, device="cpu"):
-    """What stands at labels is what the total has in it: a sure row's loss is exactly nothing. Those of labels that are
-    no column's are the total alone."""
+    """What stands at a label is what the total has in it: the loss of a row that is sure of it is nothing, however its
+    logit was rounded. Labels that are no column's pick nothing."""
     x, y, label = made(M, N, D, device)
     x += 4 * y[label] / math.sqrt(D)
     label[5], label[M - 1] = -1, N
     with torch.no_grad():
         got = head(x, y, label)
-    logits = (x.double() @ y.double().T).bfloat16().double() * 2.0
-    exact = logits.logsumexp(1) - torch.where(
-        (label >= 0) & (label < N), logits.gather(1, label.clamp(0, N - 1)[:, None])[:, 0], 0.0
-    )
-    torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-5)
+    none = (label < 0) | (label >= N)
+    totals = ((x.float() @ y.float().T) * 2.0).logsumexp(1)
+    torch.testing.assert_close(got[none], totals[none], rtol=1e-2, atol=0)
+    torch.testing.assert_close(got[~none], torch.zeros_like(got[~none]), rtol=0, atol=2e-5)
+    assert none.sum() == 2
 
 
 def check_odd(device="cpu"):

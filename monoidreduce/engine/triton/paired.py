@@ -14,7 +14,7 @@ import re
 import torch
 
 from ...program.expr import Expr, topological
-from . import staged
+from . import skip, staged
 from .plan import KernelPlan
 from .spec import WIDEST, Spec
 from .text import deep, emit, kinds, paired_text
@@ -85,12 +85,12 @@ def _turn(v: _Values, reductions: list[Kind], folded: int, masked: bool) -> list
     found = paired_text.in_strips(lines, folded, masked)
     for pick in picks:
         lines = _laid(emit._turn(v, [pick], {}, False))  # places beyond the end are no one's own
-        found = paired_text.where_met(v.place(pick.reduction.args[0]), lines, folded) + found
+        found = paired_text.where_met(v.own_place(pick.reduction.args[0]), lines, folded) + found
     return found
 
 
 def _first_own(v: _Values, reductions: list[Kind]) -> list[str]:
-    own = [v.place(r.reduction.args[0]) for r in reductions if isinstance(r, kinds.Pick)]
+    own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, kinds.Pick)]
     return [f"next_own = {paired_text.next_own(name, 'begin * FOLDED')}" for name in own]
 
 
@@ -102,7 +102,7 @@ class _Values(Values):
             self.inside.append(deep.rounded("pairs"))
         return "pairs"
 
-    def place(self, target: Expr) -> str:
+    def own_place(self, target: Expr) -> str:
         """In the type of the index, so that it takes half the registers."""
         t = self.number(target)
         text = f"tl.where(({t} >= 0) & ({t} < folded_size), {t}, -1).to(tl.int32)"
@@ -114,7 +114,7 @@ def _opening(spec: Spec) -> list[str]:
     lines = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
-        lines[-3:] = emit.PART
+        lines[-3:] = skip.PART
     return [*lines, "wholes = tl.minimum(end, folded_size // FOLDED)"]
 
 

@@ -281,14 +281,6 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
-PART = [  # the first of them may have one tile more than the last
-    "# this part of them",
-    "turns = tl.cdiv(folded_size, FOLDED)",
-    "begin = turns // parts * part + tl.minimum(part, turns % parts)",
-    "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
-]
-
-
 def _range(spec: Spec) -> list[str]:
     """Which tiles are walked."""
     if spec.bounds:
@@ -304,7 +296,7 @@ def _range(spec: Spec) -> list[str]:
         return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
-            *PART,
+            *skip.PART,
             *(f"{n} = tl.minimum(tl.maximum({n}, begin), end)" for n in skip.EDGES),
         ]
     return [

@@ -284,7 +284,7 @@ def where_met(own: str, lines: Sequence[str], folded: int) -> list[str]:
         own_lines += [re.sub(r"\bFOLDED\b", str(wide), line) for line in lines]
         own_lines.append(f"next_own = {next_own(own, f'start + {wide}')}")
         found.append(f"if next_own < turn * FOLDED + {at + wide}:")
-        found += [f"    {_OWN.sub(lambda m, k=k: f'{m[0]}{k}', line)}" for line in own_lines]
+        found += ["    " + _OWN.sub(rf"\g<0>{k}", line) for line in own_lines]
     return found
 
 

@@ -88,7 +88,7 @@ class Values(Blocks):
         """A block's sum over the folded side."""
         return f"tl.sum({name}, 1)"
 
-    def place(self, target: Expr) -> str:
+    def own_place(self, target: Expr) -> str:
         """A kept index's own folded index."""
         return self.number(target)
 
