@@ -8,7 +8,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import describe, launch, staged, use_plan
+from monoidreduce.engine.triton import describe, launch, source, staged, use_plan
 from monoidreduce.engine.triton.wide import epilogue
 from tests.interpret import machine
 from tests.interpret.aot import Case, best, calls, contrastive, drawn
@@ -89,3 +89,20 @@ def test_which_products_are_made_by_turns(op, make, which):
     found = [call.kernel.name for call in calls(Case("any", op, make), 90) if call.kernel.staged]
     assert found == which
     assert not any(call.kernel.staged for call in calls(Case("any", op, make), 80))
+
+
+@pytest.mark.parametrize(
+    ("op", "D", "version", "wide"),
+    [
+        (head, 776, (3, 6), True),
+        (head, 512, (3, 6), False),
+        (head, 776, (3, 9), False),
+        (lse, 776, (3, 6), False),
+    ],
+    ids=["labels", "few features", "a later Triton", "a bias"],
+)
+def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
+    monkeypatch.setattr(source, "version", lambda: version)
+    other = torch.zeros(256, dtype=torch.int64 if op is head else torch.bfloat16)
+    found = [call for call in calls(Case("any", op, lambda t: (*vectors(t, (256, 256), D), other)), 90)]
+    assert [call.plan.block_folded for call in found if call.kernel.name == "fold_over_cols"] == [192 if wide else 128]

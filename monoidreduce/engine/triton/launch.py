@@ -94,8 +94,8 @@ class Launch:
         many &= any(b is not None for b in found)
         copied = many + (many and self._has_turns(replace(self.spec, boxes=found), count))
         family = describe.family(sizes.device)
-        width = max([0, *(self.spec.width(e.feature) for e in deep.vectors(self.spec))])
-        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0], width)
+        wide = plainly.deep and paired.wide(self.spec)
+        self.plan = plan or choose(plainly, self.over, item, family, copied, self.lengths[0], wide)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_FEATURES, FEW_ROWS, PAIRED, STAGED, Family
+from ...plan.defaults import COPIED, DEEP, FAMILIES, FEW_ROWS, PAIRED, STAGED, Family
 from .text.emit import Kernel
 
 FAMILY = FAMILIES["hopper"]  # where there is no device to ask
@@ -48,16 +48,22 @@ def overrides() -> tuple:
 
 
 def choose(
-    kernel: Kernel, over: str, item: int, family: Family | None = None, boxes: int = 0, length: int = 0, width: int = 0
+    kernel: Kernel,
+    over: str,
+    item: int,
+    family: Family | None = None,
+    boxes: int = 0,
+    length: int = 0,
+    wide: bool = False,
 ) -> KernelPlan:
     """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
 
-    ``length``: of the kept axis, and ``width``: of the products' features, where a plan may depend on them."""
+    ``length``: of the kept axis, where a plan may depend on it; ``wide``: where products by turns have wide tiles."""
     asked = (_override.get() or {}).get(over)
     if asked:
         return asked
     if boxes == 2:  # what it holds does not depend on the plan
-        return KernelPlan(*(PAIRED[width > FEW_FEATURES] if kernel.deep else STAGED), boxes=2)
+        return KernelPlan(*(PAIRED[wide] if kernel.deep else STAGED), boxes=2)
     if kernel.deep:
         return _deep(kernel, length, family or FAMILY)
     return _fitting(kernel, item, family or FAMILY, bool(boxes))
@@ -94,7 +100,7 @@ def _even(instances: int, tiles: int, processors: int, least: int) -> int:
     """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round. Parts
     differ by a tile at most, the first ones being the longer: a processor's add up to about as many as any other's."""
     found, best = 1, 0.0
-    most = max(1, min(max(2 * processors // max(1, instances), 3 * least), tiles // 2))
+    most = max(1, min(max(2 * processors // max(1, instances), 2 * least), tiles // 2))
     for count in range(min(least, most), most + 1):
         rounds = -(-instances * count // processors)
         longest = -(-rounds * tiles // count)  # tiles that a processor does, at most
