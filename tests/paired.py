@@ -11,8 +11,8 @@ from monoidreduce.engine.triton import KernelPlan
 SIZES = [(256, 128, 264), (300, 390, 296), (257, 129, 512)]
 
 
-def by_turns(parts=1):
-    return {"cols": KernelPlan(256, 128, 4, 1, parts, boxes=2)}
+def by_turns(parts=1, wide=False):
+    return {"cols": KernelPlan(256, 192 if wide else 128, 4, 1, parts, boxes=2)}
 
 
 @mr.op
@@ -41,6 +41,21 @@ def check_fold(M, N, D, device="cpu"):
     exact = (x.double() @ y.double().T * 0.7 + bias.double()).logsumexp(1)
     plain = ((x @ y.T).float() * 0.7 + bias.float()).logsumexp(1)
     assert (got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm()
+
+
+def check_labels(M, N, D, device="cpu"):
+    """What stands at a label is what the total has in it: the loss of a row that is sure of it is nothing, however its
+    logit was rounded. Labels that are no column's pick nothing."""
+    x, y, label = made(M, N, D, device)
+    x += 4 * y[label] / math.sqrt(D)
+    label[5], label[M - 1] = -1, N
+    with torch.no_grad():
+        got = head(x, y, label)
+    none = (label < 0) | (label >= N)
+    totals = ((x.float() @ y.float().T) * 2.0).logsumexp(1)
+    torch.testing.assert_close(got[none], totals[none], rtol=1e-2, atol=0)
+    torch.testing.assert_close(got[~none], torch.zeros_like(got[~none]), rtol=0, atol=2e-5)
+    assert none.sum() == 2
 
 
 def check_odd(device="cpu"):

@@ -11,7 +11,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import launch, staged, use_plan
-from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_odd, head, lse, made
+from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse, made
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
@@ -37,15 +37,24 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize(("M", "N", "D"), LARGER)
 def test_a_fold_against_float64(M, N, D, kernels):
-    for plans in ({}, by_turns(3)):
+    for plans in ({}, by_turns(3), by_turns(3, wide=True)):
         with use_plan(plans), mr.use(engine="triton"):
             check_fold(M, N, D, "cuda")
     assert set(kernels) == {"fold_over_cols"}
 
 
+@pytest.mark.parametrize(("M", "N", "D"), LARGER)
+def test_labels_in_whole_and_in_cut_tiles(M, N, D, kernels):
+    for plans in (by_turns(1), by_turns(3, wide=True)):
+        with use_plan(plans), mr.use(engine="triton"):
+            check_labels(M, N, D, "cuda")
+    assert set(kernels) == {"fold_over_cols"}
+
+
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.skipif(PART > 0, reason="another process has it")
-def test_nan_and_infinity_stay_in_their_rows(kernels):
-    with mr.use(engine="triton"):
+def test_nan_and_infinity_stay_in_their_rows(wide, kernels):
+    with use_plan(by_turns(wide=wide)), mr.use(engine="triton"):
         check_odd("cuda")
     assert kernels
 

@@ -121,8 +121,9 @@ def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
     return lambda t: (torch.zeros(rows, 2304, dtype=t), torch.zeros(4096, 2304, dtype=t))
 
 
-def _labelled(d: int, cols: int) -> Callable[[torch.dtype], tuple]:
-    return lambda t: (torch.zeros(128, d, dtype=t), torch.zeros(128, dtype=torch.int64), torch.zeros(cols, d, dtype=t))
+def _labelled(d: int, cols: int, rows: int = 128) -> Callable[[torch.dtype], tuple]:
+    zeros = torch.zeros
+    return lambda t: (zeros(rows, d, dtype=t), zeros(rows, dtype=torch.int64), zeros(cols, d, dtype=t))
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ CASES = [
     Case("wide sample, 256 rows", drawn, lambda t: (*_wide(256)(t), 7), lean=False),
     Case("wide sample, 64 rows", drawn, lambda t: (*_wide(64)(t), 7), lean=False),
     Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
+    Case("wide cross-entropy, 256 rows", cross_entropy, _labelled(776, 4096, 256)),
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
     Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
     Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),

@@ -154,6 +154,7 @@ class Machine:
             minimum=lambda a, b: torch.minimum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else min(a, b),
             sum=lambda x, axis: x.sum(axis),
             max=lambda x, axis=None: x.max().item() if axis is None else x.amax(axis),
+            min=lambda x, axis: x.amin(axis),
             convert_layout=lambda x, layout: x,
             load=self.load,
             store=self.store,

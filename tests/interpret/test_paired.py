@@ -8,11 +8,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import describe, launch, staged, use_plan
+from monoidreduce.engine.triton import describe, launch, source, staged, use_plan
 from monoidreduce.engine.triton.wide import epilogue
 from tests.interpret import machine
 from tests.interpret.aot import Case, best, calls, contrastive, drawn
-from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_odd, head, lse
+from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
@@ -31,18 +31,30 @@ def seen(monkeypatch, tmp_path_factory, exact_products):
         yield found
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("M", "N", "D"), SIZES)
-def test_a_fold_against_float64(M, N, D, seen):
+def test_a_fold_against_float64(M, N, D, wide, seen):
     for parts in (1, 3):
-        with use_plan(by_turns(parts)):
+        with use_plan(by_turns(parts, wide)):
             check_fold(M, N, D)
     assert [call.kernel.name for call in seen] == ["fold_over_cols"] * 2
+    assert all(("others_box" in call.kernel.text) == wide for call in seen)
 
 
-def test_nan_and_infinity_stay_in_their_rows(seen):
-    with use_plan(by_turns()):
+@pytest.mark.parametrize("wide", [False, True])
+def test_nan_and_infinity_stay_in_their_rows(wide, seen):
+    with use_plan(by_turns(wide=wide)):
         check_odd()
     assert seen
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("M", "N", "D"), [*SIZES, (256, 576, 264)])
+def test_labels_in_whole_and_in_cut_tiles(M, N, D, wide, seen):
+    for parts in (1, 2):
+        with use_plan(by_turns(parts, wide)):
+            check_labels(M, N, D)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(("N", "size"), [(259, 1.0), (128, 40.0)], ids=["near", "far"])
@@ -77,3 +89,20 @@ def test_which_products_are_made_by_turns(op, make, which):
     found = [call.kernel.name for call in calls(Case("any", op, make), 90) if call.kernel.staged]
     assert found == which
     assert not any(call.kernel.staged for call in calls(Case("any", op, make), 80))
+
+
+@pytest.mark.parametrize(
+    ("op", "D", "version", "wide"),
+    [
+        (head, 776, (3, 6), True),
+        (head, 512, (3, 6), False),
+        (head, 776, (3, 9), False),
+        (lse, 776, (3, 6), False),
+    ],
+    ids=["labels", "few features", "a later Triton", "a bias"],
+)
+def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
+    monkeypatch.setattr(source, "version", lambda: version)
+    other = torch.zeros(256, dtype=torch.int64 if op is head else torch.bfloat16)
+    found = [call for call in calls(Case("any", op, lambda t: (*vectors(t, (256, 256), D), other)), 90)]
+    assert [call.plan.block_folded for call in found if call.kernel.name == "fold_over_cols"] == [192 if wide else 128]

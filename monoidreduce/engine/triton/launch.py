@@ -27,6 +27,7 @@ from .plan import KernelPlan, choose, overrides, parts, shrink, use_plan
 from .spec import WIDEST, Spec, padded
 from .tape import Boxed, Found, Leaf, Recipe
 from .text import bent, deep, emit
+from .text.paired_text import OTHERS, TILE
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
 
@@ -119,12 +120,12 @@ class Launch:
         """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return PAIRED if count == 1 and paired.fits(spec, device, length) else None
+            return PAIRED[paired.wide(self.spec)] if count == 1 and paired.fits(spec, device, length) else None
         return STAGED if staged.fits(spec, device, count * length) else grouped.tile(spec, device, count * length)
 
     def _by_turns(self) -> emit.Kernel | None:
         if self.spec.deep:
-            return paired.kernel(self.spec)
+            return paired.kernel(self.spec, self.plan.block_folded > TILE)
         made = staged.kernel(self.spec) if staged.takes(self.plan, self.sizes.device) else None
         return made or grouped.taken(self.spec, self.plan)
 
@@ -159,6 +160,9 @@ class Launch:
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
+        if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
+            e = next(e for e in deep.vectors(self.spec) if self.spec.folds(e))
+            self.boxes.append((place(e), boxes.template(values[e], self.spec.box_of[e], (OTHERS, deep.DEPTH), True)))
         self.how = (wide, hardware.float32_precision(), ragged, self.sizes.device)
 
     def _block(self, e: Expr) -> tuple[int, ...]:
@@ -169,6 +173,7 @@ class Launch:
         width = padded(width) if self.spec.pieces else width
         if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
             length //= 2  # each group has its own
+        length = min(length, TILE) if self.kernel.staged and self.kernel.deep else length
         return length, deep.DEPTH if width > WIDEST else width
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
@@ -274,8 +279,8 @@ class Launch:
     def _cuts(self) -> list[int]:
         """How much of the folded axis each part walks."""
         block = self.plan.block_folded
-        step = -(-self.lengths[1] // (block * self.parts)) * block
-        ends = [min(k * step, self.lengths[1]) for k in range(self.parts + 1)]
+        each, more = divmod(-(-self.lengths[1] // block), self.parts)
+        ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.parts + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:

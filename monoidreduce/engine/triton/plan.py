@@ -97,11 +97,13 @@ def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, beside:
 
 
 def _even(instances: int, tiles: int, processors: int, least: int) -> int:
-    """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round."""
+    """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round. Parts
+    differ by a tile at most, the first ones being the longer: a processor's add up to about as many as any other's."""
     found, best = 1, 0.0
     most = max(1, min(max(2 * processors // max(1, instances), 2 * least), tiles // 2))
     for count in range(min(least, most), most + 1):
-        longest = -(-tiles // count) * -(-instances * count // processors)  # tiles that a processor does, at most
+        rounds = -(-instances * count // processors)
+        longest = -(-rounds * tiles // count)  # tiles that a processor does, at most
         busy = instances * tiles / (longest * processors)
         if busy > best * 1.01:
             found, best = count, busy

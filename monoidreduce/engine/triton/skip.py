@@ -25,6 +25,13 @@ from ...program.reductions import KINDS
 
 Range = tuple[Tensor, Tensor]
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
+# which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
+PART = [
+    "# this part of them",
+    "turns = tl.cdiv(folded_size, FOLDED)",
+    "begin = turns // parts * part + tl.minimum(part, turns % parts)",
+    "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
+]
 _MOST_CONDITIONS = 4
 _MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the folded axis are taken together
 

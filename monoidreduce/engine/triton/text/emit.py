@@ -296,9 +296,8 @@ def _range(spec: Spec) -> list[str]:
         return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
-            "# this part of them",
-            "most = tl.cdiv(tl.cdiv(folded_size, FOLDED), parts)",
-            *(f"{n} = tl.minimum(tl.maximum({n}, part * most), (part + 1) * most)" for n in skip.EDGES),
+            *skip.PART,
+            *(f"{n} = tl.minimum(tl.maximum({n}, begin), end)" for n in skip.EDGES),
         ]
     return [
         *lines,

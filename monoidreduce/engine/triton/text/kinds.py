@@ -218,7 +218,7 @@ class Pick(Kind):
         if self.direct:
             return
         target, value, _ = fields
-        hit = f"folded_at[None, :] == {self.v.number(target)}"
+        hit = f"folded_at[None, :] == {self.v.own_place(target)}"
         if self.v.masked:  # what lies beyond the axis is no match, whatever the index
             hit = f"({hit}) & folded_in[None, :]"
         self.total._sum(self.name, f"tl.where({hit}, {self.v.full(value)}, 0.0)")

@@ -88,6 +88,10 @@ class Values(Blocks):
         """A block's sum over the folded side."""
         return f"tl.sum({name}, 1)"
 
+    def own_place(self, target: Expr) -> str:
+        """A kept index's own folded index."""
+        return self.number(target)
+
     def divided(self, block: str, name: str) -> str:
         """Vectors by a number per kept index."""
         return f"{block} / {name}[:, None]"

@@ -19,14 +19,15 @@ from .write import Task
 @functools.lru_cache(maxsize=1024)
 def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | None:
     """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout, or
-    numbers per column, which take registers that there are not."""
-    if write._numbers(spec):
+    numbers per column, which take registers that there are not; or where features are too many."""
+    sides = write._sides(write._product(task))
+    if write._numbers(spec) or spec.width(sides[0].feature) > paired_text.DEEPEST:
         return None
     plain = write.kernel(name, task, spec, masked)
     v = RowValues(spec)
     v.loop(masked)
     outs, lines = _WRITERS[name](v, task)
-    sides, signature = write._sides(write._product(task)), write._signature(spec, outs, list(plain.leaves))
+    signature = write._signature(spec, outs, list(plain.leaves))
     fields = {"first": (8, v.before), "lines": (8, lines)}
     return paired_text.rendered(paired_text.WRITES, plain, spec, sides, signature, fields)
 
@@ -36,7 +37,18 @@ _STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
 def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
-    return ["out_box"], write._halves(v, task, lambda k: v.full(task.weight), _STORE, _HALF)
+    def weigh(k: int) -> str:
+        if task.own is None:
+            return v.full(task.weight)
+        hit, nothing, others = task.weight.args  # each row's own column is left out
+        v.inside.append(f"weight = {v.full(others)}")
+        before, v.inside = v.inside, []
+        lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
+        met = v.bind("met", paired_text.met(v.outer[(task.own.target, "index")]), False, "met")
+        v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
+        return "weight"
+
+    return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF)
 
 
 def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
