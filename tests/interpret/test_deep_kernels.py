@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engine import panel
-from monoidreduce.engine.triton import KernelPlan, KernelStep, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, plan, use_plan
 from monoidreduce.engine.triton.spec import Spec
 from monoidreduce.engine.triton.text import deep
 
@@ -138,10 +138,21 @@ SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
 @pytest.mark.parametrize(("instances", "tiles"), SHAPES)
 def test_no_processor_is_idle_for_long(instances, tiles, beside):
     count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, beside)
-    longest = -(-tiles // count) * -(-instances * count // 132)
+    longest = -(-tiles * -(-instances * count // 132) // count)
     assert count * 2 <= max(2, tiles) and (instances * tiles / (longest * 132) > 0.75 or tiles < 4 * 132 // instances)
     if beside < instances and 4 * count < tiles:
         assert count * beside >= 132, "the tiles that run together, in all their parts, fill the device"
+
+
+def test_a_few_rows_take_all_processors():
+    assert plan.parts(KernelPlan(128, 256), 8, 501, 132, 1000) == 33
+
+
+def test_parts_differ_by_one_tile():
+    """And the longer ones come first, so that processors which are done early take shorter ones."""
+    one = launch.Launch.__new__(launch.Launch)
+    one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
+    assert one._cuts() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
 
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():

@@ -69,6 +69,13 @@ def test_weights_that_are_known(seen):
     assert [call.kernel.name for call in seen] == ["fold_over_cols", "write_known"]
 
 
+def test_labels_are_left_out_of_tiles_that_hold_them(seen):
+    with mr.budget(256 * 264 * 3), use_plan(by_turns()):
+        check_gradients(256, 1000, 264)
+    written = [call.kernel.text for call in seen if call.kernel.name == "write_known"]
+    assert written and all("if met:" in text for text in written)
+
+
 def vectors(dtype, sizes, D=264):
     return tuple(torch.zeros(n, D, dtype=dtype) for n in sizes)
 
