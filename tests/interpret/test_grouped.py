@@ -158,8 +158,12 @@ def test_numbers_of_kept_indices_are_read_and_multiply_what_is_written(by_groups
     assert "tl.convert_layout(" in by_groups[0].kernel.text.split("# results")[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"alibi_slopes": torch.tensor([0.1, 0.5])}], ids=repr)
-@pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (1, 65, 64)])
+OPTIONS = [{}, {"softcap": 5.0}, {"alibi_slopes": torch.tensor([0.1, 0.5])}, {"causal": True}]
+OPTIONS += [{"causal": True, "softcap": 5.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (2, 300, 170), (1, 65, 64)])
 def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
     gen = torch.Generator().manual_seed(0)
     q, k, v, y = (

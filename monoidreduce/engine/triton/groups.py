@@ -16,6 +16,7 @@ from ...plan.work import SPECIAL
 from ...program.build import ONE, ZERO, apply
 from ...program.contract import contractions
 from ...program.expr import Expr, node, topological
+from .describe import asked
 from .spec import WIDEST, Spec
 from .text.totals import factored
 
@@ -65,7 +66,9 @@ class Part:
 @functools.lru_cache(maxsize=1024)
 def parts(spec: Spec) -> tuple[Part, ...]:
     """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
-    if spec.narrow != "bfloat16" or spec.bounds or spec.split or spec.deep or spec.fold.raised:
+    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
+        return ()
+    if spec.bounds and (asked(spec.fold) or len(spec.fold.reductions) > 1):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
