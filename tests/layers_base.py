@@ -134,5 +134,5 @@ def at_target(s: Tensor, target: Tensor) -> Tensor:
 
 
 def coins(seed: int, batch: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """The 31 bits that decide what dropout drops, for tensors of places that broadcast."""
-    return philox.coin(philox.word(seed, batch, rows), philox.word(seed, 0, -1 - cols))
+    """The 15 bits that decide what dropout drops, for tensors of places that broadcast."""
+    return philox.coin(philox.word(seed, batch, rows), philox.mark(seed, cols), cols)

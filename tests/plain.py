@@ -251,8 +251,11 @@ def word(seed: int, batch: int, place: int) -> int:
 
 
 def coin(seed: int, batch: int, row: int, col: int) -> int:
-    """The 31 bits that decide whether a pair is dropped, in Python integers."""
-    return word(seed, batch, row) * word(seed, 0, -1 - col) % 2**32 >> 1
+    """The 15 bits that decide whether a pair is dropped, in Python integers."""
+    first, block = word(seed, batch, row), col // 128
+    there = first + (first % 2**16 * 2**16 + first // 2**16) * block * 2
+    low = (word(seed, 0, 2**40 + block) >> 17 | 1) * pow(13795, col // 2 % 64, 2**15) % 2**15
+    return there * (word(seed, 0, -1 - col // 2) >> 15 << 15 | low) >> (16 if col % 2 else 0) & 0x7FFF
 
 
 @functools.lru_cache(maxsize=2**14)

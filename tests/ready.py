@@ -161,9 +161,9 @@ CONTRASTIVE = _Contrastive(
 def _kept(h, options):
     if not options.get("dropout_p"):
         return h
-    p, (m, n) = options["dropout_p"], h.shape[-2:]
+    least, (m, n) = round(options["dropout_p"] * 2**15), h.shape[-2:]
     counter = torch.arange(h[..., 0, 0].numel()).view(*h.shape[:-2], 1, 1)
-    return h * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= round(p * 2**31)) / (1 - p)
+    return h * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), torch.arange(n)) >= least) / (1 - least / 2**15)
 
 
 def _perceptron_options(s):

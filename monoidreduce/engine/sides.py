@@ -18,8 +18,8 @@ from ..program.primitives import PRIMITIVES
 from ..program.pull import pull
 
 _FEW = 2  # torch's calls from which on one kernel is better than they
-_CALLS = {"spread": 0, "word": 12}  # that a node takes, where it is not one
-_PER_PAIR = {*DRAWS} - {"word"}
+_CALLS = {"spread": 0, "word": 12, "mark": 36}  # that a node takes, where it is not one
+_PER_PAIR = {*DRAWS} - {"word", "mark"}
 _FREE = ("const", "nan", "size", "row_index", "col_index")  # known without being given
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from . import build
+from . import build, philox
 from .expr import Expr, index
 from .symbol import Symbol, expr_of
 
@@ -52,6 +52,8 @@ def gumbel(seed: Any) -> Any:
 def dropout(x: Any, p: Any, seed: Any) -> Any:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone.
 
+    p is rounded to a multiple of 2**-15, other than 0 and 1 unless it is one of them: so the mean is kept.
+
     >>> import torch, monoidreduce as mr
     >>> @mr.op
     ... def kept(x: mr.Row, y: mr.Col):
@@ -62,13 +64,14 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
     p = float(p)  # a fixed choice: it is checked here, and a new one is a new trace
     if not 0 <= p <= 1:
         raise ArgumentError(detail=f"dropout was given p = {p}", fix="A probability lies between 0 and 1")
-    kept, scale = _coin(seed) >= round(p * 2**31), 1 / (1 - p) if p < 1 else 0.0
+    least = min(max(round(p * philox.COINS), int(p > 0)), philox.COINS - int(p < 1))
+    kept, scale = _coin(seed) >= least, 1 / (1 - least / philox.COINS) if p < 1 else 0.0
     vector = isinstance(x, Symbol) and x.expr.feature is not None
     return x * torch.where(kept, scale, 0.0) if vector else torch.where(kept, x * scale, 0.0)
 
 
 def _coin(seed: Any) -> Any:
-    """31 bits per pair. Rows count up from 0 in each batch element, columns down from -1 in all of them."""
-    key = _key(seed)
+    """15 bits per pair. Rows have words of their own in each batch element, columns the same in all of them."""
+    key, col = _key(seed), index("col")
     row = build.apply("word", key, index("batch"), index("row"))
-    return Symbol(build.apply("coin", row, build.apply("word", key, 0, build.apply("sub", -1, index("col")))))
+    return Symbol(build.apply("coin", row, build.apply("mark", key, col), col))

@@ -1,9 +1,16 @@
 """Random numbers that depend on a counter and a key alone, in plain integer arithmetic.
 
 ``uniform`` is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is (j, i,
-batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs a pair one multiplication: every row and every column
-has a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place, and a pair has the
-upper bits of their product. Words are made once, outside the pairs. ``gumbel``, for drawing one of many columns, costs
+batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs two pairs one multiplication: every row and every two
+neighbouring columns have a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place,
+and the halves of the words' product decide for the two. Words are made once, outside the pairs.
+
+A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from
+``BLOCK`` to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a
+block's columns end in the powers of one number, times one of the block's own. That number was chosen so that no two of
+them decide alike, or as opposites: their coins correlate by 0.014 at most, over all words of a row and for any p.
+
+``gumbel``, for drawing one of many columns, costs
 a little more: seed, batch and row are hashed to a place in a sequence of 2³² words, the column counts from there in
 steps that are the row's own, so that no row meets another's numbers, shifted, and two rounds of multiplying mix the
 word."""
@@ -16,10 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS = {"word": 3, "coin": 2, "gumbel": 4, "uniform": 4}  # the primitives that draw, and their arguments
+DRAWS = {"word": 3, "mark": 2, "coin": 3, "gumbel": 4, "uniform": 4}  # the primitives that draw, and their arguments
+COINS = 2**15  # values of a coin
+BLOCK = 128  # columns that meet the same word of a row
 _MASK = 0xFFFFFFFF
 _STEPS = -0x61C8864680B583EB, -0x2E4AB5CD2E6D12FD  # odd: from place to place, from batch element to batch element
 _FACTORS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_POWERS = tuple(pow(13795, 2**k, COINS) for k in range(6))  # whose products are what a block's columns end in
 _CHUNK = 2**16  # elements at a time: eight words of this many stay in the cache
 
 
@@ -105,10 +115,25 @@ def word(seed: Any, batch: Any, place: Any, out: Any = None) -> Any:
     return found if out is None else out.copy_(found)
 
 
-def coin(row: Any, col: Any, out: Any = None) -> Any:
-    """The upper 31 of the lower 32 bits of the product of two words."""
-    found = torch.mul(row, col).long() if out is None else torch.mul(row, col, out=out)
-    return found.bitwise_and_(_MASK).bitwise_right_shift_(1)
+def mark(seed: Any, col: Any, out: Any = None) -> Any:
+    """A column's word, shifted so that its product with a row's has the column's coin in the upper 15 of 32 bits.
+
+    The word is that of two neighbours; the lower half of the product is for the even one."""
+    pair = col >> 1
+    low = (word(seed, 0, 2**40 + col // BLOCK).long() & _MASK) >> 17 | 1
+    for k, power in enumerate(_POWERS):
+        low = torch.where((pair >> k & 1).bool(), low * power % COINS, low)
+    found = (word(seed, 0, -1 - pair).long() & -COINS) | low
+    found = (found << (17 - (col & 1) * 16)).to(torch.int32)
+    return found if out is None else out.copy_(found)
+
+
+def coin(row: Any, mark: Any, col: Any, out: Any = None) -> Any:
+    """15 bits: the upper ones of the product of a column's mark and a row's word at the column's block."""
+    word = row.long() & _MASK
+    step = (word << 16 | word >> 16) & _MASK  # an even number of them, else what they add up to is of 16 bits
+    found = torch.mul(step, col // BLOCK * 2, out=out).add_(word).mul_(mark)
+    return found.bitwise_right_shift_(17).bitwise_and_(COINS - 1)
 
 
 def _turned(word: Tensor, shift: int, factor: int) -> Tensor:

@@ -245,17 +245,34 @@ def _unset(kind):
 
 def assembled(text):
     """What the parts of a text do that are written for the assembler, or for layouts."""
-    above = re.search(r"setp.hi.u32 p, t, (\d+);", text)
+    least = re.search(r"mov.b32 l, (\d+);", text)
 
-    def tossed(weight, row, col):
-        product = (row.long() * col.long()) & 0xFFFFFFFF
-        return torch.where(product > int(above[1]), weight, 0.0)
+    def tossed(weight, row, mark):
+        two = (row.long() * mark.long()[..., 1::2]).unsqueeze(-1)  # columns two by two: a product at the odd ones
+        coins = (torch.cat([two, two >> 16], -1) & 0x7FFF).flatten(-2)
+        return torch.where(coins >= int(least[1]) & 0xFFFF, weight, 0.0)
+
+    def blended(row, block):
+        word = row.long() & 0xFFFFFFFF
+        return word + (word << 16 | word >> 16) * block * 2
+
+    def coin(row, mark, block):
+        return (blended(row, block) * mark >> 17) & 0x7FFF
 
     def apart(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
-    same = lambda block: block
-    return {"weighed": same, "packed": same, "tossed": tossed, "apart": apart}
+    same = lambda block, *_: block
+    return {
+        "weighed": same,
+        "packed": same,
+        "joined": same,
+        "parted": same,
+        "tossed": tossed,
+        "blended": blended,
+        "coin": coin,
+        "apart": apart,
+    }
 
 
 def execute(call):

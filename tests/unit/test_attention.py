@@ -64,7 +64,11 @@ def dense(q, k, v, attn_mask=None, bias=None, alibi_slopes=None, sinks=None, sca
     weights = softmax(s)[..., :n]
     if p := options.get("dropout_p"):
         counter = torch.arange(weights[..., 0, 0].numel()).view(*weights.shape[:-2], 1, 1)
-        weights = weights * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), j) >= round(p * 2**31)) / (1 - p)
+        weights = (
+            weights
+            * (coins(SEED, counter, torch.arange(m).unsqueeze(-1), j) >= round(p * 2**15))
+            / (1 - round(p * 2**15) / 2**15)
+        )
     y = weights.to(v.dtype) @ v
     return (y, logsumexp(s)) if options.get("return_lse") else y
 

@@ -1085,28 +1085,51 @@ def kept(x: Row, y: Col, seed: int):
 @pytest.mark.parametrize("seed", [0, 2**32, 2**62 + 12345, -1])
 def test_dropout_tosses_the_same_coins(seed, engine):
     x, y = torch.zeros(2, 5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
-    heads = [[[coin(seed, b, i, j) >= 2**30 for j in range(7)] for i in range(5)] for b in range(2)]
+    heads = [[[coin(seed, b, i, j) >= 2**14 for j in range(7)] for i in range(5)] for b in range(2)]
     expected = torch.tensor(heads) * 2.0 * torch.arange(1, 8).double()
     for tiles in (Tiles(1, 1, 1), Tiles(2, 3, 2), Tiles(2, 5, 7)):
         with tiled(tiles), mr.use(engine=engine):
             torch.testing.assert_close(kept(x, y, seed).sort(-1).values, expected.sort(-1).values)
 
 
-def assert_signs_are_independent(heads: torch.Tensor) -> None:
+def assert_signs_are_independent(heads: torch.Tensor, share: float = 0.5) -> None:
     """Means, neighbours, the corners of rectangles, rows and columns among each other: all within five sigma."""
-    k = heads.double() * 2 - 1
-    sums = [k, k[1:] * k[:-1], k[:, 1:] * k[:, :-1], k[64:] * k[:-64], k[:, 64:] * k[:, :-64]]
-    sums += [k[d:, e:] * k[:-d, e:] * k[d:, :-e] * k[:-d, :-e] for d, e in ((1, 1), (2, 3), (64, 64))]
+    k = (heads.double() - share) / (share * (1 - share)) ** 0.5
+    sums = [k, k[1:] * k[:-1], k[:, 1:] * k[:, :-1], k[64:] * k[:-64], k[:, 64:] * k[:, :-64], k[:, 2:] * k[:, :-2]]
+    sums += [k[d:, e:] * k[:-d, e:] * k[d:, :-e] * k[:-d, :-e] for d, e in ((1, 1), (2, 3), (64, 64), (1, 128))]
     assert max(float(s.mean().abs()) * s.numel() ** 0.5 for s in sums) < 5
     for side in (k, k.mT):
         among = (side @ side.mT / side.shape[1] ** 0.5).fill_diagonal_(0)
         assert among.abs().max() < 6.5 and abs(float(among.var()) - 1) < 0.03
 
 
+@pytest.mark.parametrize("least", [2**14, 3277])
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
-def test_coins_are_fair_and_do_not_know_each_other(seed):
-    heads = coins(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :]) >= 2**30
-    assert_signs_are_independent(heads)
+def test_coins_are_fair_and_do_not_know_each_other(seed, least):
+    found = coins(seed, torch.tensor(1), torch.arange(1000)[:, None], torch.arange(900)[None, :])
+    assert_signs_are_independent(found >= least, 1 - least / 2**15)
+
+
+def test_coins_take_all_values_alike():
+    """Those of even columns are lower halves of products, those of odd ones upper halves."""
+    found = coins(5, torch.tensor(3), torch.arange(2000)[:, None], torch.arange(5000, 6024)[None, :])
+    for half in (found[:, ::2], found[:, 1::2]):
+        cells = torch.bincount(half.flatten() // 128, minlength=256).double()
+        assert (
+            len(cells) == 256
+            and ((cells / cells.mean() - 1).square() * cells.mean()).sum() < 255 + 5 * (2 * 255) ** 0.5
+        )
+
+
+def test_a_probability_is_rounded_and_no_pair_is_dropped_for_certain():
+    @mr.op
+    def kept(x: Row, y: Col, p: float):
+        return mr.mean(mr.dropout(1 + 0 * x * y, p, 3)), mr.max(mr.dropout(1 + 0 * x * y, p, 3))
+
+    ones = torch.ones(64, dtype=torch.float64)
+    assert kept(ones, ones, 1e-9)[1].max() == 1 / (1 - 2.0**-15)  # not 0: the least there is
+    assert kept(ones, ones, 0.3)[1].max() == 1 / (1 - round(0.3 * 2**15) / 2**15)
+    assert kept(ones, ones, 1 - 1e-9)[1].max() in (0, 2**15) and kept(ones, ones, 1.0)[0].max() == 0
 
 
 @mr.op

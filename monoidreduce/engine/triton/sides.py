@@ -157,7 +157,7 @@ class Launch:
     @staticmethod
     def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
         tail = () if e.feature is None else (sizes.of(str(e.feature)),)
-        return (*batch, length, *tail), torch.int32 if e.op == "word" else _KINDS.get(e.dtype, sizes.compute)
+        return (*batch, length, *tail), torch.int32 if e.op in ("word", "mark") else _KINDS.get(e.dtype, sizes.compute)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         outputs = [room() for room in self.rooms]

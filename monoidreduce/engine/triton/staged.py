@@ -34,6 +34,7 @@ from .text.visits import visits
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
 _RINGS = 2  # of numbers, at most: shared memory has room for no more
+_INFINITE = 0x7C00  # the bits of a float16
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 _WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
 
@@ -101,8 +102,9 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     v = _Values(spec)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
     weight = factored(part).weight
-    v.ringed, above = _ringed(spec), _above(weight)
-    v.left = 1.0 if above is None else weight.args[1].const
+    v.ringed, least = _ringed(spec), _least(weight)
+    v.marks = None if least is None else weight.args[0].args[0].args[1]
+    v.left = 1.0 if least is None else weight.args[1].const
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
@@ -117,7 +119,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
-    fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v.ringed)
+    fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v)
     helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
         return None
@@ -133,11 +135,12 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         "results": _inside(_results(soft, spec), 4),
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
-    weights = f"tl.convert_layout({soft.name}_part.to(tl.{spec.narrow}), WEIGHTS)"
-    fields["weights"] = f"packed({weights})" if spec.bounds or bent else weights
-    fields["loops"] = _loops(soft, bent, above is not None, fields)
-    used = fields["held"] + fields["weights"] + fields["loops"] + arithmetic
-    fields["own"] = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used).format(above=above)
+    fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
+    fields["loops"] = _loops(soft, bent, least is not None, fields)
+    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loops"], arithmetic])
+    own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
+    pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
+    fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
@@ -145,15 +148,28 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
 
 
+def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
+    """How weights get from one turn to the next: as they are multiplied; or as words, where coins made two at once.
+
+    Of two with 16 bits each the compiler would make 64 values, and put them together anew in every turn."""
+    if tosses:
+        taken = "operand = parted(weights, WEIGHTS)\n"
+        lines = {"taken": f"{' ' * 8}{taken}", "taken_other": f"{' ' * 12}{taken}"}
+        return {"weights": f"joined({part})", "operand": "operand", "last": "parted(weights, WEIGHTS)"} | lines
+    weights = f"tl.convert_layout({part}, WEIGHTS)"
+    weights = f"packed({weights})" if packs else weights
+    return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
+
+
 def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
     """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
 
-    The registers of kept vectors are worth more to the polynomial, and to the words of coins, which wait in them."""
+    The registers of kept vectors are worth more to the polynomial."""
     n = f"{soft.name}_bent"
     walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
     loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
     for name, first, last in walks:
-        spares = tosses or name == "bent"
+        spares = name == "bent"
         lines = fields[name].splitlines()
         ahead = [line for line in lines if tosses and " = numbers(" in line]
         found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
@@ -174,12 +190,13 @@ class _Values(Values):
     """Numbers of pairs whose product was made before them."""
 
     ringed: tuple[Expr, ...] = ()
+    marks: Expr | None = None  # of columns, for coins: here their words before they were shifted, at odd columns
     left = 1.0  # a factor of all weights that is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
-            return super()._leaf(e)
+            return f"({super()._leaf(e)} >> 1)" if e is self.marks else super()._leaf(e)
         x = e.attrs[0]
         return f"numbers({x}_ring, {x}_full, turn, tl.SliceLayout(0, SCORES))[None, :]"
 
@@ -222,22 +239,24 @@ def _turn(
     bent.weigh() if bent else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
-    if _above(weight) is not None:
-        row, col = weight.args[0].args[0].args
-        part = v.seen(f"tossed({n}_weight, {v.number(row)}, {v.number(col)})", "0.0")
+    if v.marks is not None:
+        row, _, col = weight.args[0].args[0].args
+        turned = f"blended({v.number(row)}, {v.block_of(col)}).to(tl.int32)"
+        part = v.seen(f"tossed({n}_weight, {turned}, {v.number(v.marks)})", "0.0")
     else:
         part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
     return [*v.inside, f"{n}_part = {part}"]
 
 
-def _above(weight: Expr) -> int | None:
-    """Where a weight is a number if a coin is no less than another, else 0: what the product of its words then exceeds.
+def _least(weight: Expr) -> int | None:
+    """Where a weight is a number if a coin is no less than another, else 0: that other, if two are tossed at once.
 
     The number is left to the end (``_Values.divided``)."""
     if weight.op != "where" or weight.args[1].op != "const" or weight.args[2] is not ZERO or weight.args[0].op != "ge":
         return None
     coin, least = weight.args[0].args
-    return 2 * least.const - 1 if coin.op == "coin" and least.op == "const" and least.const > 0 else None
+    fits = coin.op == "coin" and coin.args[1].op == "leaf" and least.op == "const" and 0 < least.const <= _INFINITE
+    return int(least.const) if fits else None
 
 
 def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
@@ -258,16 +277,19 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
     }
 
 
-def _rings(spec: Spec, ringed: tuple[Expr, ...]) -> dict[str, str]:
+def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
-    names = [str(e.attrs[0]) for e in ringed]
+    ringed, names = v.ringed, [str(e.attrs[0]) for e in v.ringed]
     lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([4], [32], [1], [0]))"
     fetched = [lane, "folded_in = folded_at < folded_size"] if ringed else []
     kept, made, begun = [], [], []
     for x, e in zip(names, ringed, strict=True):
         base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
         fetched.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
-        kept += [f"{x}_ring.index(slot).store({x})", f"mbarrier.arrive({x}_full.index(slot))"]
+        kept += [
+            f"{x}_ring.index(slot).store({x}{' >> 1' if e is v.marks else ''})",
+            f"mbarrier.arrive({x}_full.index(slot))",
+        ]
         room = f"tl.{spec.type_of[e]}, [2, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
         made.append(f"{x}_ring = tl.allocate_shared_memory({room})")
         made.append(f"{x}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())")

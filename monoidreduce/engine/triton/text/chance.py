@@ -1,5 +1,7 @@
 """Random numbers in kernels, as ``program/philox.py`` defines them: text that is copied, as that of ``device.py``."""
 
+from __future__ import annotations
+
 from typing import Any
 
 tl: Any = None  # triton.language, where the text is copied to
@@ -27,9 +29,33 @@ def word(seed, batch, place):
     return ((found >> 32) | 1).to(tl.int32)
 
 
-def coin(row, col):
-    # the upper 31 bits of the product of a row's word and a column's
-    return ((row.to(tl.uint32) * col.to(tl.uint32)) >> 1).to(tl.int32)
+def mark(seed, col):
+    # the word of two columns, shifted so that this one's coin is in the upper bits of a product
+    pair = col.to(tl.int64) >> 1
+    low = ((word(seed, 0, (1 << 40) + (pair >> 6)).to(tl.int64) & 0xFFFFFFFF) >> 17) | 1
+    low = tl.where((pair & 1) != 0, low * 13795 % 32768, low)
+    low = tl.where((pair & 2) != 0, low * 18249 % 32768, low)
+    low = tl.where((pair & 4) != 0, low * 4817 % 32768, low)
+    low = tl.where((pair & 8) != 0, low * 3745 % 32768, low)
+    low = tl.where((pair & 16) != 0, low * 321 % 32768, low)
+    low = tl.where((pair & 32) != 0, low * 4737 % 32768, low)
+    found = (word(seed, 0, -1 - pair).to(tl.int64) & -32768) | low
+    return (found << (17 - (col.to(tl.int64) & 1) * 16)).to(tl.int32)
+
+
+def block_of(first, at, SIZE: tl.constexpr):
+    # of 128 columns each: one number where a tile lies in one
+    return first >> 7 if SIZE <= 128 else at >> 7
+
+
+def blended(row, block):
+    # as a block of columns meets it: two steps on for each, a step being the word with its halves exchanged
+    word = row.to(tl.uint32)
+    return word + ((word << 16) | (word >> 16)) * (block.to(tl.uint32) * 2)
+
+
+def coin(row, mark, block):
+    return ((blended(row, block) * mark.to(tl.uint32)) >> 17).to(tl.int32)
 
 
 def ticket(seed, batch, i, j):

@@ -48,6 +48,9 @@ class Matched(Values):
             )
         return super()._text(e)
 
+    def block_of(self, col: Expr) -> str:
+        return f"({self.number(col)} >> 7)"
+
     def _there(self, e: Expr) -> str:
         """The vectors of the folded side at the places."""
         name = str(e.attrs[0])

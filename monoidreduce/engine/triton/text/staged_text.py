@@ -46,7 +46,7 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
             mbarrier.expect(came, {x2}_box.block_type.nbytes)
             copy({x2}_box, [{spot2}start, 0], came, {spare2})
             mbarrier.wait(came, 1)
-            {n}_mean0 = warpgroup_mma(weights, block, {n}_mean0)
+            {n}_mean0 = warpgroup_mma({last}, block, {n}_mean0)
 """
 
 # Whole tiles, from one turn to another; the kept vectors are read from registers or, where those are few, from room.
@@ -54,13 +54,13 @@ WHOLE = "    # whole tiles: the scores of each beside the sums of the one before
 LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
 LOOP = """    for turn in range({first_turn}, {last_turn}):
         score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
-        {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
+{taken}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
         score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive({x1}_empty.index(turn % 2))
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
 {whole}{held}
-        {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
+        {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
         mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
         weights = {weights}"""
 
@@ -79,6 +79,23 @@ def numbers(ring, full, turn, LAYOUT: tl.constexpr):
 def packed(weights):
     # two to a register from turn to turn too: the compiler would take them apart, and put them together again
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
+""",
+    # where coins are tossed: two weights are one word from turn to turn
+    "joined": """
+@gluon.jit
+def joined(weights):
+    low, high = tl.split(tl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, {{$1, $2}};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+""",
+    "parted": """
+@gluon.jit
+def parted(words, LAYOUT: tl.constexpr):
+    low, high = tl.inline_asm_elementwise(
+        "mov.b32 {{$0, $1}}, $2;", "=h,=h,r", [words], dtype=(tl.{narrow}, tl.{narrow}), is_pure=True, pack=1
+    )
+    return tl.convert_layout(tl.reshape(tl.join(low, high), [words.shape[0], words.shape[1] * 2]), LAYOUT)
 """,
     # where none do; else there are not the registers for it
     "weighed": """
@@ -110,19 +127,19 @@ def apart(at, start, like):
     gap = above[:, None, :] - less[None, :][:, :, None]
     return tl.convert_layout(tl.reshape(gap, [KEPT, EIGHTS * 8]), like.type.layout)
 """,
-    # a coin's product, what it is compared with and what becomes of the weight stay together: apart, 64 truths of a
-    # thread would wait in registers that there are not
+    # Two neighbours at once: a product has their coins in its halves, without their signs, and numbers of 16 bits are
+    # in the order of their bits (what is no number is above all). Weights are masked as they go to the matrix units.
     "tossed": """
 @gluon.jit
-def tossed(weight, row, col):
+def tossed(weight, row, mark):
     return tl.inline_asm_elementwise(
-        "{{ .reg .pred p; .reg .b32 t; mul.lo.u32 t, $2, $3; setp.hi.u32 p, t, {above}; "
-        "selp.f32 $0, $1, 0f00000000, p; }}",
-        "=f,f,r,r",
-        [weight, row, col],
-        dtype=tl.float32,
+        "{{ .reg .b32 t, w, l; mul.lo.u32 t, $3, $6; abs.f16x2 t, t; mov.b32 l, {least}; "
+        "set.geu.u32.f16x2 t, t, l; cvt.rn.{pair}.f32 w, $2, $1; and.b32 $0, w, t; }}",
+        "=r,f,f,r,r,r,r",
+        [weight, row, mark],
+        dtype=tl.{narrow},
         is_pure=True,
-        pack=1,
+        pack=2,
     )
 """,
 }
@@ -218,17 +235,17 @@ def computes(
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
             score = scores(room, {x1}_ring, {x1}_full, turn, blank)
-            {n}_mean0 = sums(weights, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
+{taken_other}            {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
             score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive({x1}_empty.index(turn % 2))
             start = ({at_other}) * FOLDED
             folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
             folded_in = folded_at < folded_size
 {other}
-            {n}_mean0, weights = warpgroup_mma_wait(0, deps=[{n}_mean0, weights])
+            {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
             mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
             weights = {weights}
-    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums(weights, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
+    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums({last}, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
 {judged}
     # results
 {results}

@@ -113,11 +113,21 @@ class Values(Blocks):
             return self.exp(e.args[0].args[0], e.args[1].args[0])
         if e in self.spec.near_of:
             return self._distance(e)
-        if e.op == "where":
-            self.products(e.args[1])  # before the condition, whose truths would be held while they are computed
+        if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
+            self.products(*e.args)  # before a condition, whose truths would be held while they are computed
+        if e.op == "coin":
+            return self._primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
             return self.joined(e)
         return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
+
+    def block_of(self, col: Expr) -> str:
+        """Which block of columns a column is of, for coins: a number where that holds for a whole tile."""
+        if col.op != "col_index":
+            return f"({self.number(col)} >> 7)"
+        folded = self.spec.folds(col)
+        first, size = ("start", "FOLDED") if folded else ("tile * KEPT", "KEPT")
+        return self.bind((col, "block"), f"block_of({first}, {self.number(col)}, {size})", folded)
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
