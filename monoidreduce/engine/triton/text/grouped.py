@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ....program.build import ONE
 from ....program.expr import Expr
 from .. import skip
-from ..groups import OWNED, WIDTH, Part, Product, sides
+from ..groups import OWNED, WIDTH, Part, Product, folded_numbers, sides
 from ..spec import Spec
 from . import emit, grouped_text
 from .kinds import known
@@ -26,7 +26,10 @@ class _Values(Values):
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
         super().__init__(spec)
-        self.dots = dots
+        self.dots, self.ringed = dots, folded_numbers(spec)
+
+    def _leaf(self, e: Expr) -> str:
+        return f"{name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
 
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
@@ -40,11 +43,13 @@ class Text:
         self.dots = tuple(e for part in parts for e in part.dots)
         self.kept = [list(dict.fromkeys(sides(e, spec)[0] for e in part.dots)) for part in parts]
         self.copied = list(dict.fromkeys(e for part in parts for e in self.read(part)))
+        self.numbers = folded_numbers(spec)
         self.sent = len(parts[0].sends)
         self.rooms = sum(map(len, self.kept)) * (1 if self.relay else 2)
         rest = self.rooms * _BLOCK + self.sent * 2 * OWNED * OWNED * 2
         self.depth = min(4, (_ROOM - rest) // (len(self.copied) * _BLOCK))
-        rings = ["room", *(f"{name(e)}_{what}" for e in self.copied for what in ("ring", "full", "empty"))]
+        ringed = (*self.copied, *self.numbers)
+        rings = ["room", *(f"{name(e)}_{what}" for e in ringed for what in ("ring", "full", "empty"))]
         rings += [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
         self.place = visits(spec)[0]
         wrap = lambda lines: textwrap.fill(", ".join(lines), 110, initial_indent="    ", subsequent_indent="    ")
@@ -76,6 +81,11 @@ class Text:
             made += [f"{x}_{what} = {barriers(self.depth)}" for what in ("full", "empty")]
             users = sum(e in self.read(part) for part in self.parts) if self.relay else 2
             begun += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count={users})"]
+        for e in self.numbers:
+            x, layout = name(e), "tl.SwizzledSharedLayout(1, 1, 1, [0])"
+            made.append(f"{x}_ring = {allocated(f'tl.{self.spec.type_of[e]}, [{self.depth}, {OWNED}]', layout)}")
+            made += [f"{x}_{what} = {barriers(self.depth)}" for what in ("full", "empty")]
+            begun += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
         for k in range(self.sent):
             made.append(f"sent{k} = {allocated(f'{narrow}, [2, {OWNED}, {OWNED}]', grouped_text.SENT)}")
         if self.sent:
@@ -90,11 +100,27 @@ class Text:
             "depth": str(self.depth),
             "at_any": self.place["at_any"],
             "opening": _inside(self.opening(), 4),
-            "fetches": _inside(fetches, 8),
+            "fetches": _inside([*self._loaded(), *fetches, *self._kept()], 8),
             "made": _inside(made, 4),
             "begun": _inside(begun, 8),
             "partitions": "\n".join(partitions),
         }
+
+    def _loaded(self) -> list[str]:
+        """Numbers of a tile's folded indices are on their way while places for them are waited for."""
+        lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([2], [32], [1], [0]))"
+        lines = [lane, "folded_in = folded_at < folded_size"] if self.numbers else []
+        for x in map(name, self.numbers):
+            base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(self.spec.rank))
+            lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
+        return lines
+
+    def _kept(self) -> list[str]:
+        lines = []
+        for x in map(name, self.numbers):
+            lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x})"]
+            lines.append(f"mbarrier.arrive({x}_full.index(slot))")
+        return lines
 
 
 class Group:
@@ -217,6 +243,11 @@ class Group:
         part, v, narrow = self.part, self.v, self.spec.narrow
         v.loop(masked)
         seen = lambda e: v.seen_name(v.full(known(e, truths)), "0.0")
+        slot, phase = f"turn % {self.text.depth}", f"(turn // {self.text.depth}) & 1"
+        for x in map(name, self.text.numbers):
+            v.inside.append(f"mbarrier.wait({x}_full.index({slot}), {phase})")
+            v.inside.append(f"{x}_here = {x}_ring.index({slot}).load(tl.SliceLayout(0, SCORES))")
+            v.inside.append(f"mbarrier.arrive({x}_empty.index({slot}))")
         if part.takes:
             v.inside.append("mbarrier.wait(sent_full.index(turn % 2), (turn // 2) & 1)")
             v.inside += [f"{name(e)} = sent{k}.index(turn % 2).load(SCORES)" for k, e in enumerate(part.takes)]
