@@ -78,7 +78,14 @@ def test_chosen_where_pairs_are_many_and_nothing_of_their_size_is_kept(launched)
     assert torch.cuda.max_memory_allocated() - before <= 6 * y.nbytes
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"enable_gqa": True}], ids=repr)
+DROPPED = {"dropout_p": 0.2, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0}, {"causal": True}, DROPPED, DROPPED | {"causal": True}, {"enable_gqa": True}],
+    ids=repr,
+)
 def test_the_row_gradient_of_attention(options, launched, of_few):
     gen = torch.Generator().manual_seed(0)
     heads = 1 if "enable_gqa" in options else 2

@@ -62,7 +62,6 @@ def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
         {"dtype": torch.float16},
         {"dtype": torch.float32},
         {"capability": 80},
-        {"dropout_p": 0.1, "seed": 3},
         {"activation": "mish"},
         {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, boxes=1))},
         {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},
@@ -78,6 +77,15 @@ def test_a_bias_is_a_number_of_kept_indices_and_its_gradient_is_not_a_sum_of_vec
     bias = torch.zeros(300, dtype=torch.bfloat16)
     assert grouped(launched(gate_bias=bias)) == [("fold_over_rows", 64)]
     assert ("fold_over_rows", 64) not in grouped(launched(gate_bias=bias.requires_grad_()))
+
+
+def test_divided_sums_have_no_numbers_of_folded_indices():
+    found = grouped(launched(dropout_p=0.1, seed=3))
+    assert found == [
+        ("fold_over_cols", 128),
+        ("fold_over_cols", 128),
+        ("fold_over_rows", 128),
+    ]  # the last is of one sum
 
 
 def test_a_score_that_is_no_factor_leaves_the_sums_in_two_kernels():
@@ -158,8 +166,13 @@ def test_numbers_of_kept_indices_are_read_and_multiply_what_is_written(by_groups
     assert "tl.convert_layout(" in by_groups[0].kernel.text.split("# results")[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"alibi_slopes": torch.tensor([0.1, 0.5])}], ids=repr)
-@pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (1, 65, 64)])
+OPTIONS = [{}, {"softcap": 5.0}, {"alibi_slopes": torch.tensor([0.1, 0.5])}, {"causal": True}]
+OPTIONS += [{"causal": True, "softcap": 5.0}, {"dropout_p": 0.2, "seed": 3}]
+OPTIONS += [{"dropout_p": 0.5, "seed": -(2**62), "causal": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize(("heads", "rows", "cols"), [(2, 200, 300), (2, 300, 170), (1, 65, 64)])
 def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
     gen = torch.Generator().manual_seed(0)
     q, k, v, y = (
@@ -177,6 +190,7 @@ def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
     got, exact = pulled("triton", torch.bfloat16), pulled("reference", torch.float64)
     assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
     assert [c.plan for c in by_groups] == [ABREAST] * 2 and "group0" in by_groups[1].kernel.text
+    assert ("_here = " in by_groups[1].kernel.text) == ("dropout_p" in options)  # the words of coins, through a ring
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     text = Text(spec, found, names)
     groups = [Group(text, k).rendered() for k in range(len(found))]
     arithmetic = "\n".join(line for _, lines in groups for line in lines)
-    helpers = emit._copied(arithmetic)
+    helpers = emit._copied("\n".join([arithmetic, *text.opening()]))
     if text.depth < 2 or _STRANGE.search("\n".join([arithmetic, *helpers])):
         return None
     own = {"name": plain.name, "unspecialized": repr(unspecialized), "groups": "".join(body for body, _ in groups)}

@@ -16,6 +16,7 @@ from ...plan.work import SPECIAL
 from ...program.build import ONE, ZERO, apply
 from ...program.contract import contractions
 from ...program.expr import Expr, node, topological
+from .describe import asked
 from .spec import WIDEST, Spec
 from .text.totals import factored
 
@@ -23,6 +24,7 @@ OWNED = 64  # kept indices of a group, and folded ones of a tile
 WIDTH = 128  # of all vectors
 SENT = 2  # numbers of a pair, at most
 _DOTS = 3  # scores of a tile, at most
+_RINGS = 2  # of numbers of folded indices, at most
 _REGISTERS = 224  # of a thread, for what a part holds
 # What takes few instructions in 16 bits. Weights that take longer than the products want more warps than two groups
 # have: a gated perceptron of softplus and tanh (mish) takes 1.10 of its time by the compiler's schedule; with these it
@@ -65,13 +67,23 @@ class Part:
 @functools.lru_cache(maxsize=1024)
 def parts(spec: Spec) -> tuple[Part, ...]:
     """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
-    if spec.narrow != "bfloat16" or spec.bounds or spec.split or spec.deep or spec.fold.raised:
+    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
+        return ()
+    if spec.bounds and (asked(spec.fold) or len(spec.fold.reductions) > 1):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
-    numbers = any(e.op == "leaf" and e.feature is None and spec.folds(e) for e in under)
+    numbers = folded_numbers(spec)
+    ringed = len(spec.fold.reductions) == 1 and len(numbers) <= _RINGS
+    ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
     slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
-    if not products or numbers or slow or not 2 <= len(dots) <= _DOTS or not all(_multiplies(e, spec) for e in dots):
+    if (
+        not products
+        or (numbers and not ringed)
+        or slow
+        or not 2 <= len(dots) <= _DOTS
+        or not all(_multiplies(e, spec) for e in dots)
+    ):
         return ()
     return _divided(len(spec.fold.reductions), dots, products)
 
@@ -84,6 +96,12 @@ def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> 
         return ()
     relays = (_relay(e, dots, products) for e in dots)
     return next((found for found in relays if found and all(part.fits() for part in found)), ())
+
+
+def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
+    """The numbers of folded indices. The copying warp fetches them: every thread of a group needs a quarter of them."""
+    under = topological(spec.fold.reductions)
+    return tuple(e for e in under if e.op == "leaf" and e.feature is None and spec.folds(e))
 
 
 def sides(e: Expr, spec: Spec) -> tuple[Expr, Expr]:

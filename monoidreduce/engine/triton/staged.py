@@ -29,6 +29,7 @@ from .text.exponents import literal
 from .text.kinds import Soft, known, make
 from .text.totals import factored
 from .text.values import Values, is_one
+from .text.visits import visits
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
@@ -325,15 +326,7 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices, and goes round."""
     width = spec.width(found.kept.feature)
     scalars = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
-    place = dict.fromkeys(("at_whole", "at_other", "at_any"), "turn")
-    ranges = ["wholes = folded_size // FOLDED", "visits = tl.cdiv(folded_size, FOLDED)"]
-    if spec.bounds:
-        whole = "whole_first + turn + tl.where(turn < whole, 0, between)"
-        other = "first + rest + tl.where(rest < before, 0, whole) + tl.where(rest < before + between, 0, again)"
-        other = other.replace("rest", "(turn - wholes)")
-        place = {"at_whole": whole, "at_other": other, "at_any": f"tl.where(turn < wholes, {whole}, {other})"}
-        ranges = [*emit._range(spec), "wholes = whole + again"]
-        ranges.append("visits = tl.maximum(wholes + before + between + last - again_last, 1)")
+    place, ranges = visits(spec)
     if sloped:
         away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from ....program.build import ONE
 from ....program.expr import Expr
-from ..groups import OWNED, WIDTH, Part, Product, sides
+from .. import skip
+from ..groups import OWNED, WIDTH, Part, Product, folded_numbers, sides
 from ..spec import Spec
 from . import emit, grouped_text
+from .kinds import known
 from .values import Values
+from .visits import visits
 
 _ROOM = 224 * 1024  # bytes of shared memory
 _BLOCK = OWNED * WIDTH * 2  # and of a block of vectors
@@ -23,7 +26,10 @@ class _Values(Values):
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
         super().__init__(spec)
-        self.dots = dots
+        self.dots, self.ringed = dots, folded_numbers(spec)
+
+    def _leaf(self, e: Expr) -> str:
+        return f"{name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
 
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
@@ -37,12 +43,15 @@ class Text:
         self.dots = tuple(e for part in parts for e in part.dots)
         self.kept = [list(dict.fromkeys(sides(e, spec)[0] for e in part.dots)) for part in parts]
         self.copied = list(dict.fromkeys(e for part in parts for e in self.read(part)))
+        self.numbers = folded_numbers(spec)
         self.sent = len(parts[0].sends)
         self.rooms = sum(map(len, self.kept)) * (1 if self.relay else 2)
         rest = self.rooms * _BLOCK + self.sent * 2 * OWNED * OWNED * 2
         self.depth = min(4, (_ROOM - rest) // (len(self.copied) * _BLOCK))
-        rings = ["room", *(f"{name(e)}_{what}" for e in self.copied for what in ("ring", "full", "empty"))]
+        ringed = (*self.copied, *self.numbers)
+        rings = ["room", *(f"{name(e)}_{what}" for e in ringed for what in ("ring", "full", "empty"))]
         rings += [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
+        self.place = visits(spec)[0]
         wrap = lambda lines: textwrap.fill(", ".join(lines), 110, initial_indent="    ", subsequent_indent="    ")
         self.names, self.rings = wrap(names), wrap(rings)
 
@@ -52,7 +61,7 @@ class Text:
 
     def opening(self) -> list[str]:
         scalars = [line for line in emit._opening(self.spec) if not re.search("KEPT|FOLDED|kept_in", line)]
-        return [*scalars, "wholes = folded_size // FOLDED", "visits = tl.cdiv(folded_size, FOLDED)"]
+        return [*scalars, *visits(self.spec)[1]]
 
     def fields(self) -> dict[str, str]:
         narrow, fetches, begun = f"tl.{self.spec.narrow}", [], []
@@ -72,6 +81,11 @@ class Text:
             made += [f"{x}_{what} = {barriers(self.depth)}" for what in ("full", "empty")]
             users = sum(e in self.read(part) for part in self.parts) if self.relay else 2
             begun += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count={users})"]
+        for e in self.numbers:
+            x, layout = name(e), "tl.SwizzledSharedLayout(1, 1, 1, [0])"
+            made.append(f"{x}_ring = {allocated(f'tl.{self.spec.type_of[e]}, [{self.depth}, {OWNED}]', layout)}")
+            made += [f"{x}_{what} = {barriers(self.depth)}" for what in ("full", "empty")]
+            begun += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
         for k in range(self.sent):
             made.append(f"sent{k} = {allocated(f'{narrow}, [2, {OWNED}, {OWNED}]', grouped_text.SENT)}")
         if self.sent:
@@ -84,12 +98,29 @@ class Text:
             "names": self.names,
             "rings": self.rings,
             "depth": str(self.depth),
+            "at_any": self.place["at_any"],
             "opening": _inside(self.opening(), 4),
-            "fetches": _inside(fetches, 8),
+            "fetches": _inside([*self._loaded(), *fetches, *self._kept()], 8),
             "made": _inside(made, 4),
             "begun": _inside(begun, 8),
             "partitions": "\n".join(partitions),
         }
+
+    def _loaded(self) -> list[str]:
+        """Numbers of a tile's folded indices are on their way while places for them are waited for."""
+        lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([2], [32], [1], [0]))"
+        lines = [lane, "folded_in = folded_at < folded_size"] if self.numbers else []
+        for x in map(name, self.numbers):
+            base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(self.spec.rank))
+            lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
+        return lines
+
+    def _kept(self) -> list[str]:
+        lines = []
+        for x in map(name, self.numbers):
+            lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x})"]
+            lines.append(f"mbarrier.arrive({x}_full.index(slot))")
+        return lines
 
 
 class Group:
@@ -111,7 +142,8 @@ class Group:
             kept.append(f"{room}.store(tl.load({place}, mask=wide_in[:, None], other=0))")
         blocks = {e: f"{name(e)}_block" for e in [*self.rooms][: part.held]}
         held = [f"{x} = {self.rooms[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
-        whole, other = (self._weigh(masked) for masked in (False, True))
+        truths = skip.preferred(self.spec.fold) if self.spec.bounds else {}
+        whole, other = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
         title = "four warps own one side of the kept tile"
         if text.relay:
@@ -128,23 +160,24 @@ class Group:
             before=_inside(v.before, 4),
             kept=_inside(kept, 4),
             begin=_inside([f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in part.places], 4),
+            at_any=text.place["at_any"],
             first=_inside([*self._scores(self.rooms), *self._scored(0, [])], 4),
             first_whole=_inside([*whole, *self._named()], 8),
             first_other=_inside([*other, *self._named()], 8),
             held=_inside(held, 4),
-            whole=_inside(self._turn(self.rooms | blocks, whole), 8),
-            other=_inside(self._turn(self.rooms | blocks, other), 12),
+            whole=_inside(self._turn(self.rooms | blocks, whole, text.place["at_whole"]), 8),
+            other=_inside(self._turn(self.rooms | blocks, other, text.place["at_other"]), 12),
             last=_inside([*self._sums(part.products), self._summed([])], 4),
             results=_inside(results, 4),
         )
         return body, [*v.before, *whole, *other]
 
-    def _turn(self, blocks: Mapping[Expr, str], arithmetic: list[str]) -> list[str]:
+    def _turn(self, blocks: Mapping[Expr, str], arithmetic: list[str], at: str) -> list[str]:
         """A tile's scores, the sums of the tile before, and this one's weights while they run."""
         early = self.part.early
         given_back = dict.fromkeys(name(p.vector) for p in self.part.products)
         return [
-            "start = turn * FOLDED",
+            f"start = ({at}) * FOLDED",
             "folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))",
             "folded_in = folded_at < folded_size",
             *self._sums(self.part.products[:early]),
@@ -205,11 +238,16 @@ class Group:
         names = ", ".join([*(f"sum{k}" for k in self.part.places), *more])
         return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
 
-    def _weigh(self, masked: bool) -> list[str]:
+    def _weigh(self, truths: dict[Expr, bool], masked: bool) -> list[str]:
         """The arithmetic of a tile, from its scores to its weights; what is sent comes first."""
         part, v, narrow = self.part, self.v, self.spec.narrow
         v.loop(masked)
-        seen = lambda e: v.seen_name(v.full(e), "0.0")
+        seen = lambda e: v.seen_name(v.full(known(e, truths)), "0.0")
+        slot, phase = f"turn % {self.text.depth}", f"(turn // {self.text.depth}) & 1"
+        for x in map(name, self.text.numbers):
+            v.inside.append(f"mbarrier.wait({x}_full.index({slot}), {phase})")
+            v.inside.append(f"{x}_here = {x}_ring.index({slot}).load(tl.SliceLayout(0, SCORES))")
+            v.inside.append(f"mbarrier.arrive({x}_empty.index({slot}))")
         if part.takes:
             v.inside.append("mbarrier.wait(sent_full.index(turn % 2), (turn // 2) & 1)")
             v.inside += [f"{name(e)} = sent{k}.index(turn % 2).load(SCORES)" for k, e in enumerate(part.takes)]

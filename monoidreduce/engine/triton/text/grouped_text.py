@@ -35,7 +35,7 @@ def copies(
     # one warp keeps the rings full
 {opening}
     for turn in range(0, visits):
-        start = turn * FOLDED
+        start = ({at_any}) * FOLDED
         slot = turn % {depth}
         phase = ((turn // {depth}) & 1) ^ 1
 {fetches}
@@ -92,7 +92,7 @@ def {function}(
 
     # the first tile
     turn = 0
-    start = 0
+    start = ({at_any}) * FOLDED
     folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
     folded_in = folded_at < folded_size
 {first}
