@@ -14,7 +14,9 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engine.triton import KernelPlan, staged, use_plan
+from monoidreduce.engine.triton.wide import contract
+from tests.grouped import ABREAST, BY_GROUPS
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BOXES = {over: KernelPlan(64, 64, 4, 2, 1, 1) for over in ("cols", "rows")}  # copied by tensor descriptors
@@ -68,6 +70,14 @@ def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ops.attention(q, k, v, window=20, dropout_p=0.1, seed=1)
 
 
+def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
+    out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
+    if not staged.on(out.device):
+        return out.addmm_(weights, vectors)
+    contract.Ready(out, weights, vectors, True)(out, weights, vectors)
+    return out
+
+
 def nearest(x: Tensor, y: Tensor) -> Tensor:
     return ops.knn(x, y, 5).values
 
@@ -81,6 +91,10 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("causal attention", (LONG, LONG, LONG), causal),
     Case("causal attention, descriptors", (LONG, LONG, LONG), causal, plan=BOXES),
     Case("attention by turns", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), causal, plan=TURNS, backward=False),
+    Case("dropout by turns", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), dropped, plan=TURNS, backward=False),
+    Case("row gradients by groups", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), dropped, plan={"cols": ABREAST}),
+    Case("gated perceptron by groups", ((130, 128), *((200, 128),) * 3), ops.gated_mlp, plan=BY_GROUPS),
+    Case("contraction by turns", ((384, 1024), (1024, 384)), contracted, backward=False),
     Case("attention in parts", (LONG, SHORT, SHORT), ops.attention, plan=PARTS),
     Case("attention with dropout", (LONG, SHORT, SHORT), dropped),
     Case("one query", ((1, 1, 64), (1, 133, 64), (1, 133, 64)), ops.attention, SINGLE),
