@@ -99,6 +99,8 @@ CASES = [
     _sized(200, 300, alibi_slopes=torch.tensor([0.5, 0.1])),
     _sized(300, 300, alibi_slopes=torch.tensor([0.5, 0.1]), causal=True),
     _sized(200, 300, dropout_p=0.2, seed=3),
+    _sized(200, 301, dropout_p=0.2, seed=3),  # the last column has no neighbour
+    _sized(200, 130, dropout_p=0.98, seed=3),  # more than numbers of 16 bits are compared with
     _sized(300, 300, causal=True, dropout_p=0.5, seed=-(2**62)),
     _sized(100, 200, dropout_p=1.0, seed=3),
     Case("rising, dropout", lambda: _rising(1), {"scale": 1.0, "dropout_p": 0.2, "seed": 3}),

@@ -59,10 +59,9 @@ COPIED: dict[tuple[int, int, str], Tile] = {
     (128, 1, "short gradient"): (64, 64, 4, 2),
     (128, 1, "reads gradient"): (64, 64, 4, 2),
     (128, 1, "powers"): (64, 64, 4, 2),
-    (128, 1, "powers, coins"): (64, 64, 4, 2),
     **{
         (width, sums, how): tile
-        for how in ("passes", "short", "reads", "softmax", "powers", "powers, coins")
+        for how in ("passes", "short", "reads", "softmax", "powers")
         for width, sums, tile in (
             (64, 0, (64, 64, 4, 2)),
             (64, 1, (64, 64, 4, 2)),
@@ -73,7 +72,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
             (256, 1, (128, 64, 8, 3)),
         )
     },
-    (128, 2, "powers, coins"): (128, 32, 8, 3),  # 64 × 64 spills
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import Col, Row, ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
 from tests.interpret import machine
@@ -85,6 +85,26 @@ def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
     computes = fold.kernel.text.split("def computes(")[1].split("# where a weight was out of range")[0]
     assert "numbers(" in computes and "tossed(" in computes
     assert computes.count("tl.load(") == 2  # the rows' vectors and words
+
+
+@mr.op
+def over_rows(q: Row["f"], k: Col["f"], v: Row["d"]):
+    return mr.softmax_mean(q @ k * 0.1, mr.dropout(v, 0.2, seed=3), over="rows")
+
+
+def test_coins_are_tossed_two_at_once_where_columns_are_folded_and_even():
+    """Two columns share a product; rows do not, nor does a last column alone."""
+    drops = lambda q, k, v: ops.attention(q, k, v, dropout_p=0.2, seed=3)
+    by_turns = {"cols": BY_TURNS["cols"], "rows": BY_TURNS["cols"]}
+
+    def text(op, cols, name):
+        sizes = (300, cols, cols if op is drops else 300)
+        case = Case("drops", op, lambda t: tuple(torch.zeros(3, n, 128, dtype=t) for n in sizes))
+        return next(c for c in calls(case, 90, by_turns) if c.kernel.name == name).kernel.text
+
+    assert "tossed(" in text(drops, 300, "fold_over_cols")
+    assert "tossed(" not in text(drops, 301, "fold_over_cols")
+    assert "tossed(" not in text(over_rows, 300, "fold_over_rows")
 
 
 def test_a_row_of_queries_with_other_strides_has_one():

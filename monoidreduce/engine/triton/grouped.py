@@ -36,7 +36,9 @@ def tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 
     A processor runs one instance at a time, where the compiler's schedule has two: the last round must be full enough.
     """
-    if not staged.on(device) or kernel(spec) is None:
+    if (
+        not staged.on(device) or spec.bounds or kernel(spec) is None
+    ):  # under conditions they are right, but not timed yet
         return None
     groups, many = len(parts(spec)), describe.processors(device)
     kept = OWNED * (3 - groups)

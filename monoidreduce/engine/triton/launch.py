@@ -126,7 +126,8 @@ class Launch:
     def _by_turns(self) -> emit.Kernel | None:
         if self.spec.deep:
             return paired.kernel(self.spec, self.plan.block_folded > TILE)
-        made = staged.kernel(self.spec) if staged.takes(self.plan, self.sizes.device) else None
+        even = self.lengths[1] % 2 == 0
+        made = staged.kernel(self.spec, even) if staged.takes(self.plan, self.sizes.device) else None
         return made or grouped.taken(self.spec, self.plan)
 
     @property

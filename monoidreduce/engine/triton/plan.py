@@ -131,8 +131,7 @@ def _does(kernel: Kernel, widest: int) -> str:
         return "one block, softmax" if kernel.guesses else "one block"
     if kernel.bounds or kernel.guesses or kernel.powers:
         passes = "reads" if kernel.reads else "short" if kernel.short else "passes"
-        powers = "powers, coins" if "coin(" in kernel.text else "powers"
-        return passes if kernel.bounds else "softmax" if kernel.guesses else powers
+        return passes if kernel.bounds else "softmax" if kernel.guesses else "powers"
     return "gated" if kernel.folded_width > 2 * widest else "plain"
 
 

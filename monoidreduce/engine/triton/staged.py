@@ -91,8 +91,10 @@ def leaves(spec: Spec) -> Leaves | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec) -> emit.Kernel | None:
-    """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none."""
+def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
+    """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
+
+    ``even``: whether folded indices come two by two, so that coins can."""
     found = leaves(spec)
     if found is None:
         return None
@@ -102,7 +104,7 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     v = _Values(spec)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
     weight = factored(part).weight
-    v.ringed, least = _ringed(spec), _least(weight)
+    v.ringed, least = _ringed(spec), _least(weight, spec) if even else None
     v.marks = None if least is None else weight.args[0].args[0].args[1]
     v.left = 1.0 if least is None else weight.args[1].const
     soft = make(0, *spec.fold.scaled[0], v)
@@ -248,15 +250,17 @@ def _turn(
     return [*v.inside, f"{n}_part = {part}"]
 
 
-def _least(weight: Expr) -> int | None:
+def _least(weight: Expr, spec: Spec) -> int | None:
     """Where a weight is a number if a coin is no less than another, else 0: that other, if two are tossed at once.
 
     The number is left to the end (``_Values.divided``)."""
     if weight.op != "where" or weight.args[1].op != "const" or weight.args[2] is not ZERO or weight.args[0].op != "ge":
         return None
     coin, least = weight.args[0].args
-    fits = coin.op == "coin" and coin.args[1].op == "leaf" and least.op == "const" and 0 < least.const <= _INFINITE
-    return int(least.const) if fits else None
+    if coin.op != "coin" or least.op != "const" or not 0 < least.const <= _INFINITE:
+        return None
+    _, mark, col = coin.args
+    return int(least.const) if mark.op == "leaf" and spec.folds(mark) and col.op == "col_index" else None
 
 
 def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
