@@ -20,7 +20,7 @@ from . import describe, staged
 from .groups import OWNED, parts
 from .plan import KernelPlan
 from .spec import Spec
-from .text import emit, grouped_text
+from .text import emit, grouped_text, staged_text
 from .text.grouped import Group, Text
 
 # The share of processors that must be busy on average: what one is faster by than the compiler's schedule (on an H200
@@ -75,5 +75,5 @@ def kernel(spec: Spec) -> emit.Kernel | None:
     own = {"name": plain.name, "unspecialized": repr(unspecialized), "groups": "".join(body for body, _ in groups)}
     body = grouped_text.KERNEL.format(**text.fields() | own)
     helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in helpers]
-    whole = "\n".join([emit._header(spec, list(plain.leaves), grouped_text.IMPORTS), *helpers, body])
+    whole = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
     return replace(plain, text=whole, guesses=False, staged=True)

@@ -8,23 +8,11 @@ pairs that one group makes for the other.
 from __future__ import annotations
 
 from .emit import CONSTANTS
-
-IMPORTS = """import triton.experimental.gluon.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
-copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""
+from .staged_text import LANES, LAYOUTS, OWN
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
 
-KERNEL = """
-@gluon.jit
-def packed(weights):
-    # two to a register from turn to turn too: the compiler would take them apart, and put them together again
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
-
+KERNEL = """__PACKED__
 
 @gluon.jit
 def copies(
@@ -54,7 +42,7 @@ def {name}(
     tl.warp_specialize([
 {partitions}
     ], [4, 1], [240, 24])
-""".replace("__CONSTANTS__", _CONSTANTS)
+""".replace("__CONSTANTS__", _CONSTANTS).replace("__PACKED__", OWN["packed"])
 
 PARTITION = """        ({function}, (
 {names},
@@ -69,19 +57,9 @@ def {function}(
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # {title}
-    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
-    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
-    WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)
-    WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{down}, {across}], [4, 1], [1, 0])
+__LAYOUTS__
 {opening}
-    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
-    kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))
-    kept_in = kept_at < kept_size
-    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
-    wide_row = tl.arange(0, KEPT, tl.SliceLayout(1, WIDE)).to(INT)
-    wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)
-    wide_in = tile * KEPT + wide_row < kept_size
-    out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT
+__LANES__
 {before}
 {kept}
     fence_async_shared()
@@ -116,6 +94,7 @@ def {function}(
 
 
 """.replace("__CONSTANTS__", _CONSTANTS)
+GROUP = GROUP.replace("__LAYOUTS__", LAYOUTS).replace("__LANES__", LANES)
 
 # Equal threads of two groups hold the same pairs: each leaves its own side by side, 16 bytes at a time.
 SENT = (

@@ -19,6 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """
 
+# How a group of four warps holds pairs, sums and weights, and which indices are whose.
+LAYOUTS = """    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
+    WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)
+    WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{down}, {across}], [4, 1], [1, 0])"""
+LANES = """    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
+    kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))
+    kept_in = kept_at < kept_size
+    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
+    wide_row = tl.arange(0, KEPT, tl.SliceLayout(1, WIDE)).to(INT)
+    wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)
+    wide_in = tile * KEPT + wide_row < kept_size
+    out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT"""
+
 # Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
 _RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
@@ -193,20 +207,10 @@ def computes(
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # four warps own one side of the kept tile
-    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
-    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
-    WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)
-    WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{down}, {across}], [4, 1], [1, 0])
+__LAYOUTS__
 {opening}
     tile = tile * 2 + SIDE
-    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
-    kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))
-    kept_in = kept_at < kept_size
-    folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)
-    wide_row = tl.arange(0, KEPT, tl.SliceLayout(1, WIDE)).to(INT)
-    wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)
-    wide_in = tile * KEPT + wide_row < kept_size
-    out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT
+__LANES__
 {before}
     room, spare, came = room.index(SIDE), spare.index(SIDE), came.index(SIDE)
     room.store(tl.load({at} + wide_row[:, None] * {x0}_s + wide_lane[None, :] * {x0}_f, mask=wide_in[:, None], other=0))
@@ -291,4 +295,5 @@ def {name}(
     0, KEPT, FOLDED, INT, PRECISION, RAGGED,
         )),
     ], [4, 1], [232, 40])
-""".replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
+""".replace("__RINGS__", _RINGS)
+KERNEL = KERNEL.replace("__CONSTANTS__", _CONSTANTS).replace("__LAYOUTS__", LAYOUTS).replace("__LANES__", LANES)
