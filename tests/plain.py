@@ -190,8 +190,9 @@ class PlainReductions:
 
     def dropout(self, x: Plain, p: Any, seed: Any) -> Plain:
         value = p.t.flatten()[0].item() if isinstance(p, Plain) else float(p)
-        kept = self._drawn(coin, seed) >= round(value * 2**31)
-        return torch.where(kept, x / (1 - p), 0.0) if not isinstance(p, float) or p < 1 else x * 0 * kept
+        least = min(max(round(value * 2**15), int(value > 0)), 2**15 - int(value < 1))
+        kept = self._drawn(coin, seed) >= least
+        return torch.where(kept, x / (1 - least / 2**15), 0.0) if value < 1 else x * 0 * kept
 
     def sample(self, logit: Plain, seed: Any, over: str = "cols") -> Plain:
         return self.argmax(logit + self.gumbel(seed), over)

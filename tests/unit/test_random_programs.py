@@ -72,6 +72,7 @@ def test_random_programs_use_the_whole_language():
         "contiguous",
         "decay",
         "coin",
+        "mark",
         "word",
         "gate",
         "normal_gate",
