@@ -5,15 +5,14 @@ batch, 0), the key the seed's 64 bits. ``coin``, for masks, costs two pairs one 
 neighbouring columns have a ``word``, an odd number of 32 bits that two rounds of 64 bits make of seed, batch and place,
 and the halves of the words' product decide for the two. Words are made once, outside the pairs.
 
-A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from
-``BLOCK`` to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a
-block's columns end in the powers of one number, times one of the block's own. That number was chosen so that no two of
-them decide alike, or as opposites: their coins correlate by 0.014 at most, over all words of a row and for any p.
+A lower half knows the lower halves of its words alone, of which there are few. So a row's word goes on from ``BLOCK``
+to block of columns, in steps that its upper half makes: rows that are alike in one are not in another. And a block's
+columns end in the powers of one number, times one of the block's own. That number was chosen so that no two of them
+decide alike, or as opposites: their coins correlate by 0.014 at most, over all words of a row and for any p.
 
-``gumbel``, for drawing one of many columns, costs
-a little more: seed, batch and row are hashed to a place in a sequence of 2³² words, the column counts from there in
-steps that are the row's own, so that no row meets another's numbers, shifted, and two rounds of multiplying mix the
-word."""
+``gumbel``, for drawing one of many columns, costs a little more: seed, batch and row are hashed to a place in a
+sequence of 2³² words, the column counts from there in steps that are the row's own, so that no row meets another's
+numbers, shifted, and two rounds of multiplying mix the word."""
 
 from __future__ import annotations
 

@@ -22,23 +22,22 @@ from .plan import KernelPlan
 from .spec import Spec
 from .text import emit, grouped_text, staged_text
 from .text.grouped import Group, Text
+from .text.turns import in_gluon
 
 # The share of processors that must be busy on average: what one is faster by than the compiler's schedule (on an H200
 # 0.85 to 0.9 of its time; where two kernels of eight products become one of six, 0.75).
 _BUSY = {1: 0.9, 2: 0.8}
-_STRANGE = re.compile(
-    r"tl\.(philox|PropagateNan|dot|trans|zeros|full|arange)\b"
-)  # what Gluon has not, or says otherwise
+# what Gluon has not, or says otherwise
+_STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans|zeros|full|arange)\b")
 
 
 def tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
     """The tile of a fold with this many kept indices in all; None where it has no such kernel, or leaves a GPU idle.
 
     A processor runs one instance at a time, where the compiler's schedule has two: the last round must be full enough.
+    Under conditions such kernels are right, but were not timed: only a plan that asks for one gets it.
     """
-    if (
-        not staged.on(device) or spec.bounds or kernel(spec) is None
-    ):  # under conditions they are right, but not timed yet
+    if not staged.on(device) or spec.bounds or kernel(spec) is None:
         return None
     groups, many = len(parts(spec)), describe.processors(device)
     kept = OWNED * (3 - groups)
@@ -74,6 +73,5 @@ def kernel(spec: Spec) -> emit.Kernel | None:
         return None
     own = {"name": plain.name, "unspecialized": repr(unspecialized), "groups": "".join(body for body, _ in groups)}
     body = grouped_text.KERNEL.format(**text.fields() | own)
-    helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in helpers]
-    whole = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
+    whole = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *in_gluon(helpers), body])
     return replace(plain, text=whole, guesses=False, staged=True)

@@ -20,6 +20,7 @@ from .spec import WIDEST, Spec
 from .text import deep, emit, kinds, paired_text
 from .text.kind import Kind
 from .text.paired_text import OTHERS, TILE
+from .text.turns import scalars
 from .text.values import Values
 
 LEAST = 2 * TILE  # kept indices, below which a group would have nothing to do
@@ -126,7 +127,7 @@ class _Values(Values):
 
 def _opening(spec: Spec) -> list[str]:
     """Which tile, and which part of the folded side."""
-    lines = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
+    lines = scalars(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
         lines[-3:] = skip.PART

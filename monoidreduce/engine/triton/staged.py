@@ -28,8 +28,8 @@ from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
 from .text.totals import factored
+from .text.turns import fetched, in_gluon, inside, scalars, visits
 from .text.values import Values, is_one
-from .text.visits import visits
 
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
@@ -127,14 +127,14 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
         return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
     names += NAMES if bent else ()
-    fields |= {name: _inside(lines, by) for name, (by, lines) in turns.items()}
+    fields |= {name: inside(lines, by) for name, (by, lines) in turns.items()}
     fields |= {
         "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
         "unspecialized": repr(unspecialized),
         "name": plain.name,
         "at": at,
-        "before": _inside(v.before, 4),
-        "results": _inside(_results(soft, spec), 4),
+        "before": inside(v.before, 4),
+        "results": inside(_results(soft, spec), 4),
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
@@ -145,8 +145,7 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
-    helpers = [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
-    text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *helpers, body])
+    text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *in_gluon(helpers), body])
     return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
 
 
@@ -274,9 +273,9 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
     shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
     return {
         "n": n,
-        "begin": _inside([f"{n}_total = lanes(blank)"] if soft.level else running, 4),
-        "shrunk": "" if soft.level else f"\n{_inside([shrunk], 8)}",
-        "shrunk_other": "" if soft.level else f"\n{_inside([shrunk], 12)}",
+        "begin": inside([f"{n}_total = lanes(blank)"] if soft.level else running, 4),
+        "shrunk": "" if soft.level else f"\n{inside([shrunk], 8)}",
+        "shrunk_other": "" if soft.level else f"\n{inside([shrunk], 12)}",
         "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}){held} | (kept_at >= kept_size)"),
     }
 
@@ -284,12 +283,8 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
 def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
     ringed, names = v.ringed, [str(e.attrs[0]) for e in v.ringed]
-    lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([4], [32], [1], [0]))"
-    fetched = [lane, "folded_in = folded_at < folded_size"] if ringed else []
     kept, made, begun = [], [], []
     for x, e in zip(names, ringed, strict=True):
-        base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
-        fetched.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
         kept += [
             f"{x}_ring.index(slot).store({x}{' >> 1' if e is v.marks else ''})",
             f"mbarrier.arrive({x}_full.index(slot))",
@@ -300,7 +295,7 @@ def _rings(spec: Spec, v: _Values) -> dict[str, str]:
         begun.append(f"mbarrier.init({x}_full.index(k), count=1)")
     return {
         "rings": "".join(f", {x}_ring, {x}_full" for x in names),
-        "fetched": "".join(f"\n        {line}" for line in fetched),
+        "fetched": "".join(f"\n        {line}" for line in fetched(spec, ringed, 4)),
         "kept": "".join(f"\n        {line}" for line in kept),
         "made": "".join(f"    {line}\n" for line in made),
         "begun": "".join(f"\n        {line}" for line in begun),
@@ -329,7 +324,6 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
 
     ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices, and goes round."""
     width = spec.width(found.kept.feature)
-    scalars = [line for line in emit._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
     place, ranges = visits(spec)
     if sloped:
         away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
@@ -352,9 +346,5 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
         "across": str(width // 8),
         "down": str(256 // width),
         "narrow": f"tl.{spec.narrow}",
-        "opening": _inside([*scalars, *ranges], 4),
+        "opening": inside([*scalars(spec), *ranges], 4),
     }
-
-
-def _inside(lines: list[str], by: int) -> str:
-    return "\n".join(f"{' ' * by}{line}" for line in lines)

@@ -14,6 +14,7 @@ import textwrap
 
 from . import emit
 from .paired_text import _IMPORTS, TILE
+from .turns import in_gluon
 
 OTHERS = 64  # features of the second block
 WIDTH = TILE + OTHERS
@@ -171,7 +172,7 @@ def kernel(narrow: str, over: str, add: bool) -> emit.Kernel:
         ask=textwrap.indent("\n".join(ask), " " * 8),
         pieces=textwrap.indent("\n".join(_written(narrow, add)), " " * 8),
     )
-    helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
+    helpers = in_gluon(emit._copied(body))
     says = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
     name = body[body.rindex("def ") + 4 :].split("(")[0]
     return emit.Kernel(name, says + "\n".join([_IMPORTS, *helpers, body]), (), staged=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +11,10 @@ from ....program.expr import Expr
 from .. import skip
 from ..groups import OWNED, WIDTH, Part, Product, folded_numbers, sides
 from ..spec import Spec
-from . import emit, grouped_text
+from . import grouped_text
 from .kinds import known
+from .turns import fetched, inside, scalars, visits
 from .values import Values
-from .visits import visits
 
 _ROOM = 224 * 1024  # bytes of shared memory
 _BLOCK = OWNED * WIDTH * 2  # and of a block of vectors
@@ -60,8 +59,7 @@ class Text:
         return [*(sides(e, self.spec)[1] for e in part.dots), *(p.vector for p in part.products)]
 
     def opening(self) -> list[str]:
-        scalars = [line for line in emit._opening(self.spec) if not re.search("KEPT|FOLDED|kept_in", line)]
-        return [*scalars, *visits(self.spec)[1]]
+        return [*scalars(self.spec), *visits(self.spec)[1]]
 
     def fields(self) -> dict[str, str]:
         narrow, fetches, begun = f"tl.{self.spec.narrow}", [], []
@@ -99,23 +97,15 @@ class Text:
             "rings": self.rings,
             "depth": str(self.depth),
             "at_any": self.place["at_any"],
-            "opening": _inside(self.opening(), 4),
-            "fetches": _inside([*self._loaded(), *fetches, *self._kept()], 8),
-            "made": _inside(made, 4),
-            "begun": _inside(begun, 8),
+            "opening": inside(self.opening(), 4),
+            "fetches": inside([*fetched(self.spec, self.numbers, 2), *fetches, *self._kept()], 8),
+            "made": inside(made, 4),
+            "begun": inside(begun, 8),
             "partitions": "\n".join(partitions),
         }
 
-    def _loaded(self) -> list[str]:
-        """Numbers of a tile's folded indices are on their way while places for them are waited for."""
-        lane = "folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([2], [32], [1], [0]))"
-        lines = [lane, "folded_in = folded_at < folded_size"] if self.numbers else []
-        for x in map(name, self.numbers):
-            base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(self.spec.rank))
-            lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
-        return lines
-
     def _kept(self) -> list[str]:
+        """Numbers, on their way since before the blocks were waited for, get their places."""
         lines = []
         for x in map(name, self.numbers):
             lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x})"]
@@ -156,19 +146,19 @@ class Group:
             width=WIDTH,
             across=WIDTH // 8,
             down=256 // WIDTH,
-            opening=_inside([*text.opening(), *([] if text.relay else ["tile = tile * 2 + SIDE"])], 4),
-            before=_inside(v.before, 4),
-            kept=_inside(kept, 4),
-            begin=_inside([f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in part.places], 4),
+            opening=inside([*text.opening(), *([] if text.relay else ["tile = tile * 2 + SIDE"])], 4),
+            before=inside(v.before, 4),
+            kept=inside(kept, 4),
+            begin=inside([f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in part.places], 4),
             at_any=text.place["at_any"],
-            first=_inside([*self._scores(self.rooms), *self._scored(0, [])], 4),
-            first_whole=_inside([*whole, *self._named()], 8),
-            first_other=_inside([*other, *self._named()], 8),
-            held=_inside(held, 4),
-            whole=_inside(self._turn(self.rooms | blocks, whole, text.place["at_whole"]), 8),
-            other=_inside(self._turn(self.rooms | blocks, other, text.place["at_other"]), 12),
-            last=_inside([*self._sums(part.products), self._summed([])], 4),
-            results=_inside(results, 4),
+            first=inside([*self._scores(self.rooms), *self._scored(0, [])], 4),
+            first_whole=inside([*whole, *self._named()], 8),
+            first_other=inside([*other, *self._named()], 8),
+            held=inside(held, 4),
+            whole=inside(self._turn(self.rooms | blocks, whole, text.place["at_whole"]), 8),
+            other=inside(self._turn(self.rooms | blocks, other, text.place["at_other"]), 12),
+            last=inside([*self._sums(part.products), self._summed([])], 4),
+            results=inside(results, 4),
         )
         return body, [*v.before, *whole, *other]
 
@@ -282,7 +272,3 @@ class Group:
 def name(e: Expr) -> str:
     """What a leaf is called in a kernel."""
     return str(e.attrs[0])
-
-
-def _inside(lines: Sequence[str], by: int) -> str:
-    return "\n".join(f"{' ' * by}{line}" for line in lines)

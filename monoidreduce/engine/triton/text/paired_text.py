@@ -19,6 +19,7 @@ from ....program.expr import Expr
 from ..spec import Spec
 from . import deep, emit
 from .staged_text import IMPORTS
+from .turns import in_gluon
 
 _IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """
@@ -342,7 +343,7 @@ def rendered(
         blocks=-(-width // deep.DEPTH),
         **fields,
     )
-    helpers = [helper.replace("@triton.jit", "@gluon.jit") for helper in emit._copied(body)]
+    helpers = in_gluon(emit._copied(body))
     if _STRANGE.search("\n".join([*fields.values(), *helpers])):
         return None
     whole = "\n".join([emit._header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
