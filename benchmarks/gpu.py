@@ -35,7 +35,7 @@ from .gpu_right import attention64, attention128, causal64, causal128, correctne
 # Speed ----------------------------------------------------------------------------------------------------------------
 
 
-ROUNDS, LONG = 3, 10.0  # of contenders in turns; milliseconds from which on one of them will do
+ROUNDS, LONG = 3, 100.0  # of contenders in turns; milliseconds from which on one of them will do
 
 
 def bench(fn: Callable[[], Any]) -> float:
