@@ -48,6 +48,11 @@ def capped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def dropped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.125, mr.dropout(v, 0.1, 3))
+
+
+@mr.op
 def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
     return mr.sum(torch.relu(x @ p) * q)
 
@@ -153,6 +158,7 @@ def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
 CASES = [
     *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
@@ -289,7 +295,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    options |= staged.OPTIONS if call.kernel.staged else {}
+    options |= staged.OPTIONS if call.kernel.staged and not call.kernel.alone else {}
     ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     said = io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

@@ -182,6 +182,7 @@ class Machine:
             "tma": SimpleNamespace(store_wait=nothing),
             "fence_async_shared": nothing,
             "warpgroup_mma": self.product,
+            "warpgroup_mma_init": lambda total: total,
             "warpgroup_mma_wait": self.wait,
         }
 
@@ -253,6 +254,15 @@ def assembled(text):
         coins = (torch.cat([two, two >> 16], -1) & 0x7FFF).flatten(-2)
         return torch.where(coins >= int(least[1]) & 0xFFFF, weight, 0.0)
 
+    def thrown(weight, pair, less, row, mark):
+        return weight * tossed(pair, row, mark) + weight * less
+
+    def spared(weight, row, mark):
+        sixteen = lambda x: x.unflatten(0, (-1, 2, 8))  # of sixteen columns the first eight are even
+        two = row.long() * sixteen(mark.long())[:, 1:]
+        coins = torch.cat([two, two >> 16], 1).flatten(0, 2) & 0x7FFF
+        return torch.where(coins >= int(least[1]) & 0xFFFF, weight, 0.0)
+
     def blended(row, block):
         word = row.long() & 0xFFFFFFFF
         return word + (word << 16 | word >> 16) * block * 2
@@ -270,6 +280,8 @@ def assembled(text):
         "joined": same,
         "parted": same,
         "tossed": tossed,
+        "thrown": thrown,
+        "spared": spared,
         "blended": blended,
         "coin": coin,
         "apart": apart,

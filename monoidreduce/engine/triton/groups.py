@@ -4,6 +4,9 @@ Where all sums fit beside the scores in a group's registers, the groups are *abr
 they do not (a gated perceptron's three column gradients), they are a *relay*: both own the same kept indices, and
 divide the sums. One score, the cotangents', is a factor of some of the weights. One group makes it, and has their sums;
 the other makes all other scores, has the other sums, and sends what that one is to be multiplied by, in 16 bits.
+
+Two column gradients (attention's) fit in registers, with nothing to spare. There a group is *alone*: an instance by
+itself, two of which share a processor; each begins its products as soon as their weights are made.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ OWNED = 64  # kept indices of a group, and folded ones of a tile
 WIDTH = 128  # of all vectors
 SENT = 2  # numbers of a pair, at most
 _DOTS = 3  # scores of a tile, at most
-_RINGS = 2  # of numbers of folded indices, at most
+_NUMBERS = {1: 2, 2: 4}  # by how many sums: numbers of folded indices, at most
 _REGISTERS = 224  # of a thread, for what a part holds
 # What takes few instructions in 16 bits. Weights that take longer than the products want more warps than two groups
 # have: a gated perceptron of softplus and tanh (mish) takes 1.10 of its time by the compiler's schedule; with these it
@@ -51,6 +54,7 @@ class Part:
     takes: tuple[Expr, ...] = ()
     early: int = 0  # of its products, how many are begun before a tile's scores, not after
     held: int = 0  # kept vectors that are multiplied from registers
+    alone: bool = False  # whether it is an instance by itself
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -69,12 +73,12 @@ def parts(spec: Spec) -> tuple[Part, ...]:
     """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
-    if spec.bounds and (asked(spec.fold) or len(spec.fold.reductions) > 1):
+    if spec.bounds and (asked(spec.fold) or len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
     numbers = folded_numbers(spec)
-    ringed = len(spec.fold.reductions) == 1 and len(numbers) <= _RINGS
+    ringed = len(numbers) <= _NUMBERS.get(len(spec.fold.reductions), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
     slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
     if (
@@ -85,7 +89,28 @@ def parts(spec: Spec) -> tuple[Part, ...]:
         or not all(_multiplies(e, spec) for e in dots)
     ):
         return ()
+    if len(spec.fold.reductions) == 2:
+        return _alone(spec, dots, products)
     return _divided(len(spec.fold.reductions), dots, products)
+
+
+def _alone(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:
+    """Two scores and two sums of the same blocks, where one sum's weights need one of the scores alone."""
+    blocks = {sides(e, spec)[1] for e in dots}
+    if len(dots) != 2 or len(products) != 2 or len(blocks) != 2 or blocks != {p.vector for p in products}:
+        return ()
+    needs = [[e for e in dots if e in topological([p.weight])] for p in products]
+    first = next((k for k in range(2) if len(needs[k]) == 1 and len(needs[1 - k]) == 2), None)
+    if first is None or products[0].place == products[1].place or len({sides(e, spec)[0] for e in dots}) != 2:
+        return ()
+    (lead,) = needs[first]
+    ordered = lead, *(e for e in dots if e is not lead)
+    return (Part(ordered, (products[first], products[1 - first]), alone=True),)
+
+
+def owned(found: Sequence[Part]) -> int:
+    """The kept indices of an instance."""
+    return OWNED if len(found) == 2 or found[0].alone else 2 * OWNED
 
 
 def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:

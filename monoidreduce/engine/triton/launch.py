@@ -60,7 +60,7 @@ def execute(call: Call) -> Callable[..., None] | None:
     module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
-    options |= staged.OPTIONS if call.kernel.staged else {}
+    options |= staged.OPTIONS if call.kernel.staged and not call.kernel.alone else {}
     with source.on(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
         compiled = ahead.launched(kernel, grid, call.arguments, constants | options)
@@ -99,9 +99,9 @@ class Launch:
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = deep.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
         self.parts = parts(self.plan, self.tiles * count, folded, describe.processors(sizes.device), self.beside)
-        line = bool(self.plan.boxes and self.lengths[1] % 4 == 0 < self.lengths[1])
         takers = (paired,) if plainly.deep else (staged, grouped)
         by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
+        line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         found = boxes.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
         self.kernel = (self._by_turns() if by_turns else None) or emit.kernel(self.spec)
@@ -121,14 +121,16 @@ class Launch:
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
             return PAIRED[paired.wide(self.spec)] if count == 1 and paired.fits(spec, device, length) else None
-        return STAGED if staged.fits(spec, device, count * length) else grouped.tile(spec, device, count * length)
+        if staged.fits(spec, device, count * length):
+            return STAGED
+        return grouped.tile(spec, device, count * length, self.sizes.cols % 2 == 0)
 
     def _by_turns(self) -> emit.Kernel | None:
         if self.spec.deep:
             return paired.kernel(self.spec, self.plan.block_folded > TILE)
-        even = self.lengths[1] % 2 == 0
+        even = self.sizes.cols % 2 == 0
         made = staged.kernel(self.spec, even) if staged.takes(self.plan, self.sizes.device) else None
-        return made or grouped.taken(self.spec, self.plan)
+        return made or grouped.taken(self.spec, self.plan, even)
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -64,6 +64,7 @@ class Kernel:
     draws: bool = False  # whether pairs draw random numbers
     apart: bool = False  # whether a block is summed, and in no other product
     staged: bool = False  # whether its copies and products take turns as the text says
+    alone: bool = False  # whether all of its warps do the same
     pieces: int = 0  # in how many pieces float32 vectors are multiplied
     near: bool = False  # whether distances of close points are computed anew
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
@@ -253,8 +254,7 @@ def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], li
         names += [f"{x}_f"] if e.feature is not None else []
     sizes = ["kept_size", "folded_size", "tiles", *(f"n{k}" for k in range(1, spec.rank))]
     sizes += ["parts", "batches", *(["beside"] if spec.deep else [])] if spec.split else []
-    names += sizes
-    names += ["bounds", "bounds_b", "turns", "flip"] if spec.bounds else []
+    names += sizes + (["bounds", "bounds_b", "turns", "flip"] if spec.bounds else [])
     names += [f"shift{k}_{'box' if spec.line else 'ptr'}" for k in range(shifts)]
     names += [f"{e.attrs[0]}_box" for e in used if e in spec.box_of]
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]

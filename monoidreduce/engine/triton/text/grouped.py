@@ -12,7 +12,9 @@ from .. import skip
 from ..groups import OWNED, WIDTH, Part, Product, folded_numbers, sides
 from ..spec import Spec
 from . import grouped_text
+from .exponents import literal
 from .kinds import known
+from .tossed import Toss, parted
 from .turns import fetched, inside, scalars, visits
 from .values import Values
 
@@ -30,6 +32,18 @@ class _Values(Values):
     def _leaf(self, e: Expr) -> str:
         return f"{name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
 
+    def thrown(self, e: Expr) -> str:
+        """A weight whose coins are tossed two at a time, without their factor."""
+        if e.op == "where":  # what a condition hides
+            return f"tl.where({self.number(e.args[0])}, {self.thrown(e.args[1])}, 0.0)"
+        found = parted(e, self.spec)
+        assert found is not None and found.pair is not None and found.number is not None
+        toss, number = found.toss, self.number(found.number)
+        less = self.bind((found.number, "less"), f"{number} * {literal(-1 / toss.factor)}", False)
+        row = f"blended({self.number(toss.row)}, {self.block_of(toss.col)}).to(tl.int32)"
+        pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
+        return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(toss.mark)})", True)
+
     def product(self, x: Expr, y: Expr) -> str:
         return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
 
@@ -37,8 +51,10 @@ class _Values(Values):
 class Text:
     """What is said once in a kernel: rings and barriers, the copying warp, who runs."""
 
-    def __init__(self, spec: Spec, parts: tuple[Part, ...], names: Sequence[str]):
+    def __init__(self, spec: Spec, parts: tuple[Part, ...], names: Sequence[str], even: bool):
         self.spec, self.parts, self.relay = spec, parts, len(parts) == 2
+        found = {_tosses(p.weight, spec) for part in parts for p in part.products} if even else {None}
+        self.toss = found.pop() if len(found) == 1 else None  # of all weights, where coins come two by two
         self.dots = tuple(e for part in parts for e in part.dots)
         self.kept = [list(dict.fromkeys(sides(e, spec)[0] for e in part.dots)) for part in parts]
         self.copied = list(dict.fromkeys(e for part in parts for e in self.read(part)))
@@ -94,6 +110,7 @@ class Text:
         partitions = [partition(function=f, side=k, own=own) for f, k, own in [*runs, ("copies", 0, "KEPT")]]
         return {
             "names": self.names,
+            "own": "" if self.toss is None else self.toss.by_rows(),
             "rings": self.rings,
             "depth": str(self.depth),
             "at_any": self.place["at_any"],
@@ -108,7 +125,8 @@ class Text:
         """Numbers, on their way since before the blocks were waited for, get their places."""
         lines = []
         for x in map(name, self.numbers):
-            lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x})"]
+            shift = " >> 1" if self.toss is not None and x == name(self.toss.mark) else ""
+            lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x}{shift})"]
             lines.append(f"mbarrier.arrive({x}_full.index(slot))")
         return lines
 
@@ -232,7 +250,8 @@ class Group:
         """The arithmetic of a tile, from its scores to its weights; what is sent comes first."""
         part, v, narrow = self.part, self.v, self.spec.narrow
         v.loop(masked)
-        seen = lambda e: v.seen_name(v.full(known(e, truths)), "0.0")
+        made = v.full if self.text.toss is None else v.thrown
+        seen = lambda e: v.seen_name(made(known(e, truths)), "0.0")
         slot, phase = f"turn % {self.text.depth}", f"(turn // {self.text.depth}) & 1"
         for x in map(name, self.text.numbers):
             v.inside.append(f"mbarrier.wait({x}_full.index({slot}), {phase})")
@@ -258,6 +277,7 @@ class Group:
         lines, room = [], next(iter(self.rooms.values()))
         for k in self.part.places:
             total, scale = f"sum{k}", self.spec.fold.scaled[k][1]
+            total = total if self.text.toss is None else f"({total} * {literal(self.text.toss.factor)})"
             if scale is not ONE:
                 factor = self.v.number(scale)
                 total = f"({total} * {f'tl.convert_layout({factor}, SUMS)' if self.spec.keeps(scale) else factor})"
@@ -267,6 +287,12 @@ class Group:
                 f"tl.store({place}, {room}.load(WIDE), mask=wide_in[:, None])",
             ]
         return lines
+
+
+def _tosses(weight: Expr, spec: Spec) -> Toss | None:
+    """The coins of a weight of rows that can be tossed two at a time."""
+    found = parted(weight, spec)
+    return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None
 
 
 def name(e: Expr) -> str:

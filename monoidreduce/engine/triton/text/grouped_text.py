@@ -12,7 +12,7 @@ from .staged_text import LANES, LAYOUTS, OWN
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
 
-KERNEL = """__PACKED__
+KERNEL = """__PACKED__{own}
 
 @gluon.jit
 def copies(
