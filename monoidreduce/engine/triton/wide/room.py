@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from ....plan import budget, panels, tail
+from ....plan import blocks, budget, panels, tail
 from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
@@ -21,6 +21,7 @@ from .joint import groups, parts
 from .lent import aligned
 
 _ROW = 32  # bytes: the numbers of a row of a panel
+_SHARE = 32  # of the room, one part in so many, at most, is left to the numbers of all rows
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,17 +109,17 @@ class Room:
             whole = panels.by_rows(rows, cols, pair, left, wide=True, each=each)
         if not self._is_sum():
             return whole
-        if whole is not None and whole.rows >= min(panels.FEW, rows):
+        if whole is not None and whole.pays(rows):
             return whole
-        found_tail, blocks = self._tail(room), self._blocks(room)
-        if found_tail and (not blocks or cols // len(found_tail.turns) * rows >= blocks.rows * blocks.cols):
+        found_tail, few = self._tail(room), self._blocks(room)
+        if found_tail and (not few or cols // len(found_tail.turns) * rows >= few.rows * few.cols):
             return panels.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average
         if not self._each("rows"):
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        if blocks and (found is None or found[0] * found[1] < blocks.rows * blocks.cols):
-            return blocks
+        if few and (found is None or found[0] * found[1] < few.rows * few.cols):
+            return few
         return panels.Panels(*found[::-1]) if found else whole
 
     def chosen(self) -> panels.Panels | None:
@@ -129,9 +130,17 @@ class Room:
         """Blocks of rows, where column gradients of 16 bits are added to."""
         if not self.stored or not self._each("rows"):
             return None
-        each, lends = self._each("cols"), self._lends()
+        rows, cols = self.sizes.rows, self.sizes.cols
         most = panels.ADDS if self._without() else panels.BLOCKS
-        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, each, self._filling, lends, most)
+        strips = len(self._widths("rows")) == 1 == len(self._widths("cols"))
+        room -= min(rows * _ROW, room // _SHARE)
+        return blocks.blocks(rows, cols, self._bytes(), room, self._filling, most, strips)
+
+    def _bytes(self) -> blocks.Bytes:
+        """What blocks of rows hold, where column gradients are of 16 bits."""
+        each = self._each("cols")
+        lent = each * self.kind.itemsize // self.sizes.compute.itemsize if self._lends() else 0
+        return blocks.Bytes(self._pair(), each, self._each("rows"), lent)
 
     def _lends(self) -> bool:
         """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,

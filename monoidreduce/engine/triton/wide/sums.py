@@ -38,6 +38,7 @@ class Sums(Room):
         self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
         self.columns: dict[tuple[int, int], Tensor] = {}  # what rows' totals are sums of, all of it
         self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
+        self.block: panels.Block | None = None  # of rows, that is walked
         self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.fed = [dict(fed(stage)) for stage in self.walk.stages]
         self.spare: Tensor | None = None  # what holds panels, when they are done with
@@ -80,16 +81,24 @@ class Sums(Room):
             weight = weights[c.weight]
             rest = self.rest if over == "rows" else None
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
-            begun = not alone and (folded.start > 0 or key in self.lent)
+            begun = not alone and (folded.start > self._span(over)[0] or key in self.lent)
             for piece, out in outs:
                 self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
             self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
-        if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
-            self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
+        first, last = self._span(over)
+        if key in self.adding and folded.stop == last:
+            whole, own = self.totals[key][kept], self.adding[key][: kept.stop - kept.start]
+            whole.add_(own) if first else whole.copy_(own)
         return None
+
+    def _span(self, over: str) -> tuple[int, int]:
+        """The folded indices over which totals are added up before they are rounded."""
+        if over == "rows" and self.block and self.block.strips:
+            return self.block.first, self.block.last
+        return 0, self.sizes.cols if over == "cols" else self.sizes.rows
 
     def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
         """What a panel's rows add in their own columns: after all panels, so that 16 bits round it once, where the
@@ -123,7 +132,10 @@ class Sums(Room):
         of 16 bits. So may column totals over few enough panels of whole rows.
         """
         if key in self.lent:
-            return self.lent[key].pieces
+            return self.lent[key].of(kept)
+        count = kept.stop - kept.start
+        if self.block:
+            return [(slice(None), self.adding[key][:count] if key in self.adding else self.totals[key][kept])]
         length, own = (self.sizes.cols, self.panel.cols) if over == "rows" else (self.sizes.rows, self.panel.rows)
         other, step = (self.sizes.rows, self.panel.rows) if over == "rows" else (self.sizes.cols, self.panel.cols)
         in_turn = self.panel.outer != over and own < length
@@ -133,11 +145,10 @@ class Sums(Room):
             self.totals[key] = empty(length, width, dtype=narrow or self.sizes.compute)
         if not (narrow and in_turn and step < other):
             return [(slice(None), self.totals[key][kept])]
-        count = kept.stop - kept.start
         if over == "cols":
             gradients = self.totals[key][kept.start :]
             lent = lendable(gradients, count, self.sizes.compute) if self._lends() else 0
-            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute)
+            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute, first=kept.start)
             return self.lent[key].pieces
         if key not in self.adding:
             self.adding[key] = empty(own, width, dtype=self.sizes.compute)

@@ -1,0 +1,67 @@
+"""Blocks of rows: they are few, fit, and nothing that is still needed is ever written over."""
+
+import itertools
+
+import pytest
+
+from monoidreduce.plan import panels
+from monoidreduce.plan.blocks import Bytes, apart, blocks
+
+ANY = lambda rows: lambda most, length=0: most
+CASES = [  # rows, columns, features, room
+    (32_768, 32_768, 512, 64_000_000),
+    (65_536, 65_536, 768, 64_000_000),
+    (65_536, 65_536, 768, 40_000_000),
+    (50_001, 20_003, 264, 9_000_000),
+    (5000, 5000, 300, 10**7),
+    (200_000, 3000, 1024, 30_000_000),
+]
+
+
+def of(features, lends=True):
+    return Bytes(2, 4 * features, 4 * features, 2 * features if lends else 0)
+
+
+@pytest.mark.parametrize("filling", [ANY, lambda rows: panels.filling(rows, 132, 128)], ids=["any", "full"])
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize(("rows", "cols", "features", "room"), CASES)
+def test_blocks_are_few_and_fit(rows, cols, features, room, lends, filling):
+    each = of(features, lends)
+    found = blocks(rows, cols, each, room, filling, panels.ADDS, True)
+    if found is None:
+        assert not lends  # totals of an eighth of the rows are too much
+        return
+    ends = [0, *(b.last for b in found.blocks)]
+    assert [b.first for b in found.blocks] == ends[:-1] and ends[-1] == rows
+    assert 1 < len(found.blocks) <= panels.ADDS
+    assert found.rows == max(b.rows for b in found.blocks) and found.cols == min(b.cols for b in found.blocks)
+    for b in found.blocks:
+        assert b.rows * b.cols * each.pair + apart(b, rows, each) <= room
+        totals = (b.last - b.first) * each.row + (b.cols * each.col if b.strips else 0)
+        assert not b.strips or totals <= (rows - b.first) * each.lent  # a strip's lie in gradients, whole
+
+
+@pytest.mark.parametrize(("rows", "cols", "features", "room"), CASES[:3])
+def test_panels_are_nearly_square(rows, cols, features, room):
+    found = blocks(rows, cols, of(features), room, ANY, panels.ADDS, True)
+    side = (room / 2) ** 0.5
+    whole = [b for b in found.blocks if not apart(b, rows, of(features))]
+    assert sum(b.last - b.first for b in whole) > 0.7 * rows
+    for b in whole:
+        assert 0.75 * side < b.rows < 1.25 * side and 0.75 * side < b.cols < 1.25 * side
+
+
+def test_strips_make_blocks_fewer():
+    """Where row gradients hold the totals of several panels: more panels of the same height, and fewer roundings."""
+    given = (65_536, 65_536, of(768), 64_000_000, ANY)
+    with_strips, without = (blocks(*given, panels.ADDS, strips) for strips in (True, False))
+    assert with_strips.blocks[0].strips and not any(b.strips for b in without.blocks)
+    assert with_strips.rows < 0.75 * without.rows and len(with_strips.blocks) <= len(without.blocks)
+
+
+def test_fewer_blocks_where_fewer_are_asked_for():
+    """As few as fit where those asked for do not."""
+    given = (32_768, 32_768, of(512), 64_000_000, ANY)
+    counts = [len(blocks(*given, most, False).blocks) for most in range(2, panels.ADDS + 1)]
+    assert all(a <= b for a, b in itertools.pairwise(counts)) and counts[0] <= 4 < counts[-1]
+    assert blocks(32_768, 32_768, of(512), 10**6, ANY, 2, False) is None
