@@ -134,13 +134,14 @@ class Room:
         most = panels.ADDS if self._without() else panels.BLOCKS
         strips = len(self._widths("rows")) == 1 == len(self._widths("cols"))
         room -= min(rows * _ROW, room // _SHARE)
-        return blocks.blocks(rows, cols, self._bytes(), room, self._filling, most, strips)
+        machine = blocks.Machine(describe.processors(self.sizes.device), (panels.TILE[0], self._tile()))
+        return blocks.blocks(rows, cols, self._held(), machine, room, most, strips)
 
-    def _bytes(self) -> blocks.Bytes:
+    def _held(self) -> blocks.Held:
         """What blocks of rows hold, where column gradients are of 16 bits."""
-        each = self._each("cols")
-        lent = each * self.kind.itemsize // self.sizes.compute.itemsize if self._lends() else 0
-        return blocks.Bytes(self._pair(), each, self._each("rows"), lent)
+        row, widths = self._each("cols"), (sum(self._widths("cols")), sum(self._widths("rows")))
+        lent = row * self.kind.itemsize // self.sizes.compute.itemsize if self._lends() else 0
+        return blocks.Held(self._pair(), row, self._each("rows"), lent, widths)
 
     def _lends(self) -> bool:
         """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,
@@ -159,9 +160,12 @@ class Room:
         return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
     def _filling(self, rows: int) -> panels.Filling:
+        return panels.filling(rows, describe.processors(self.sizes.device), self._tile())
+
+    def _tile(self) -> int:
+        """Columns of a tile of the product that fills a panel of some columns."""
         fused = self._fused(True)
-        tile = fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
-        return panels.filling(rows, describe.processors(self.sizes.device), tile)
+        return fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
