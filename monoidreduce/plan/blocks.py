@@ -22,7 +22,7 @@ from .panels import Block, Panels, even
 MORE = 512
 _TRIES = 64  # heights of panels that are tried, about
 _LOOKED = 8  # of these, the ones of which fewer columns are tried
-# Rows and columns of a tile of the vendor's sums, as it chose them for panels of 512 to 4096 features.
+# Rows and columns of a tile of the vendor's sums, as it chose them for 512 and 768 features.
 _TILES = (256, 128), (192, 192), (128, 192), (128, 160), (128, 128)
 
 
@@ -50,7 +50,7 @@ def blocks(rows: int, cols: int, held: Held, machine: Machine, room: int, most: 
     """The blocks that cost least, of those that are ``most`` or fewer, else of those that are as few as fit in ``room``
     bytes. ``strips``: whether a block may be several panels high."""
     found = [_blocks(high, rows, cols, held, room, strips) for high in _heights(rows, room, held)]
-    found = [plan for plan in found if 1 < len(plan) <= panels.ADDS]
+    found = [plan for plan in found if 1 < len(plan) <= panels.ADDS and any(b.cols < cols for b in plan)]
     if not found:
         return None
     fewest = max(most, min(map(len, found)))

@@ -6,8 +6,8 @@ gradient, adds to all column gradients once more (benchmarks/gpu_wide.py). Its s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from .tail import Tail
 
@@ -21,17 +21,9 @@ SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
 # the same where every panel reads and writes float32 totals of all columns: on an H200 a loss of 32768 × 32768 pairs
-# and 512 features took 1.72 of its products in panels of 768 rows, 1.52 of 1024, 1.45 of 1536, and 1.55 recomputed
+# and 512 features took 1.72 of its products in panels of 768 rows, 1.33 of 1408, and 1.55 recomputed
 LONG = 1024
 TILE = 128, 256  # rows and columns, at most, of a tile of a generated product: a processor does one at a time
-
-_AROUND = 4  # rounds: what it takes to begin and to end a panel's three products
-
-
-class Filling(Protocol):
-    """Of at most so many columns how many a panel takes."""
-
-    def __call__(self, most: int, length: int = 0) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -94,28 +86,18 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     return (even(outer, side), even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
-def filling(rows: int, processors: int, tile: int = TILE[1]) -> Filling:
+def filling(rows: int, processors: int, tile: int = TILE[1]) -> Callable[[int], int]:
     """Of panels of ``rows`` rows: how many of at most so many columns to take, that none of the processors idle in the
-    last round of tiles, ``tile`` columns wide; a quarter of them may be left for that. Where all panels but the last
-    have as many columns, ``length`` in all: that together they take few rounds, and are few."""
+    last round of tiles, ``tile`` columns wide; a quarter of them may be left for that."""
     high = -(-rows // TILE[0])
 
-    def rounds(wide: int) -> int:
-        return -(-high * wide // processors)
-
-    def fill(most: int, length: int = 0) -> int:
+    def fill(most: int) -> int:
         wide = most // tile
         if wide < 4 or processors < 2:
             return most
         some = range(wide, wide * 3 // 4, -1)
-        if length:
-            return tile * min(some, key=lambda n: together(-(-length // tile), n))
-        busy = {n: n / rounds(n) for n in some}
+        busy = {n: n / -(-high * n // processors) for n in some}
         return tile * next(n for n in some if busy[n] >= 0.97 * max(busy.values()))
-
-    def together(tiles: int, wide: int) -> int:
-        whole, rest = divmod(tiles, wide)
-        return whole * (_AROUND + rounds(wide)) + (_AROUND + rounds(rest) if rest else 0)
 
     return fill
 

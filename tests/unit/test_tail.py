@@ -81,21 +81,6 @@ def test_panels_leave_few_processors_idle(rows, most):
     assert found == most if most < 1024 else busy(found // 256) >= 0.97 * best
 
 
-@pytest.mark.parametrize(("rows", "most", "length"), [(5120, 6166, 32768), (8832, 3178, 65536), (300, 5000, 7000)])
-def test_panels_of_one_size_are_few_and_their_last_is_no_shred(rows, most, length):
-    found = panels.filling(rows, 132, 128)(most, length)
-    assert 0.7 * most <= found <= most and found % 128 == 0
-
-    def rounds(cols):
-        return -(-(-(-rows // 128) * -(-cols // 128)) // 132)
-
-    def cost(cols):
-        whole, rest = divmod(length, cols)
-        return whole * (rounds(cols) + 4) + (rounds(rest) + 4 if rest else 0)
-
-    assert cost(found) <= min(cost(n) for n in range(-(-most * 4 // 5 // 128) * 128, most + 1, 128))
-
-
 def test_without_processors_panels_are_as_large_as_they_may():
     assert panels.filling(8192, 1)(2862) == 2862
 

@@ -85,50 +85,19 @@ class KernelStep(Sums):
             return self._take_turns(self.panel.tail)
         return self._take_blocks() if self.panel.blocks else cut_evenly(self.sizes, self.panel)
 
-    def _gradients(self) -> dict[str, dict[tuple[int, int], int]]:
-        """Memory for the gradients of both sides, before anything is summed; by direction, their widths."""
-        found = {}
-        for over, length in (("rows", self.sizes.cols), ("cols", self.sizes.rows)):
-            keys = [(0, place) for place, o, _ in self.parts[0].sums if o == over]
-            found[over] = dict(zip(keys, self._widths(over), strict=True))
-            for key, width in found[over].items():
-                self.totals[key] = torch.empty(length, width, dtype=self.kind, device=self.sizes.device)
-        return found
-
     def _take_blocks(self) -> Iterator[tuple[slice, slice]]:
         """Blocks of rows one after the other, a strip of columns of each at a time."""
-        widths, compute, cols = self._gradients(), self.sizes.compute, self.sizes.cols
+        widths, cols = self._gradients(), self.sizes.cols
         size = max(self._panel_size(b.rows, b.cols) + self._apart(b) for b in self.panel.blocks)
         host = torch.empty(size, dtype=torch.uint8, device=self.sizes.device)
         for block in self.panel.blocks:
-            self.block, count, at = block, block.last - block.first, self._panel_size(block.rows, block.cols)
             self.buffers = self._inside(host, 0, block.rows, block.cols)
             self.spare = next((b.view(-1) for b in self.buffers.values() if b.dtype == self.stored), None)
-            self.adding = {key: self._strip(block, width) for key, width in widths["rows"].items() if block.strips}
-            for key, width in widths["cols"].items():
-                own, lent = self.totals[key][block.first :], self._lent_rows(block)
-                self.lent[key] = Lent.zeros(own, count, lent, compute, host[at:], block.first)
-                at += (count - lent) * width * compute.itemsize
+            self._begin_block(block, widths, host[self._panel_size(block.rows, block.cols) :])
             for start in range(0, cols, block.cols):
                 for row in range(block.first, block.last, block.rows):
                     yield slice(row, min(block.last, row + block.rows)), slice(start, min(cols, start + block.cols))
             self._close_lent()
-
-    def _lent_rows(self, block: panels.Block) -> int:
-        """Of how many rows of a block the totals lie in gradients: its own, and those of the rows after it."""
-        free = (self.sizes.rows - block.first) * self.kind.itemsize // self.sizes.compute.itemsize
-        return min(block.last - block.first, free) if self._lends() else 0
-
-    def _apart(self, block: panels.Block) -> int:
-        """Bytes of the totals of the others."""
-        return (block.last - block.first - self._lent_rows(block)) * self._each("cols")
-
-    def _strip(self, block: panels.Block, width: int) -> Tensor:
-        """Totals of a strip's columns, in the memory of row gradients, behind the totals of the block."""
-        (key,) = [(0, place) for place, over, _ in self.parts[0].sums if over == "cols"]
-        free = self.totals[key][block.first :].view(-1).view(self.sizes.compute)
-        begin = (block.last - block.first) * self.totals[key].shape[1]
-        return free[begin : begin + block.cols * width].view(block.cols, width)
 
     def _take_turns(self, plan: tail.Tail) -> Iterator[tuple[slice, slice]]:
         """Panels of all rows, in the memory of the largest column gradient until that is written."""
@@ -143,8 +112,7 @@ class KernelStep(Sums):
             if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
                 self._close_lent()
             self.over = turn.over
-            here = self.own if turn.at is None else self._inside(host, turn.at, rows, turn.last - turn.first)
-            self.buffers = here
+            self.buffers = self.own if turn.at is None else self._inside(host, turn.at, rows, turn.last - turn.first)
             yield slice(0, rows), slice(turn.first, turn.last)
         self._close_lent()
 

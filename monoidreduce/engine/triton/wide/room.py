@@ -6,6 +6,7 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -159,7 +160,7 @@ class Room:
         given = tail.Rows(rows, lent, self._each("cols"))
         return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
-    def _filling(self, rows: int) -> panels.Filling:
+    def _filling(self, rows: int) -> Callable[[int], int]:
         return panels.filling(rows, describe.processors(self.sizes.device), self._tile())
 
     def _tile(self) -> int:
