@@ -18,7 +18,7 @@ from .panels import Block, Panels, even
 
 # What a panel costs beside its pairs, as rows and columns that it would have more: its products begin and end, and it
 # reads and writes totals of all its rows and columns. (On an H200 a loss of 65536 × 65536 pairs and 768 features took
-# 1.46 of its products in panels of 5632 × 5632, 1.39 of 11264 × 5632: benchmarks/gpu_wide.py.)
+# 1.46 of its products in panels of 5632 × 5632, 1.39 of 11264 × 5632; more in docs/wide.md.)
 MORE = 512
 _TRIES = 64  # heights of panels that are tried, about
 _LOOKED = 8  # of these, the ones of which fewer columns are tried

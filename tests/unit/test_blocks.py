@@ -67,6 +67,13 @@ def test_fewer_blocks_where_fewer_are_asked_for():
     assert blocks(32_768, 32_768, of(512), H200, 10**6, 2, False) is None
 
 
+def test_short_panels_that_add_to_float32_do_not_pay():
+    """Whole rows are kept from 128 a panel on, from 1024 where every panel reads and writes all column totals."""
+    assert panels.Panels(128, 10**5).pays(10**5) and not panels.Panels(127, 10**5).pays(10**5)
+    assert panels.Panels(1024, 10**5, wide=True).pays(10**5) and not panels.Panels(896, 10**5, wide=True).pays(10**5)
+    assert panels.Panels(90, 10**5, wide=True).pays(90)  # all there are
+
+
 @pytest.mark.parametrize(
     ("rows", "share"), [(5632, 1.0), (5120, 0.909), (8448, 1.0), (8832, 0.836), (3072, 0.873), (11264, 1.0)]
 )

@@ -106,3 +106,15 @@ def test_totals_begin_where_numbers_are_aligned():
     assert lendable(torch.empty(100, 3, dtype=torch.bfloat16), 10, torch.float32) == 0
     assert lendable(torch.empty(100, 24, dtype=torch.bfloat16)[1:], 10, torch.float32) == 10
     assert lendable(torch.empty(100, 4, dtype=torch.bfloat16)[1:], 10, torch.float32) == 0
+
+
+def test_totals_of_some_rows():
+    """Of a block that begins at row 7, in two pieces: what a panel of it adds to."""
+    gradients = torch.zeros(30, 8, dtype=torch.bfloat16)
+    lent = Lent.zeros(gradients, 20, 15, torch.float32, first=7)
+    panels_of = (7, 27), (7, 12), (20, 27), (24, 27)
+    for first, last in panels_of:
+        for part, totals in lent.of(slice(first, last)):
+            totals += torch.arange(first, last).float()[part, None]
+    wanted = [row * sum(first <= row < last for first, last in panels_of) for row in range(7, 27)]
+    assert torch.cat([totals for _, totals in lent.pieces])[:, 0].tolist() == wanted
