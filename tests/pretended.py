@@ -39,6 +39,13 @@ def loss(x: Row["d"], w: Col["d"], label: Row):
 
 @mr.op
 @no_type_check
+def own(x: Row["d"], y: Col["d"]):
+    s = x @ y
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+
+
+@mr.op
+@no_type_check
 def distilled(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
     student, teacher = p @ c, q @ t
     return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
@@ -101,6 +108,7 @@ CASES = {
     "labels": (loss, [*given((4097, 64), (4101, 64)), labels(4097)]),
     "wide labels": (loss, [*given((1025, 768), (8191, 768)), labels(1025)]),
     "wide labels, float32": (loss, [*given((511, 512), (2047, 512), dtype=S), labels(511)]),
+    "wide own": (own, given((2051, 512), (2049, 512))),
     "wide batch": (loss, [*given((3, 259, 512), (3, 1031, 512)), labels(777).view(3, 259)]),
     "distilled": (distilled, given((1023, 64), (2049, 64), (1023, 96), (2049, 96))),
     "wide distilled": (distilled, given((511, 512), (2049, 512), (511, 768), (2049, 768))),
@@ -126,12 +134,12 @@ def calls():
             yield f"{name}, {how}", (predicted(op, args, backward).peak, counted(op, args, backward).peak)
 
 
-WIDE = ("wide gated", "wide labels", "wide labels, float32", "wide both ways")
+WIDE = ("wide gated", "wide labels", "wide labels, float32", "wide own", "wide both ways")
 WITHIN = list(itertools.product(WIDE, ("16MB", "1MB")))
 
 
 def budgets():
-    """Panels cut along one axis, along both, and in the column gradients' own memory."""
+    """Panels cut along one axis, along both, in blocks of rows, and in the column gradients' own memory."""
     for name, budget in WITHIN:
         with mr.budget(budget):
             op, args = CASES[name]

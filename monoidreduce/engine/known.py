@@ -115,7 +115,7 @@ class _Plan:
         found = self.known.get(room)
         if found is None:
             held = self.step.choose(room)
-            found = held is not None and held.rows >= min(panels.FEW, self.sizes.rows)
+            found = held is not None and held.pays(self.sizes.rows)
             if len(self.known) < _ROOMS:
                 self.known[room] = found
         return found

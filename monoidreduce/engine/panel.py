@@ -78,8 +78,8 @@ class Part(Protocol):
     def feed(self, f: Expr) -> Any:
         """The value of an expression of one side (or given per pair) for these rows and columns."""
 
-    def across(self) -> Part:
-        """The same rows, and all columns."""
+    def across(self, rows: slice) -> Part:
+        """Some rows, and all columns."""
 
     def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
         """The results of one reduction of a stage; ``wholes``: those of all rows that they are part of, if they are."""
@@ -283,8 +283,8 @@ class _Part:
             return value
         return value[:, self.cols] if f.rows else value[self.cols]
 
-    def across(self) -> _Part:
-        return _Part(self.run, self.rows, slice(0, self.run.sizes.cols))
+    def across(self, rows: slice) -> _Part:
+        return _Part(self.run, rows, slice(0, self.run.sizes.cols))
 
     def keep(self, at: int, place: int, values: list[Tensor], wholes: Sequence[Tensor | None] = ()) -> None:
         for own, value, whole in zip(self.run.nodes[at][place], values, wholes or [None] * len(values), strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from .tail import Tail
 
@@ -21,15 +20,25 @@ BLOCKS = 4
 SMALLEST = 16  # rows and columns of the least panel that is cut both ways
 MOST = 16384  # columns of a panel of all rows: every panel reads and writes the float32 totals of all rows once
 FEW = 128  # fewer rows than this make poor products: pairs are then better recomputed than kept
+# the same where every panel reads and writes float32 totals of all columns: on an H200 a loss of 32768 × 32768 pairs
+# and 512 features took 1.72 of its products in panels of 768 rows, 1.33 of 1408, and 1.55 recomputed
+LONG = 1024
 TILE = 128, 256  # rows and columns, at most, of a tile of a generated product: a processor does one at a time
 
-_AROUND = 4  # rounds: what it takes to begin and to end a panel's three products
 
+@dataclass(frozen=True)
+class Block:
+    """Some rows that are walked with all columns before the next (``blocks.py``), and the size of their panels."""
 
-class Filling(Protocol):
-    """Of at most so many columns how many a panel takes."""
+    first: int
+    last: int
+    rows: int
+    cols: int
 
-    def __call__(self, most: int, length: int = 0) -> int: ...
+    @property
+    def strips(self) -> bool:
+        """Whether it is several panels high."""
+        return self.rows < self.last - self.first
 
 
 @dataclass(frozen=True)
@@ -45,17 +54,22 @@ class Panels:
     wide: bool = False
     outer: str = "cols"
     tail: Tail | None = None  # in turns, with most of what is held in the column gradients' own memory
+    blocks: tuple[Block, ...] = ()  # of rows, whose panels may differ: these are the highest and the narrowest of them
 
     def count(self, rows: int) -> int:
         """How many panels of rows there are."""
         return -(-rows // self.rows)
+
+    def pays(self, rows: int) -> bool:
+        """Whether panels of whole rows are long enough to keep their pairs rather than to recompute them."""
+        return self.rows >= min(LONG if self.wide else FEW, rows)
 
 
 def by_rows(rows: int, cols: int, pair: int, room: int, wide: bool = False, each: int = 0) -> Panels | None:
     """Panels of whole rows: as many as ``room`` bytes hold at ``pair`` bytes a pair and ``each`` a row, all about
     equally large."""
     most = room // max(1, cols * pair + each)
-    return Panels(_even(rows, most), cols, wide) if most > 0 else None
+    return Panels(even(rows, most), cols, wide) if most > 0 else None
 
 
 def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, int] | None:
@@ -65,72 +79,30 @@ def cut(outer: int, inner: int, pair: int, room: int, each: int) -> tuple[int, i
     """
     whole = room // max(1, inner * pair)
     if whole >= min(FEW, outer):
-        return _even(outer, whole), inner
+        return even(outer, whole), inner
     side = max(SMALLEST, int((max(0, room) / 2 / pair) ** 0.5))
     side = min(outer, side, max(SMALLEST, room // 2 // each) if each else side)
     other = (room - side * each) // (side * pair)
-    return (_even(outer, side), _even(inner, other)) if other >= min(SMALLEST, inner) else None
+    return (even(outer, side), even(inner, other)) if other >= min(SMALLEST, inner) else None
 
 
-def filling(rows: int, processors: int, tile: int = TILE[1]) -> Filling:
+def filling(rows: int, processors: int, tile: int = TILE[1]) -> Callable[[int], int]:
     """Of panels of ``rows`` rows: how many of at most so many columns to take, that none of the processors idle in the
-    last round of tiles, ``tile`` columns wide; a quarter of them may be left for that. Where all panels but the last
-    have as many columns, ``length`` in all: that together they take few rounds, and are few."""
+    last round of tiles, ``tile`` columns wide; a quarter of them may be left for that."""
     high = -(-rows // TILE[0])
 
-    def rounds(wide: int) -> int:
-        return -(-high * wide // processors)
-
-    def fill(most: int, length: int = 0) -> int:
+    def fill(most: int) -> int:
         wide = most // tile
         if wide < 4 or processors < 2:
             return most
         some = range(wide, wide * 3 // 4, -1)
-        if length:
-            return tile * min(some, key=lambda n: together(-(-length // tile), n))
-        busy = {n: n / rounds(n) for n in some}
+        busy = {n: n / -(-high * n // processors) for n in some}
         return tile * next(n for n in some if busy[n] >= 0.97 * max(busy.values()))
-
-    def together(tiles: int, wide: int) -> int:
-        whole, rest = divmod(tiles, wide)
-        return whole * (_AROUND + rounds(wide)) + (_AROUND + rounds(rest) if rest else 0)
 
     return fill
 
 
-def blocks(
-    rows: int,
-    cols: int,
-    pair: int,
-    room: int,
-    each: int,
-    filling: Callable[[int], Filling],
-    lends: bool = True,
-    most: int = BLOCKS,
-) -> Panels | None:
-    """Few blocks of rows one after the other, each with all columns, some at a time.
-
-    Column totals are added to once a block, which 16 bits bear. A block's row totals, ``each`` bytes a row, lie apart
-    or, where row gradients lend their memory, in those of its rows and of the rows after it, twice as long as they: of
-    a last block of half the length a half lies apart, and a quarter of the one before. Of up to ``most`` blocks the
-    number whose panels are longest along their shorter side, products of both are then large; of more as few as fit.
-    ``filling``: for panels of so many rows, how many of at most so many columns to take."""
-    shorter = 2 if lends else 1
-    for counts in (range(2, most + 1), *((n,) for n in range(most + 1, ADDS + 1))):
-        found: list[Panels] = []
-        for count in counts:
-            own = min(rows, -(-rows * shorter // (((count - 1) * shorter + 1) * ROUND)) * ROUND)
-            last = max(0, rows - (count - 1) * own)
-            apart = (-(-max(last, own - last) // 2) if lends else own) * each
-            part = (room - apart) // max(1, own * pair)
-            if apart <= room * 2 // 3 and part >= min(ROUND, cols):
-                found.append(Panels(own, cols if part >= cols else filling(own)(_even(cols, part), cols), outer="rows"))
-        if found:
-            return max(found, key=lambda p: min(p.rows, p.cols))
-    return None
-
-
-def _even(length: int, most: int) -> int:
+def even(length: int, most: int) -> int:
     """The size of equal parts of ``length``, none above ``most``; rounded where that keeps their number."""
     if length <= most:
         return max(1, length)

@@ -123,7 +123,9 @@ def contrastive(x: mr.Row["d"], y: mr.Col["d"]):
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.0, 40.0])
-@pytest.mark.parametrize(("N", "D", "limit"), [(8192, 512, "6MB"), (6001, 768, "4MB"), (4096, 300, "2MB")])
+@pytest.mark.parametrize(
+    ("N", "D", "limit"), [(8192, 512, "6MB"), (6001, 768, "4MB"), (4096, 300, "2MB"), (12001, 512, "8MB")]
+)
 def test_labels_by_themselves_over_blocks_of_rows(N, D, limit, scale):
     """Column gradients are added to once a block; their largest part is not."""
     torch.manual_seed(0)

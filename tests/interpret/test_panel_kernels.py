@@ -177,7 +177,9 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
         value = loss(*given[:2], target, given[2]).sum()
     with mr.use(engine="panel"), mr.budget(399):
         grads = torch.autograd.grad(value * 0.3, given)
-    assert used[-1] == panels.Panels(12, 12, outer="rows")
+    found = used[-1].blocks
+    assert 1 < len(found) <= panels.BLOCKS and found[-1].last == 40
+    assert max(b.rows * b.cols * 2 for b in found) <= 399
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain, cast(args, torch.float64), target)
     assert_error_rule([(got, pulled(plain, args, target), truth)], factor=3.0)

@@ -67,40 +67,6 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
     assert tail(cols, line, column, rows, room, 4096, lambda most: most) is None
 
 
-@pytest.mark.parametrize(
-    ("length", "features", "room"), [(32_768, 512, 64_000_000), (65_536, 768, 64_000_000), (5000, 300, 10**7)]
-)
-def test_blocks_are_few_and_as_long_as_wide_and_fit(length, features, room):
-    """Column totals are rounded four times where that fits, else as rarely as fits; of the ways to cut into four or
-    fewer, that with the longest shorter side."""
-    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most)
-    assert found is not None
-    apart = [  # of every block, the rows whose totals do not lie in the gradients from its own on
-        max(0, min(found.rows, length - at) - (length - at) // 2) for at in range(0, length, found.rows)
-    ]
-    assert max(apart) * 4 * features + 2 * found.rows * found.cols <= room
-
-    def cut(count):
-        rows = -(-length * 2 // ((2 * count - 1) * 128)) * 128
-        last = length - (count - 1) * rows
-        cols = (room - -(-max(last, rows - last) // 2) * 4 * features) // (2 * rows)
-        return rows, -(-length // -(-length // cols)) if cols >= 128 else 0  # in equal parts
-
-    few = [n for n in range(2, panels.BLOCKS + 1) if cut(n)[1] >= 128]
-    counts = few or [next(n for n in range(panels.BLOCKS + 1, panels.ADDS + 1) if cut(n)[1] >= 128)]
-    assert found.count(length) in counts
-    for n in counts:
-        assert min(cut(n)) < min(found.rows, found.cols) + 256  # but for rounding
-
-
-@pytest.mark.parametrize(("length", "features", "room"), [(32_768, 512, 64_000_000), (5000, 300, 10**7)])
-def test_blocks_whose_totals_lie_apart_fit_too(length, features, room):
-    found = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most, lends=False)
-    assert found is not None and found.rows * (4 * features + 2 * found.cols) <= room
-    lent = panels.blocks(length, length, 2, room, 4 * features, lambda rows: lambda most, length=0: most)
-    assert lent is not None and found.rows * found.cols < lent.rows * lent.cols
-
-
 @pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
 def test_panels_leave_few_processors_idle(rows, most):
     found = panels.filling(rows, 132)(most)
@@ -113,21 +79,6 @@ def test_panels_leave_few_processors_idle(rows, most):
     whole = most // 256
     best = max(busy(n) for n in range(-(-whole * 4 // 5), whole + 1))
     assert found == most if most < 1024 else busy(found // 256) >= 0.97 * best
-
-
-@pytest.mark.parametrize(("rows", "most", "length"), [(5120, 6166, 32768), (8832, 3178, 65536), (300, 5000, 7000)])
-def test_panels_of_one_size_are_few_and_their_last_is_no_shred(rows, most, length):
-    found = panels.filling(rows, 132, 128)(most, length)
-    assert 0.7 * most <= found <= most and found % 128 == 0
-
-    def rounds(cols):
-        return -(-(-(-rows // 128) * -(-cols // 128)) // 132)
-
-    def cost(cols):
-        whole, rest = divmod(length, cols)
-        return whole * (rounds(cols) + 4) + (rounds(rest) + 4 if rest else 0)
-
-    assert cost(found) <= min(cost(n) for n in range(-(-most * 4 // 5 // 128) * 128, most + 1, 128))
 
 
 def test_without_processors_panels_are_as_large_as_they_may():
@@ -155,3 +106,15 @@ def test_totals_begin_where_numbers_are_aligned():
     assert lendable(torch.empty(100, 3, dtype=torch.bfloat16), 10, torch.float32) == 0
     assert lendable(torch.empty(100, 24, dtype=torch.bfloat16)[1:], 10, torch.float32) == 10
     assert lendable(torch.empty(100, 4, dtype=torch.bfloat16)[1:], 10, torch.float32) == 0
+
+
+def test_totals_of_some_rows():
+    """Of a block that begins at row 7, in two pieces: what a panel of it adds to."""
+    gradients = torch.zeros(30, 8, dtype=torch.bfloat16)
+    lent = Lent.zeros(gradients, 20, 15, torch.float32, first=7)
+    panels_of = (7, 27), (7, 12), (20, 27), (24, 27)
+    for first, last in panels_of:
+        for part, totals in lent.of(slice(first, last)):
+            totals += torch.arange(first, last).float()[part, None]
+    wanted = [row * sum(first <= row < last for first, last in panels_of) for row in range(7, 27)]
+    assert torch.cat([totals for _, totals in lent.pieces])[:, 0].tolist() == wanted

@@ -29,23 +29,33 @@ def lendable(own: Tensor, count: int, compute: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Lent:
-    """Totals of the first rows of a gradient, in pieces; ``own``: the gradient, from the first of these rows on."""
+    """Totals of some rows of a gradient, in pieces; ``own``: the gradient, from the first of these rows on, which is
+    that of number ``first``."""
 
     own: Tensor
     pieces: tuple[tuple[slice, Tensor], ...]
+    first: int = 0
 
     @staticmethod
-    def zeros(own: Tensor, count: int, lent: int, compute: torch.dtype, place: Tensor | None = None) -> Lent:
+    def zeros(
+        own: Tensor, count: int, lent: int, compute: torch.dtype, place: Tensor | None = None, first: int = 0
+    ) -> Lent:
         """``count`` rows, ``lent`` of them where the gradient is, the others in ``place`` (bytes), or in one apart."""
         width, pieces = own.shape[1], []
         if lent:
-            first = own.view(-1)[: lent * width * compute.itemsize // own.itemsize]
-            pieces.append((slice(0, lent), first.view(compute).view(lent, width).zero_()))
+            inside = own.view(-1)[: lent * width * compute.itemsize // own.itemsize]
+            pieces.append((slice(0, lent), inside.view(compute).view(lent, width).zero_()))
         if lent < count:
             size = (count - lent) * width * compute.itemsize
             rest = torch.empty(size, dtype=torch.uint8, device=own.device) if place is None else place[:size]
             pieces.append((slice(lent, count), rest.view(compute).view(count - lent, width).zero_()))
-        return Lent(own, tuple(pieces))
+        return Lent(own, tuple(pieces), first)
+
+    def of(self, rows: slice) -> list[tuple[slice, Tensor]]:
+        """The totals of some rows in pieces, counted from the first of them."""
+        begin, end = rows.start - self.first, rows.stop - self.first
+        inside = [(max(part.start, begin), min(part.stop, end), part.start, totals) for part, totals in self.pieces]
+        return [(slice(a - begin, b - begin), totals[a - at : b - at]) for a, b, at, totals in inside if a < b]
 
     def close(self, spare: Tensor | None = None) -> None:
         """The gradients from their totals. ``spare``: memory of their type, by way of which those go that lie in their

@@ -68,7 +68,7 @@ class KernelStep(Sums):
         self._begin_sums(panel)
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
         self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
-        self.buffers = self.own = {key: self._buffer(kind) for key, kind in self.kinds.items()}
+        self.buffers = self.own = {} if panel.blocks else {key: self._buffer(kind) for key, kind in self.kinds.items()}
         self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
         self.made: tuple[Any, set[Expr]] = (None, set())
@@ -81,18 +81,27 @@ class KernelStep(Sums):
         return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
 
     def walk_panels(self) -> Iterable[tuple[slice, slice]]:
-        if self.panel.tail is None:
-            return cut_evenly(self.sizes, self.panel)
-        return self._take_turns(self.panel.tail)
+        if self.panel.tail is not None:
+            return self._take_turns(self.panel.tail)
+        return self._take_blocks() if self.panel.blocks else cut_evenly(self.sizes, self.panel)
+
+    def _take_blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Blocks of rows one after the other, a strip of columns of each at a time."""
+        widths, cols = self._gradients(), self.sizes.cols
+        size = max(self._panel_size(b.rows, b.cols) + self._apart(b) for b in self.panel.blocks)
+        host = torch.empty(size, dtype=torch.uint8, device=self.sizes.device)
+        for block in self.panel.blocks:
+            self.buffers = self._inside(host, 0, block.rows, block.cols)
+            self.spare = next((b.view(-1) for b in self.buffers.values() if b.dtype == self.stored), None)
+            self._begin_block(block, widths, host[self._panel_size(block.rows, block.cols) :])
+            for start in range(0, cols, block.cols):
+                for row in range(block.first, block.last, block.rows):
+                    yield slice(row, min(block.last, row + block.rows)), slice(start, min(cols, start + block.cols))
+            self._close_lent()
 
     def _take_turns(self, plan: tail.Tail) -> Iterator[tuple[slice, slice]]:
         """Panels of all rows, in the memory of the largest column gradient until that is written."""
-        cut, rows = self.parts[0], self.sizes.rows
-        sums = {over: [(0, place) for place, o, _ in cut.sums if o == over] for over in ("rows", "cols")}
-        widths = {over: dict(zip(sums[over], self._widths(over), strict=True)) for over in sums}
-        for over, length in (("rows", self.sizes.cols), ("cols", rows)):
-            for key, width in widths[over].items():
-                self.totals[key] = torch.empty(length, width, dtype=self.kind, device=self.sizes.device)
+        widths, rows = self._gradients(), self.sizes.rows
         host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
         at = plan.totals
         for key, width in widths["cols"].items():
@@ -103,19 +112,21 @@ class KernelStep(Sums):
             if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
                 self._close_lent()
             self.over = turn.over
-            self.buffers = self.own if turn.at is None else self._inside(host, turn)
+            self.buffers = self.own if turn.at is None else self._inside(host, turn.at, rows, turn.last - turn.first)
             yield slice(0, rows), slice(turn.first, turn.last)
         self._close_lent()
 
-    def _inside(self, host: Tensor, turn: tail.Turn) -> dict[Any, Tensor]:
-        """The panel's buffers in the memory of something else."""
-        found, at = {}, turn.at or 0
-        width = -(-(turn.last - turn.first) // ALIGN) * ALIGN
+    def _inside(self, host: Tensor, at: int, rows: int, cols: int) -> dict[Any, Tensor]:
+        """A panel's buffers in the memory of something else."""
+        found, width = {}, -(-cols // ALIGN) * ALIGN
         for key, kind in self.kinds.items():
-            size = self.sizes.rows * width * kind.itemsize
-            found[key] = host[at : at + size].view(kind).view(self.sizes.rows, width)
+            size = rows * width * kind.itemsize
+            found[key] = host[at : at + size].view(kind).view(rows, width)
             at += size
         return found
+
+    def _panel_size(self, rows: int, cols: int) -> int:
+        return sum(rows * -(-cols // ALIGN) * ALIGN * kind.itemsize for kind in self.kinds.values())
 
     # A group of stages of one panel
 
@@ -131,7 +142,7 @@ class KernelStep(Sums):
             value = self._contract((at, place), over, products, weights, part) if over in self.over else None
             if value is not None:
                 part.keep(at, place, [value], [self.complete.get((at, place))])
-        if self.panel.tail is None and part.cols.stop == self.sizes.cols:
+        if self.panel.tail is None and self.block is None and part.cols.stop == self.sizes.cols:
             self._close_lent()
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
@@ -147,8 +158,9 @@ class KernelStep(Sums):
         moved = self.panel.cols < self.sizes.cols
         fused, self.rest = self.without or self._fused(moved), None
         if fused and not fused.guesses:
-            if self.without and self.mine[0] != part.rows:
-                across = part.across()
+            rows = part.rows if self.block is None else slice(self.block.first, self.block.last)
+            if self.without and self.mine[0] != rows:
+                across = part.across(rows)
                 self._keep_own(self.without.own(self._given(self.without, across), self._here(across)), across)
             return self._written(fused, part, here, [])
         whole = joint(self.walk, group, moved)

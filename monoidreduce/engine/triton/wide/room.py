@@ -6,10 +6,11 @@ Apart from ``panel.py``, which does to a panel what is planned here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
-from ....plan import budget, panels, tail
+from ....plan import blocks, budget, panels, tail
 from ....program.expr import Expr
 from ... import filtering, hardware
 from ...evaluate import Sizes
@@ -21,6 +22,7 @@ from .joint import groups, parts
 from .lent import aligned
 
 _ROW = 32  # bytes: the numbers of a row of a panel
+_SHARE = 32  # of the room, one part in so many, at most, is left to the numbers of all rows
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,17 +110,17 @@ class Room:
             whole = panels.by_rows(rows, cols, pair, left, wide=True, each=each)
         if not self._is_sum():
             return whole
-        if whole is not None and whole.rows >= min(panels.FEW, rows):
+        if whole is not None and whole.pays(rows):
             return whole
-        found_tail, blocks = self._tail(room), self._blocks(room)
-        if found_tail and (not blocks or cols // len(found_tail.turns) * rows >= blocks.rows * blocks.cols):
+        found_tail, few = self._tail(room), self._blocks(room)
+        if found_tail and (not few or cols // len(found_tail.turns) * rows >= few.rows * few.cols):
             return panels.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average
         if not self._each("rows"):
             found = panels.cut(rows, cols, pair, room, self._each("cols"))
             return panels.Panels(*found, outer="rows") if found else whole
         found = panels.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        if blocks and (found is None or found[0] * found[1] < blocks.rows * blocks.cols):
-            return blocks
+        if few and (found is None or found[0] * found[1] < few.rows * few.cols):
+            return few
         return panels.Panels(*found[::-1]) if found else whole
 
     def chosen(self) -> panels.Panels | None:
@@ -129,9 +131,18 @@ class Room:
         """Blocks of rows, where column gradients of 16 bits are added to."""
         if not self.stored or not self._each("rows"):
             return None
-        each, lends = self._each("cols"), self._lends()
+        rows, cols = self.sizes.rows, self.sizes.cols
         most = panels.ADDS if self._without() else panels.BLOCKS
-        return panels.blocks(self.sizes.rows, self.sizes.cols, self._pair(), room, each, self._filling, lends, most)
+        strips = len(self._widths("rows")) == 1 == len(self._widths("cols"))
+        room -= min(rows * _ROW, room // _SHARE)
+        machine = blocks.Machine(describe.processors(self.sizes.device), (panels.TILE[0], self._tile()))
+        return blocks.blocks(rows, cols, self._held(), machine, room, most, strips)
+
+    def _held(self) -> blocks.Held:
+        """What blocks of rows hold, where column gradients are of 16 bits."""
+        row, widths = self._each("cols"), (sum(self._widths("cols")), sum(self._widths("rows")))
+        lent = row * self.kind.itemsize // self.sizes.compute.itemsize if self._lends() else 0
+        return blocks.Held(self._pair(), row, self._each("rows"), lent, widths)
 
     def _lends(self) -> bool:
         """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,
@@ -149,10 +160,13 @@ class Room:
         given = tail.Rows(rows, lent, self._each("cols"))
         return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
 
-    def _filling(self, rows: int) -> panels.Filling:
+    def _filling(self, rows: int) -> Callable[[int], int]:
+        return panels.filling(rows, describe.processors(self.sizes.device), self._tile())
+
+    def _tile(self) -> int:
+        """Columns of a tile of the product that fills a panel of some columns."""
         fused = self._fused(True)
-        tile = fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
-        return panels.filling(rows, describe.processors(self.sizes.device), tile)
+        return fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
 
     def least(self) -> int:
         rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()

@@ -21,6 +21,8 @@ from .lent import Lent, lendable
 from .rest import Rest
 from .room import Room
 
+Key = tuple[int, int]  # of a sum: its stage, and its place there
+
 
 class Sums(Room):
     """The totals of a walk, direction by direction."""
@@ -33,14 +35,47 @@ class Sums(Room):
         within = panel.outer == "rows" and panel.rows < self.sizes.rows and panel.cols < self.sizes.cols
         self.without = self._without() if panel.tail or within else None
         self.mine: tuple[slice | None, Rest | None] = (None, None)  # of which rows, and what is in their own columns
-        self.totals: dict[tuple[int, int], Tensor] = {}  # of vectors, whole
-        self.lent: dict[tuple[int, int], Lent] = {}  # of rows, in the memory of their own gradients
-        self.complete: dict[tuple[int, int], Tensor] = {}  # vectors of all rows
-        self.columns: dict[tuple[int, int], Tensor] = {}  # what rows' totals are sums of, all of it
-        self.adding: dict[tuple[int, int], Tensor] = {}  # of some columns' vectors, before they are rounded
-        self.labels: dict[tuple[int, int], list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
+        self.totals: dict[Key, Tensor] = {}  # of vectors, whole
+        self.lent: dict[Key, Lent] = {}  # of rows, in the memory of their own gradients
+        self.complete: dict[Key, Tensor] = {}  # vectors of all rows
+        self.columns: dict[Key, Tensor] = {}  # what rows' totals are sums of, all of it
+        self.adding: dict[Key, Tensor] = {}  # of some columns' vectors, before they are rounded
+        self.block: panels.Block | None = None  # of rows, that is walked
+        self.labels: dict[Key, list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
         self.fed = [dict(fed(stage)) for stage in self.walk.stages]
         self.spare: Tensor | None = None  # what holds panels, when they are done with
+
+    def _gradients(self) -> dict[str, dict[Key, int]]:
+        """Memory for the gradients of both sides, before anything is summed; by direction, their widths."""
+        found = {}
+        for over, length in (("rows", self.sizes.cols), ("cols", self.sizes.rows)):
+            keys = [(0, place) for place, o, _ in self.parts[0].sums if o == over]
+            found[over] = dict(zip(keys, self._widths(over), strict=True))
+            for key, width in found[over].items():
+                self.totals[key] = torch.empty(length, width, dtype=self.kind, device=self.sizes.device)
+        return found
+
+    def _lent_rows(self, block: panels.Block) -> int:
+        """Of how many rows of a block the totals lie in gradients: its own, and those of the rows after it."""
+        free = (self.sizes.rows - block.first) * self.kind.itemsize // self.sizes.compute.itemsize
+        return min(block.last - block.first, free) if self._lends() else 0
+
+    def _apart(self, block: panels.Block) -> int:
+        """Bytes of the totals of the others."""
+        return (block.last - block.first - self._lent_rows(block)) * self._each("cols")
+
+    def _begin_block(self, block: panels.Block, widths: dict[str, dict[Key, int]], place: Tensor) -> None:
+        """The totals of a block's rows, in ``place`` (bytes) where gradients have no room for them; those of a strip's
+        columns behind them, where it has strips."""
+        self.block, self.adding = block, {}
+        count, lent, compute = block.last - block.first, self._lent_rows(block), self.sizes.compute
+        for key, width in widths["cols"].items():
+            own = self.totals[key][block.first :]
+            self.lent[key] = Lent.zeros(own, count, lent, compute, place, block.first)
+            place = place[(count - lent) * width * compute.itemsize :]
+            for other, wide in widths["rows"].items() if block.strips else ():
+                free = own.view(-1).view(compute)[count * width :]
+                self.adding[other] = free[: block.cols * wide].view(block.cols, wide)
 
     def _keep_own(self, own: Rest, part: Part) -> None:
         """What some rows add in their own columns: kept for the end of their totals, and for that of all panels."""
@@ -66,7 +101,7 @@ class Sums(Room):
         self.lent = {}
 
     def _contract(
-        self, key: tuple[int, int], over: str, products: tuple[Contraction, ...], weights: Any, part: Part
+        self, key: Key, over: str, products: tuple[Contraction, ...], weights: Any, part: Part
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
         rows, cols = part.rows, part.cols
@@ -80,18 +115,26 @@ class Sums(Room):
             weight = weights[c.weight]
             rest = self.rest if over == "rows" else None
             vector = rest.scaled(vector, weight.dtype) if rest else vector.to(weight.dtype)
-            begun = not alone and (folded.start > 0 or key in self.lent)
+            begun = not alone and (folded.start > self._span(over)[0] or key in self.lent)
             for piece, out in outs:
                 self.contract(out, weight[piece], vector, over, add=k > 0 or begun)
         if self.rest and over == "rows":
             self._add_labels(key, self.rest, out, vectors[0], given=feeds[0].op == "input")
         if alone:
             return self.rest.complete(out, vectors[0]) if self.rest else out
-        if key in self.adding and folded.stop == (self.sizes.cols if over == "cols" else self.sizes.rows):
-            self.totals[key][kept] = self.adding[key][: kept.stop - kept.start]
+        first, last = self._span(over)
+        if key in self.adding and folded.stop == last:
+            whole, own = self.totals[key][kept], self.adding[key][: kept.stop - kept.start]
+            whole.add_(own) if first else whole.copy_(own)
         return None
 
-    def _add_labels(self, key: tuple[int, int], rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
+    def _span(self, over: str) -> tuple[int, int]:
+        """The folded indices over which totals are added up before they are rounded."""
+        if over == "rows" and self.block and self.block.strips:
+            return self.block.first, self.block.last
+        return 0, self.sizes.cols if over == "cols" else self.sizes.rows
+
+    def _add_labels(self, key: Key, rest: Rest, out: Tensor, vectors: Tensor, given: bool) -> None:
         """What a panel's rows add in their own columns: after all panels, so that 16 bits round it once, where the
         vectors are there anyway."""
         if given:
@@ -105,7 +148,7 @@ class Sums(Room):
             for rest, vectors in self.labels.pop(key):
                 rest.add(self.totals[key], vectors)
 
-    def _alone(self, key: tuple[int, int], rows: slice, width: int) -> Tensor:
+    def _alone(self, key: Key, rows: slice, width: int) -> Tensor:
         """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
         empty = functools.partial(torch.empty, dtype=self.kind, device=self.sizes.device)
         if key[0] < len(self.walk.stages) - 1:
@@ -114,16 +157,17 @@ class Sums(Room):
             self.complete[key] = empty(self.sizes.rows, width)
         return self.complete[key][rows]
 
-    def _total(
-        self, key: tuple[int, int], over: str, kept: slice, folded: slice, width: int
-    ) -> Sequence[tuple[slice, Tensor]]:
+    def _total(self, key: Key, over: str, kept: slice, folded: slice, width: int) -> Sequence[tuple[slice, Tensor]]:
         """Where to add: the whole total, or a float32 part of it where 16 bits would be rounded too often.
 
         An axis whose parts are walked one after the other completes each before the next; its whole total may then be
         of 16 bits. So may column totals over few enough panels of whole rows.
         """
         if key in self.lent:
-            return self.lent[key].pieces
+            return self.lent[key].of(kept)
+        count = kept.stop - kept.start
+        if self.block:
+            return [(slice(None), self.adding[key][:count] if key in self.adding else self.totals[key][kept])]
         length, own = (self.sizes.cols, self.panel.cols) if over == "rows" else (self.sizes.rows, self.panel.rows)
         other, step = (self.sizes.rows, self.panel.rows) if over == "rows" else (self.sizes.cols, self.panel.cols)
         in_turn = self.panel.outer != over and own < length
@@ -133,11 +177,10 @@ class Sums(Room):
             self.totals[key] = empty(length, width, dtype=narrow or self.sizes.compute)
         if not (narrow and in_turn and step < other):
             return [(slice(None), self.totals[key][kept])]
-        count = kept.stop - kept.start
         if over == "cols":
             gradients = self.totals[key][kept.start :]
             lent = lendable(gradients, count, self.sizes.compute) if self._lends() else 0
-            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute)
+            self.lent[key] = Lent.zeros(gradients, count, lent, self.sizes.compute, first=kept.start)
             return self.lent[key].pieces
         if key not in self.adding:
             self.adding[key] = empty(own, width, dtype=self.sizes.compute)
