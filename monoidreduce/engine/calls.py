@@ -18,7 +18,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import known, outline, recover, reference, registry
+from . import exact, known, outline, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
@@ -109,6 +109,7 @@ def _walk(
     program = lower(traced.outputs)
     names, frozen = inputs(program), alike and freezes(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    program = exact.marked(program, numbers, sizes)
     passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
     rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
     run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
