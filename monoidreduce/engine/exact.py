@@ -13,53 +13,65 @@ costs memory and time, and no digits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import NoGradientError
 from ..program.expr import Expr, topological
 from ..program.gradient import gradient
 from ..program.lower import Lowered, Pass, lower
-from . import panel
 from .evaluate import Sizes
-from .triton.spec import Unsupported
+from .triton.spec import WIDEST, Unsupported
 from .triton.text import deep
 from .triton.wide import epilogue
 from .triton.wide.room import Room
 from .walks import as_program, walks
 
 
-def marked(program: Lowered, numbers: frozenset[str], sizes: Sizes) -> Lowered:
+def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
     """A program whose folds say which of them keep their products exact.
 
-    ``numbers``: the inputs that are Python numbers; every other one may ask for a gradient."""
-    if not epilogue.on(sizes.device) or not any(panel.is_wide(p.fold, sizes) for p in program.passes):
+    ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
+    letters = {letter: sizes.of(letter) > WIDEST for p in program.passes for letter in p.fold.letters}
+    if not any(letters.values()) or not epilogue.on(sizes.device):
         return program
-    return _told(program, tuple(_stays(p, numbers, sizes) for p in program.passes))
+    given = (asks, tuple(letters.items()), sizes.device, sizes.compute)
+    return _told(program, tuple(_stays(p, *given) for p in program.passes))
+
+
+def asking(values: Mapping[str, Any]) -> frozenset[str]:
+    """The values that ask for a gradient."""
+    return frozenset(n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad)
 
 
 @functools.lru_cache(maxsize=1024)
 def _told(program: Lowered, stays: tuple[bool, ...]) -> Lowered:
-    passes = (replace(p, fold=replace(p.fold, exact=e)) for p, e in zip(program.passes, stays, strict=True))
-    return replace(program, passes=tuple(passes)) if any(stays) else program
+    pairs = zip(program.passes, stays, strict=True)
+    passes = tuple(replace(p, fold=replace(p.fold, exact=True)) if stay else p for p, stay in pairs)
+    return replace(program, passes=passes)
 
 
-def _stays(p: Pass, numbers: frozenset[str], sizes: Sizes) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
     """Whether a fold is done in one kernel, and its gradients are sums of weights that products of our own write."""
-    fold = p.fold
-    widths = [sizes.of(letter) for letter in fold.letters]
-    if not deep.fits(fold, max([0, *widths]), narrow=True):
+    fold, features = p.fold, {letter: WIDEST + wide for letter, wide in letters}
+    if not deep.fits(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
-    moves = tuple(leaf.dtype == "float" and _is_tensor(feed, numbers) for leaf, feed in zip(fold.leaves, p.feeds, strict=True))
+    wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
     try:
-        *_, outputs = gradient(fold.pure, fold.leaves, moves, (True,) * len(fold.outputs))
-        program = lower(tuple(e for e in outputs if e is not None)).having(True)
-        (walk,) = (w for one in program.passes for w in walks(as_program(one.fold)))
-        return Room(walk, sizes, {torch.bfloat16}).written()
-    except (NoGradientError, Unsupported, ValueError):
+        *_, outputs = gradient(fold.pure, fold.leaves, wanted, (True,) * len(fold.outputs))
+        passes = lower(tuple(e for e in outputs if e is not None)).passes
+        found = [walk for one in passes for walk in walks(as_program(one.fold))]
+        sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
+        return len(found) == 1 and Room(found[0], sizes, {torch.bfloat16}).fuses()
+    except (NoGradientError, Unsupported):
         return False
 
 
-def _is_tensor(feed: Expr, numbers: frozenset[str]) -> bool:
-    return any(e.op == "input" and e.attrs[0] not in numbers for e in topological([feed]))
+def _moves(feed: Expr, asks: frozenset[str]) -> bool:
+    inputs = [e for e in topological([feed]) if e.op == "input"]
+    return any(e.feature is not None or e.attrs[0] in asks for e in inputs)

@@ -65,7 +65,7 @@ class Room:
         self.kind = self.stored or sizes.compute
         self.fused: dict[bool, epilogue.Epilogue | None] = {}
         self._hold(self.kind)
-        if walk.exact and not self.written():  # the vendor's products are rounded to the type of their panel
+        if walk.exact and not self.fuses():  # the vendor's products are rounded to the type of their panel
             self.fused = {False: None, True: None}
             self._hold(sizes.compute)
 
@@ -74,7 +74,7 @@ class Room:
         self.pairs, places = pairs, range(len(self.walk.stages))
         self.homes = [_homes(self.walk, at, pairs, self.kind, self.sizes.compute) for at in places]
 
-    def written(self) -> bool:
+    def fuses(self) -> bool:
         """Whether weights are written by products of our own, whatever the panels."""
         return all(self._fused(moved) is not None for moved in (False, True))
 
@@ -92,8 +92,9 @@ class Room:
 
     def _without(self) -> epilogue.Epilogue | None:
         """The same with each row's own column left out of the weights, where totals lie in row gradients: it is added
-        to those, and to column gradients after all panels, so that 16 bits round it once."""
-        if self._fused(True) is None or not self._lends():
+        to those, and to column gradients after all panels, so that 16 bits round it once. Not where logits are rounded:
+        a product by itself, which differs in its last bit, may be rounded to another one than totals have in them."""
+        if self._fused(True) is None or not self._lends() or not self.walk.exact:
             return None
         found = epilogue.epilogue(self.walk, self.groups[0], True, True)
         vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
