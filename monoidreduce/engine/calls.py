@@ -116,7 +116,7 @@ def _walk(
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asks = exact.asking(values)
     program = exact.marked(program, asks, sizes)
-    calm = [n for n in names if program.exact and n not in numbers and n not in asks]
+    calm = [n for n in names if program.exact and n not in {*numbers, *asks} and values[n].is_floating_point()]
     passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
     rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
     run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
