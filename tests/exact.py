@@ -1,4 +1,4 @@
-"""What products that are not rounded are tried on, in the interpreter and on a GPU: rows that are sure of their label."""
+"""What products that are not rounded are tried on, in the interpreter and on a GPU: rows sure of their label."""
 
 import math
 

@@ -1,0 +1,69 @@
+"""Products that are not rounded, on a GPU: gradients see the forward's own logits, whoever multiplies for them."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce.engine.triton.wide import epilogue
+from monoidreduce.engine.triton.wide.panel import KernelStep
+from monoidreduce.engine.triton.wide.room import Room
+from monoidreduce.plan import budget
+from tests.exact import compare, head, made, ours, plain, pulled, twice
+
+HOPPER = torch.cuda.is_available() and epilogue.on(torch.device("cuda"))
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU whose gradients are written by products of our own")
+
+SIZES = [(1000, 8003, 520), (2048, 2048, 768), (600, 4096, 4096)]
+
+
+@pytest.fixture(params=[True, False], ids=["predicted", "mistaken"])
+def held(request, monkeypatch):
+    """The types of the pairs in panels; once as predicted, once where gradients go by the vendor's products."""
+    found, begin, fuses = [], KernelStep.begin, Room.fuses
+    monkeypatch.setattr(KernelStep, "begin", lambda step, panel: found.append(step.pairs) or begin(step, panel))
+    if not request.param:
+        monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))
+    yield found
+    assert set(found) <= {torch.bfloat16 if request.param else torch.float32}
+
+
+@pytest.mark.parametrize("limit", ["1MB", "8MB", "300MB"])
+@pytest.mark.parametrize(("M", "N", "D"), SIZES)
+def test_peaked_logits(M, N, D, limit, held):
+    x, w, target = given = made(M, N, D, "cuda")
+
+    def limited(*args):
+        with mr.budget(limit):
+            return ours(*args)
+
+    found = pulled(limited, *given)
+    compare(found, pulled(plain, x.double(), w.double(), target), pulled(plain, *given))
+    for again in (pulled(limited, *given) for _ in range(3)):  # walked, heard, run
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    kept = pulled(limited, *given)
+    torch.cuda.synchronize()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert peak - before - sum(t.nbytes for t in kept) <= budget.parse(limit) + 64 * (M + N)  # a few numbers of each
+
+
+def test_backward_again_and_sums(held):
+    """A second backward is the first; one of sums, whose gradients were given away, recomputes the same logits."""
+    x, w, target = made(1000, 8003, 520, "cuda")
+    for loss in (ours, head.total):
+        first = [a.detach().requires_grad_() for a in (x, w)]
+        with mr.budget("64MB"):
+            value = loss(*first, target)
+            one, other = (torch.autograd.grad(value, first, retain_graph=True) for _ in range(2))
+        for a, b in zip(one, other, strict=True):
+            assert torch.linalg.vector_norm(a.float() - b.float()) <= 0.005 * torch.linalg.vector_norm(a.float())
+
+
+def test_derivatives_of_gradients():
+    x, w, target = given = made(500, 3000, 520, "cuda")
+    with mr.budget("64MB"):
+        found = twice(ours, *given)
+    with mr.use(engine="eager"):
+        compare(found, twice(plain, x.double(), w.double(), target), twice(ours, *given), factor=3.0)
