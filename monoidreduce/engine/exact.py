@@ -52,7 +52,7 @@ def asking(values: Mapping[str, Any]) -> frozenset[str]:
 def _told(program: Lowered, stays: tuple[bool, ...]) -> Lowered:
     pairs = zip(program.passes, stays, strict=True)
     passes = tuple(replace(p, fold=replace(p.fold, exact=True)) if stay else p for p, stay in pairs)
-    return replace(program, passes=passes)
+    return replace(program, passes=passes) if any(stays) else program
 
 
 @functools.lru_cache(maxsize=1024)

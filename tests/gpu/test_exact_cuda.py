@@ -18,13 +18,13 @@ SIZES = [(1000, 8003, 520), (2048, 2048, 768), (600, 4096, 4096)]
 
 @pytest.fixture(params=[True, False], ids=["predicted", "mistaken"])
 def held(request, monkeypatch):
-    """The types of the pairs in panels; once as predicted, once where gradients go by the vendor's products."""
+    """Once as predicted, once where gradients go by the vendor's products: the types of the pairs that panels held, and
+    the one that those of gradients should have."""
     found, begin, fuses = [], KernelStep.begin, Room.fuses
     monkeypatch.setattr(KernelStep, "begin", lambda step, panel: found.append(step.pairs) or begin(step, panel))
     if not request.param:
         monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))
-    yield found
-    assert set(found) <= {torch.bfloat16 if request.param else torch.float32}
+    return found, torch.bfloat16 if request.param else torch.float32
 
 
 @pytest.mark.parametrize("limit", ["1MB", "8MB", "300MB"])
@@ -36,7 +36,8 @@ def test_peaked_logits(M, N, D, limit, held):
         with mr.budget(limit):
             return ours(*args)
 
-    found = pulled(limited, *given)
+    found, (types, kind) = pulled(limited, *given), held
+    assert set(types) == {kind}
     compare(found, pulled(plain, x.double(), w.double(), target), pulled(plain, *given))
     for again in (pulled(limited, *given) for _ in range(3)):  # walked, heard, run
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
@@ -49,7 +50,8 @@ def test_peaked_logits(M, N, D, limit, held):
     assert peak - before - sum(t.nbytes for t in kept) <= budget.parse(limit) + 64 * (M + N)  # a few numbers of each
 
 
-def test_backward_again_and_sums(held):
+@pytest.mark.usefixtures("held")
+def test_backward_again_and_sums():
     """A second backward is the first; one of sums, whose gradients were given away, recomputes the same logits."""
     x, w, target = made(1000, 8003, 520, "cuda")
     for loss in (ours, head.total):

@@ -17,9 +17,7 @@ from tests.exact import compare, head, made, ours, plain, pulled, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
-SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1)) | dict.fromkeys(
-    ("pick_own", "weigh_own"), KernelPlan(1, 64, 4, 1)
-)
+SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1))
 
 
 @mr.op

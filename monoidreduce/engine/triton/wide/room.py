@@ -92,9 +92,8 @@ class Room:
 
     def _without(self) -> epilogue.Epilogue | None:
         """The same with each row's own column left out of the weights, where totals lie in row gradients: it is added
-        to those, and to column gradients after all panels, so that 16 bits round it once. Not where logits are rounded:
-        a product by itself, which differs in its last bit, may be rounded to another one than totals have in them."""
-        if self._fused(True) is None or not self._lends() or not self.walk.exact:
+        to those, and to column gradients after all panels, so that 16 bits round it once."""
+        if self._fused(True) is None or not self._lends():
             return None
         found = epilogue.epilogue(self.walk, self.groups[0], True, True)
         vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
