@@ -38,7 +38,7 @@ PLANS = {
     "write_known": KernelPlan(128, 256, 8, 4),
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
-    "pick_own": KernelPlan(64, 64, 4, 3),
+    "pick_own": KernelPlan(1, 1024, 4, 1),
     "weigh_own": KernelPlan(64, 64, 4, 3),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),

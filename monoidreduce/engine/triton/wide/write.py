@@ -249,38 +249,39 @@ def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[
     assert task.late is not None and task.late.target is not None
     target = v.number(task.late.target)
     own = f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)"
-    lines = [*v.before, own, *_own_product(v, task), "tl.store(picked + kept_at, product, mask=kept_in)"]
+    lines = [*v.before, own, "taken = tl.zeros([KEPT, FOLDED], tl.float32)", *_features(v, task, "FOLDED")]
+    lines += ["    taken += x.to(tl.float32) * y.to(tl.float32)"]
+    lines += ["tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)"]
     return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
 
 
-def _own_product(v: Values, task: Task) -> list[str]:
-    """The products of rows with the columns ``own``.
-
-    The matrix units multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be
-    what it is elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is
-    left, and features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41
-    times their size, and by 0.07 so, as plain torch's are). A product that is rounded would be to another number."""
+def _features(v: Values, task: Task, some: str) -> list[str]:
+    """A loop over the features of rows and of the columns ``own``, some at a time."""
     product = _product(task)
     x, y = (str(e.attrs[0]) for e in _sides(product))
     width = v.spec.width(product.args[0].feature)
     return [
-        "taken = tl.zeros([KEPT, KEPT], tl.float32)",
-        f"for d in range(0, {width}, {deep.DEPTH}):",
-        f"    lane = d + tl.arange(0, {deep.DEPTH})[None, :]",
+        f"for d in range(0, {width}, {some}):",
+        f"    lane = d + tl.arange(0, {some})[None, :]",
         f"    inside = kept_in[:, None] & (lane < {width})",
         f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
         f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
-        f"    {deep._dot('taken', ['x', 'y'])}",
-        "product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)",
-        *([deep.rounded("product")] if deep.rounds(v.spec) else []),
     ]
 
 
 def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The weight at each row's own column."""
+    """The weight at each row's own column.
+
+    The matrix units multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be
+    what it is elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is
+    left, and features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41
+    times their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
     assert task.own is not None
     there = Matched(v, "own", task.own.target)
-    lines = [*_cut(v), *_cut(there), f"own = {there.place}", *_own_product(v, task), "product = product[:, None]"]
+    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
+    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
+    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
+    lines += [deep.rounded("product")] if deep.rounds(v.spec) else []
     there.outer[_product(task)] = "product"
     weight = there.number(task.own.weight)
     lines += [
