@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import autocast, compiled, gradients, known, outline, registry
+from .engine import autocast, compiled, exact, gradients, known, outline, registry
 from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
 from .engine.calls import Form, Plan, formed
 from .engine.evaluate import Sizes
@@ -259,13 +259,15 @@ class Op(compiled.Compiled):
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agree.fingerprint(traced.outputs)} {shape}"
-        return Prepared(Walk(lower(traced.outputs), sizes, stays, engine), name, columns, form)
+        program = exact.marked(lower(traced.outputs), frozenset(inputs), sizes)
+        return Prepared(Walk(program, sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
         inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
-        results = sharded.execute(lower(traced.outputs), inputs, sizes, registry.sharded_folder())
+        program = exact.marked(lower(traced.outputs), exact.asking(inputs), sizes)
+        results = sharded.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
     # Plans

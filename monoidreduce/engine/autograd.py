@@ -303,4 +303,4 @@ def _gradient_program(
     results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
     outputs = [kept.get(k, e) for k, e in enumerate(others)]
     names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
-    return Ready.of(fold.leaves, names, outputs, wanted, numbers)
+    return Ready.of(fold.leaves, names, outputs, wanted, numbers, fold.exact)

@@ -18,7 +18,7 @@ from ..program.declare import Parameter
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import known, outline, recover, reference, registry
+from . import exact, known, outline, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
@@ -48,6 +48,7 @@ class Plan:
     given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
     fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
 
     @staticmethod
     def made(
@@ -65,7 +66,7 @@ class Plan:
         places = {name: k for k, name in enumerate(parameters if order is None else order)}
         alike = order is not None
         oracle = engine == "reference"
-        names, run = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
         run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
         return Plan(
             traced,
@@ -74,10 +75,14 @@ class Plan:
             tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
             tuple((places[n], values[n]) for n in traced.fixed if n in places),
             tuple(_shape(e, sizes, out, total) for e in traced.outputs),
+            tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
-        """Whether the program is the one for these numbers."""
+        """Whether the program is the one for these numbers, and for those of these tensors that ask for gradients."""
+        for at in self.calm:
+            if values[at].requires_grad:
+                return False
         for at, v in self.fixed:
             value = values[at]
             if value is not v and (value != v or type(value) is not type(v)):
@@ -104,22 +109,26 @@ class Plan:
 
 def _walk(
     traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
-) -> tuple[tuple[str, ...], Callable]:
-    """By passes: the names of the inputs, and what runs on them."""
+) -> tuple[tuple[str, ...], Callable, list[str]]:
+    """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = lower(traced.outputs)
     names, frozen = inputs(program), alike and freezes(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    asks = exact.asking(values)
+    program = exact.marked(program, asks, sizes)
+    calm = [n for n in names if program.exact and n not in {*numbers, *asks} and values[n].is_floating_point()]
     passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
     rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
     run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
     if not total:
-        return names, run
+        return names, run, calm
     sums: Callable = lambda *given: totals(run(*given), sizes)
     sums = _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
     if not alike or not given or not known.is_wide(traced.outputs, sizes):
-        return names, sums
-    return names, known.Road(traced.outputs, names, sizes, engine, registry.stepper(engine, sizes.device), sums)
+        return names, sums, calm
+    make = registry.stepper(engine, sizes.device)
+    return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
 def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
@@ -131,7 +140,7 @@ def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
     )
 
 
-def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
+def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By the dense oracle, which shares nothing with the passes but the arguments."""
     names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
 
@@ -140,7 +149,7 @@ def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable]:
         found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
         return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
 
-    return names, run
+    return names, run, []
 
 
 def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any], Any] | None:

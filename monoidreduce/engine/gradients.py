@@ -69,10 +69,16 @@ class Ready:
 
     @staticmethod
     def of(
-        leaves: Sequence[Expr], others: Sequence[str], outputs: Sequence[Expr | None], wanted: tuple, numbers: tuple
+        leaves: Sequence[Expr],
+        others: Sequence[str],
+        outputs: Sequence[Expr | None],
+        wanted: tuple,
+        numbers: tuple,
+        exact: bool = False,
     ) -> Ready:
-        """``others``: the names of the inputs that are no leaves, in their order."""
-        program = lower(tuple(e for e in outputs if e is not None))
+        """``others``: the names of the inputs that are no leaves, in their order; ``exact``: whether the products that
+        results were made of are."""
+        program = lower(tuple(e for e in outputs if e is not None)).having(exact)
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
         found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]

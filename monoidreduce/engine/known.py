@@ -22,7 +22,7 @@ from ..plan import budget, panels
 from ..program.expr import Expr, topological
 from ..program.lower import lower
 from ..program.total import Total, total
-from . import asked, autograd, filtering, gradients, hardware, panel, recover
+from . import asked, autograd, exact, filtering, gradients, hardware, panel, recover
 from .evaluate import Sizes, from_layout
 from .script import script
 from .triton.spec import Unsupported
@@ -213,7 +213,9 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
     with torch.enable_grad():
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
-        made = script(lower((context.outputs[context.program.moving],)), frozenset(context.numbers))
+        usual = lower((context.outputs[context.program.moving],))
+        usual = exact.marked(usual, exact.asking(inputs), context.sizes)
+        made = script(usual, frozenset(context.numbers))
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))

@@ -151,7 +151,7 @@ torch.library.register_vmap("monoidreduce::fold", _vmap, lib=library)
 @functools.lru_cache(maxsize=4096)
 def name(fold: Fold) -> str:
     """The name of a fold: a digest of its text, node by node."""
-    found = digest(fold)
+    found = digest(fold) + "-exact" * fold.exact
     with _lock:
         _FOLDS[found] = fold
     return found

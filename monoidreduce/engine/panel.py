@@ -306,7 +306,7 @@ class TorchStep:
     def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes = walk, sizes
         narrow = torch.bfloat16 in kinds and not hardware.raise_16bit(sizes.device, torch.bfloat16)
-        self.kind = torch.bfloat16 if narrow else sizes.compute
+        self.kind = torch.bfloat16 if narrow and not walk.exact else sizes.compute
         self.room = plan.LEAST
         self.groups = tuple(range(at, at + 1) for at in range(len(walk.stages)))
 

@@ -295,6 +295,6 @@ class _Program:
 def _gradient(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> _Program:
     results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
     live = {k: e for k, e in enumerate(outputs) if e is not None}
-    program = lower(tuple(live.values()))
+    program = lower(tuple(live.values())).having(fold.exact)
     names = [tuple(e.attrs[0] for e in es) for es in (fold.leaves, results, cotangents)]
     return _Program(program.passes, dict(zip(live, program.outputs, strict=True)), *names)

@@ -45,6 +45,11 @@ class Walk:
     def products(self) -> list[Expr]:
         return list(dict.fromkeys(f for s in self.stages for _, f in s.products))
 
+    @property
+    def exact(self) -> bool:
+        """Whether its products are to stay as exact as they are."""
+        return all(s.fold.exact for s in self.stages)
+
     def dying(self, at: int) -> list[Expr]:
         """The products that no stage after ``at`` reads."""
         later = {f for s in self.stages[at + 1 :] for _, f in s.products}
@@ -59,7 +64,7 @@ class Walk:
             if own:
                 used = set(topological(own))
                 kept = [(e, f) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True) if e in used]
-                fold = Fold(tuple(e for e, _ in kept), tuple(own))
+                fold = Fold(tuple(e for e, _ in kept), tuple(own), exact=stage.fold.exact)
                 results = tuple(u for users in own.values() for u in users)
                 gathers = None if found else stage.gathers
                 found.append(Walk((Stage(fold, tuple(f for _, f in kept), results, gathers),)))
@@ -100,7 +105,8 @@ def _plain(p: Pass) -> Pass:
         for k, e in enumerate(sides)
     }
     feeds = (*p.feeds, *substitute(tuple(sides), feed))
-    return Pass(Fold((*p.fold.leaves, *leaves.values()), substitute(reductions, leaves)), feeds, p.results)
+    fold = Fold((*p.fold.leaves, *leaves.values()), substitute(reductions, leaves), exact=p.fold.exact)
+    return Pass(fold, feeds, p.results)
 
 
 def _stage(p: Pass) -> Stage:
@@ -124,7 +130,8 @@ def _stage(p: Pass) -> Stage:
         users = tuple(u for r in gathers for u in outputs[r])
         later = Pass(Fold(tuple(own), tuple(gathers)), tuple(feed[e] for e in own), users)
     results = tuple(u for r in walked for u in outputs[r])
-    return Stage(Fold(tuple(e for e, _ in kept), reductions), tuple(f for _, f in kept), results, later)
+    fold = Fold(tuple(e for e, _ in kept), reductions, exact=p.fold.exact)
+    return Stage(fold, tuple(f for _, f in kept), results, later)
 
 
 def is_product(e: Expr) -> bool:
@@ -149,7 +156,8 @@ def as_program(fold: Fold) -> Lowered:
         for r in fold.pure
         for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
     )
-    return Lowered((Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results)),), results)
+    only = Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results))
+    return Lowered((only,), results).having(fold.exact)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,7 +171,7 @@ def split_means(program: Lowered) -> Lowered:
             seen = apply("where", apply("eq", log_total, -math.inf), 0.0, apply("exp", apply("neg", log_total)))
             weight = apply("mul", apply("exp", apply("sub", fields[0], peak)), seen)
             (replace[e],) = make("sum", over, (), (apply("mul", weight, fields[e.attrs[0]]),))
-    return lower(substitute(program.outputs, replace)) if replace else program
+    return lower(substitute(program.outputs, replace)).having(program.exact) if replace else program
 
 
 def fed(stage: Stage) -> list[tuple[Expr, Expr]]:

@@ -12,7 +12,7 @@ object.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import build
 from .expr import Expr, node, reduce_node, result, topological
@@ -32,6 +32,7 @@ class Fold:
     reductions: tuple[Expr, ...]
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
     raised: bool = False  # whether vectors are returned in the type in which they were added up: more is made of them
+    exact: bool = False  # whether 16-bit products stay as exact as they are, here and in gradients, wherever they lie
 
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
@@ -72,6 +73,16 @@ class Lowered:
 
     passes: tuple[Pass, ...]
     outputs: tuple[Expr, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether products of a pass stay as exact as they are."""
+        return any(p.fold.exact for p in self.passes)
+
+    def having(self, exact: bool) -> Lowered:
+        """The same, with all products as exact as they are where that is asked for."""
+        passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
+        return replace(self, passes=tuple(passes)) if exact else self
 
 
 @functools.lru_cache(maxsize=4096)

@@ -60,4 +60,4 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
             args = build.substitute(r.args, replace)
         reductions.append(reduce_node(kind, over, params, args))
     scales = build.substitute(fold.scales, replace)
-    return Fold((*fold.leaves, *fed.values()), tuple(reductions), scales), tuple(fed)
+    return Fold((*fold.leaves, *fed.values()), tuple(reductions), scales, exact=fold.exact), tuple(fed)

@@ -110,7 +110,7 @@ def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ..
         tuple(e.attrs[0] for e in cotangents),
         tuple(e is not None for e in outputs),
     )
-    return lower(tuple(e for e in outputs if e is not None)), names
+    return lower(tuple(e for e in outputs if e is not None)).having(fold.exact), names
 
 
 def _zero(leaf: Tensor) -> Tensor:

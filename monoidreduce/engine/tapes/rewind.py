@@ -94,7 +94,7 @@ class Rewind:
             outputs = backward(self.steps.program, inputs, needs, given)
             others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
             numbers = tuple(name in self.steps.numbers for name in names)
-            ready = Ready.of(numbered("x", inputs), others, outputs, needs, numbers)
+            ready = Ready.of(numbered("x", inputs), others, outputs, needs, numbers, self.steps.program.exact)
             found = self.gradients[needs, given] = Gradient(ready, inputs, self.walker, True)
         return found
 

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +346,7 @@ def _held(fold: Fold, sizes: Sizes) -> list[Fold]:
             held = 0
         parts[-1].append((r, scale))
         held += width
-    return [Fold(fold.leaves, tuple(r for r, _ in part), tuple(s for _, s in part), fold.raised) for part in parts]
+    return [replace(fold, reductions=tuple(r for r, _ in part), scales=tuple(s for _, s in part)) for part in parts]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -357,7 +358,7 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
         whole = Fold(fold.leaves, tuple(mine))
         picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
         kept = {r: s for r, s in mine.items() if r not in picks}
-        found.append((over, Fold(fold.leaves, tuple(kept), tuple(kept.values()), fold.raised), picks))
+        found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)
 
 

@@ -90,6 +90,7 @@ def describe(
         sizes.compute is torch.float64 or hardware.float32_precision() == "ieee",
         deep=wide,
         join=pairs >= MANY,
+        raw=fold.exact,
         native=narrow is not None and has_tanh(sizes.device),
         pieces=rewritten.pieces,
         near=rewritten.near,

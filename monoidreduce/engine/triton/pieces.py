@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ def _rewritten(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | No
     leaves = (*fold.leaves, *norms.values(), *scales.values(), *wholes.values())
     splits = tuple(Split(e, norms.get(e), scales.get(e), wholes.get(e), centres.get(e)) for e in used)
     near = tuple((changed[build.sqdist(*p)], (wholes[p[0]], wholes[p[1]])) for p in pairs) if exact else ()
-    return Rewritten(Fold(leaves, reductions, fold.scales, fold.raised), splits, 2 if alone else 3, near)
+    return Rewritten(replace(fold, leaves=leaves, reductions=reductions), splits, 2 if alone else 3, near)
 
 
 def _leaf(e: Expr, what: str, feature: str | int | None) -> Expr:

@@ -43,8 +43,7 @@ def fits(fold: Fold, width: int, narrow: bool) -> bool:
 def rounds(spec: Spec) -> bool:
     """Whether products are rounded as a panel would hold them.
 
-    A gradient reads them from a panel. The sum of exponentials that it divides by must be that of the same numbers: of
-    exact ones, it would miss the largest weights of a peaked softmax by several per cent.
+    So a gradient reads them, unless its own products are as exact (``engine/exact.py``).
     """
     return not spec.raw and spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
 

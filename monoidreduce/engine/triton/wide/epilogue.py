@@ -71,6 +71,7 @@ class Epilogue:
     sides: tuple[Expr, Expr]
     vectors: tuple[Expr, Expr]  # and as kernels call them
     feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
+    raw: bool  # whether logits are not rounded as a panel would hold them
     ready: dict[tuple, _Ready] = field(default_factory=dict, compare=False)
     met: set[tuple] = field(default_factory=set, compare=False)  # what kernels were asked for, besides the rows
 
@@ -202,7 +203,7 @@ class _Ready:
             lanes=False,
             guess=False,
             deep=True,
-            raw=self.whole.guesses,
+            raw=self.whole.raw,
             boxes=tuple(() if e in copied else None for e in fold.leaves),
         )
 
@@ -241,7 +242,7 @@ def epilogue(walk: Walk, group: range, moved: bool, without: bool = False) -> Ep
     names = tuple(n for own in whole.names for n in own)
     feeds = tuple((e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if e is not leaf)
     task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, waits, own)
-    return Epilogue(task, product, (row, col), vectors, feeds)
+    return Epilogue(task, product, (row, col), vectors, feeds, bool(folds) or walk.exact)
 
 
 def _vector(name: str, side: Expr) -> Expr:

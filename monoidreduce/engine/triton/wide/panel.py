@@ -67,7 +67,7 @@ class KernelStep(Sums):
         self.written = _written(self.walk)
         self._begin_sums(panel)
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
-        self.kinds = {f: self.kind for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
+        self.kinds = {f: self.pairs for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
         self.buffers = self.own = {} if panel.blocks else {key: self._buffer(kind) for key, kind in self.kinds.items()}
         self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over

@@ -27,17 +27,17 @@ _SHARE = 32  # of the room, one part in so many, at most, is left to the numbers
 
 @functools.lru_cache(maxsize=1024)
 def _homes(
-    walk: Walk, at: int, panel: torch.dtype, compute: torch.dtype
+    walk: Walk, at: int, pairs: torch.dtype, weights: torch.dtype, compute: torch.dtype
 ) -> list[tuple[torch.dtype, Expr | int | None]]:
     """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
 
-    None for a weight that is a product itself, and is multiplied where it lies. ``panel``: the type of a panel's
-    products, in which weights are multiplied too; a number per pair that is sorted keeps its digits."""
+    None for a weight that is a product itself, and is multiplied where it lies. ``pairs``: the type of a panel's
+    products; ``weights``: that in which weights are multiplied; a number per pair that is sorted keeps its digits."""
     stage, cut = walk.stages[at], parts(walk.stages[at])
     product = dict(stage.products)
     multiplied = {c.weight for _, _, cs in cut.sums for c in cs}
-    kinds = [panel if w in product or w in multiplied else compute for w in cut.weights]
-    plain = [w in product and kind == panel for w, kind in zip(cut.weights, kinds, strict=True)]
+    kinds = [weights if w in multiplied else pairs if w in product else compute for w in cut.weights]
+    plain = [w in product and kind == pairs for w, kind in zip(cut.weights, kinds, strict=True)]
     kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
     free = [f for f in walk.dying(at) if f not in kept]
     found: list[tuple[torch.dtype, Expr | int | None]] = []
@@ -45,7 +45,7 @@ def _homes(
     for kind, is_plain in zip(kinds, plain, strict=True):
         if is_plain:
             found.append((kind, None))
-        elif free and kind.itemsize <= panel.itemsize:
+        elif free and kind == pairs:
             found.append((kind, free.pop(0)))
         else:
             found.append((kind, extra))
@@ -65,8 +65,20 @@ class Room:
         # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
         self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
         self.kind = self.stored or sizes.compute
-        self.homes = [_homes(walk, at, self.kind, sizes.compute) for at in range(len(walk.stages))]
         self.fused: dict[bool, epilogue.Epilogue | None] = {}
+        self._hold(self.kind)
+        if walk.exact and not self.fuses():  # the vendor's products are rounded to the type of their panel
+            self.fused = {False: None, True: None}
+            self._hold(sizes.compute)
+
+    def _hold(self, pairs: torch.dtype) -> None:
+        """Panels of products of a type."""
+        self.pairs, places = pairs, range(len(self.walk.stages))
+        self.homes = [_homes(self.walk, at, pairs, self.kind, self.sizes.compute) for at in places]
+
+    def fuses(self) -> bool:
+        """Whether weights are written by products of our own, whatever the panels."""
+        return all(self._fused(moved) is not None for moved in (False, True))
 
     def _fused(self, moved: bool) -> epilogue.Epilogue | None:
         """The whole walk as one product that writes weights over what would be its own place.
@@ -179,7 +191,7 @@ class Room:
     def _pair(self) -> int:
         """Bytes held of one pair."""
         extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
-        return max(1, len(self.walk.products) * self.kind.itemsize + max([0, *extra]))
+        return max(1, len(self.walk.products) * self.pairs.itemsize + max([0, *extra]))
 
     def _beside(self) -> int:
         """Bytes held of a row besides its pairs: the sums of its tiles, and then its vectors times a factor."""
