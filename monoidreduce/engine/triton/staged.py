@@ -27,6 +27,7 @@ from .text import emit, staged_text
 from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
+from .text.slant import Slant, slant
 from .text.totals import factored
 from .text.turns import fetched, in_gluon, inside, scalars, visits
 from .text.values import Values, is_one
@@ -49,7 +50,8 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    return plan.boxes == 2 and plan.block_kept == 2 * _OWNED and plan.num_warps == 4 and on(device)
+    fits = plan.block_kept == 2 * _OWNED and plan.block_folded % _OWNED == 0  # a group's indices are of one folded tile
+    return plan.boxes == 2 and fits and plan.num_warps == 4 and on(device)
 
 
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
@@ -110,14 +112,15 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
-    bent = bend(soft, known(soft.reduction.args[0], truths)) if near else None
+    whole = known(soft.reduction.args[0], truths)
+    bent, line = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
-        "whole": (8, _turn(soft, truths, False, near)),
+        "whole": (8, _turn(soft, truths, False, near, by=line)),
         "other": (12, _turn(soft, {}, True, near)),
         "again": (12, _turn(soft, {}, True, near=False, alone=True)),
-        "bent": (8, _turn(soft, truths, False, near, bent=bent) if bent else []),
+        "bent": (8, _turn(soft, truths, False, near, by=bent) if bent else []),
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
@@ -224,10 +227,10 @@ def _turn(
     near: bool,
     first: bool = False,
     alone: bool = False,
-    bent: Bend | None = None,
+    by: Bend | Slant | None = None,
 ) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself; ``bent``: a tanh that goes by a polynomial."""
+    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words."""
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
@@ -237,7 +240,7 @@ def _turn(
     if near and first:
         soft.guess((logit,))
     v.inside.append(f"# {emit._described(soft.reduction)}")
-    bent.weigh() if bent else soft.weigh(logit)
+    by.weigh() if by else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
     if v.marks is not None:
@@ -326,7 +329,10 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     width = spec.width(found.kept.feature)
     place, ranges = visits(spec)
     if sloped:
-        away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
+        away = f"tile * {2 * _OWNED} // FOLDED"
+        if spec.bounds:
+            ranges.append(f"away = {away} - whole_first")
+            away = "away - tl.where(away < whole, 0, between)"
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
         around = "(turn + nearest - tl.where(turn + nearest < wholes, 0, wholes))"  # a division would be waited for
         round_ = re.sub(r"\bturn\b", around, place["at_whole"])

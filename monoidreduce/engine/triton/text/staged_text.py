@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .bent import BOUNDED
 from .emit import CONSTANTS
+from .slant import SLANTED
 
 IMPORTS = """import triton.experimental.gluon.language as tl
 from triton.experimental import gluon
@@ -127,6 +128,7 @@ def weighed(total):
     )
 """,
     "bounded": BOUNDED,
+    "slanted": SLANTED,
     "apart": """
 @gluon.jit
 def apart(at, start, like):
