@@ -17,7 +17,7 @@ from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
 from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls
-from tests.staged import BY_TURNS, check, check_nan
+from tests.staged import BY_TURNS, SLANTED, check, check_nan, check_slanted
 from tests.staged import CASES as TRIED
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
@@ -133,6 +133,25 @@ def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
     assert 0.999 < end * 20 / min(logit[near].max(), exact[near].max()) < 1
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"alibi_slopes": torch.ones(3)}, 2),
+        ({"alibi_slopes": torch.ones(3), "causal": True}, 2),
+        ({"alibi_slopes": torch.ones(3), "causal": "lower_right"}, 0),  # rows have other indices than their own
+        ({"alibi_slopes": torch.ones(3), "dtype": torch.float16}, 0),  # a maximum runs
+        ({}, 0),
+    ],
+    ids=lambda o: ", ".join(map(str, o.values())) if isinstance(o, dict) else str(o),
+)
+def test_a_distance_is_a_line_in_whole_tiles(options, count):
+    """Said once, and used once: in the loop through whole tiles."""
+    inputs = tuple(torch.zeros(3, n, 128, dtype=options.get("dtype", torch.bfloat16)) for n in (300, 400, 400))
+    text = first(inputs=inputs, **options).kernel.text
+    assert text.count("slanted(") == count
+    assert not count or "slanted(" in text.split("# whole tiles")[1].split("# the others")[0]
+
+
 @pytest.fixture
 def by_turns(monkeypatch):
     """Attention's forward runs by turns, on the machine; that it did is looked at."""
@@ -147,6 +166,11 @@ def by_turns(monkeypatch):
 @pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("name", SLANTED)
+def test_lines_against_float64(name, by_turns):
+    check_slanted(name, "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=repr)
@@ -196,3 +220,19 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
     broken(monkeypatch, pattern, instead)
     with pytest.raises(AssertionError):
         check(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "instead"),
+    [
+        ("from columns", r"nearest = .*", "nearest = 0"),
+        ("parted", r"away - tl.where\(away < whole, 0, between\)", "away"),
+        ("parted", r"tl.where\(start < tile \* KEPT, (\w+), -\1\)", r"\1"),
+    ],
+    ids=["nearest", "runs", "sides"],
+)
+def test_the_tile_on_both_sides_is_met_first(name, pattern, instead, by_turns, monkeypatch):
+    """And the others by the side on which they lie: else a line would be wrong."""
+    broken(monkeypatch, pattern, instead)
+    with pytest.raises(AssertionError):
+        check_slanted(name, "cpu")
