@@ -1,4 +1,4 @@
-"""A logit that falls with the distance of two indices (ALiBi), in staged kernels: on either side of the diagonal a line.
+"""A logit that falls with the distance of two indices (ALiBi), in staged kernels: a line on each side of the diagonal.
 
 A distance costs a pair two instructions: a difference, and a product that takes its absolute value. But only the tile
 nearest to the kept indices, which is met first, has pairs on both sides of the diagonal. In any other a row's logits
