@@ -325,7 +325,8 @@ def _results(soft: Soft, spec: Spec) -> list[str]:
 def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     """What a kernel's text says of its leaves and of the tiles that it meets.
 
-    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices, and goes round."""
+    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices; the others follow in order,
+    so that many instances ask for the same blocks at the same time."""
     width = spec.width(found.kept.feature)
     place, ranges = visits(spec)
     if sloped:
@@ -334,9 +335,9 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
             ranges.append(f"away = {away} - whole_first")
             away = "away - tl.where(away < whole, 0, between)"
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
-        around = "(turn + nearest - tl.where(turn + nearest < wholes, 0, wholes))"  # a division would be waited for
-        round_ = re.sub(r"\bturn\b", around, place["at_whole"])
-        place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
+        later = "(turn - tl.where(turn > nearest, 0, 1))"
+        whole, met = (re.sub(r"\bturn\b", at, place["at_whole"]) for at in (later, f"tl.where(turn > 0, {later}, nearest)"))
+        place |= {"at_whole": whole, "at_any": f"tl.where(turn < wholes, {met}, {place['at_other']})"}
     boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
     return place | {
