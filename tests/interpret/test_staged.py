@@ -210,8 +210,8 @@ def broken(monkeypatch, pattern, instead):
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [
-        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n.*weighed)", "pass"),
-        ("beyond, capped", r"& \(bounded\(.*? <= 1\)\)", ""),
+        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n +else:)", "pass"),
+        ("beyond, capped", r"& \(bounded\(.*? == 0\)\)", ""),
     ],
     ids=["it runs", "beyond"],
 )

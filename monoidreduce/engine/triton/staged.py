@@ -141,8 +141,8 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
-    fields["loops"] = _loops(soft, bent, least is not None, fields)
-    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loops"], arithmetic])
+    fields["loop"] = _loop(soft, bent, least is not None, fields)
+    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loop"], arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
     fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
@@ -165,23 +165,26 @@ def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
     return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
 
 
-def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
-    """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
+def _loop(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
+    """The walk through whole tiles: where a polynomial may stand in for tanh, by it, if that was chosen.
 
     The registers of kept vectors are worth more to the polynomial."""
-    n = f"{soft.name}_bent"
-    walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
-    loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
-    for name, first, last in walks:
-        spares = name == "bent"
-        lines = fields[name].splitlines()
-        ahead = [line for line in lines if tosses and " = numbers(" in line]
-        found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
-        found |= {"whole": "\n".join(line for line in lines if line not in ahead)}
-        found |= {"kept_block": "room" if spares else f"{fields['x0']}_block"}
-        loops += [] if spares else [staged_text.LOADED.format(**fields)]
-        loops.append(staged_text.LOOP.format(**fields | found))
-    return "\n".join(loops)
+    lines = fields["whole"].splitlines()
+    if bent:
+        by = [fields["bent"].splitlines(), lines]
+        lines = [f"        if {soft.name}_bends > 0:", *_moved(by[0]), "        else:", *_moved(by[1])]
+    ahead = dict.fromkeys(line.strip() for line in lines if tosses and " = numbers(" in line)
+    found = {
+        "ahead": "".join(f"\n        {line}" for line in ahead),
+        "whole": "\n".join(line for line in lines if line.strip() not in ahead),
+        "kept_block": "room" if bent else f"{fields['x0']}_block",
+    }
+    before = f"    {soft.name}_bends = {bent.chosen()}" if bent else staged_text.LOADED.format(**fields)
+    return "\n".join([staged_text.WHOLE, before, staged_text.LOOP.format(**fields | found)])
+
+
+def _moved(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 def _ringed(spec: Spec) -> tuple[Expr, ...]:
@@ -336,7 +339,9 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
             away = "away - tl.where(away < whole, 0, between)"
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
         later = "(turn - tl.where(turn > nearest, 0, 1))"
-        whole, met = (re.sub(r"\bturn\b", at, place["at_whole"]) for at in (later, f"tl.where(turn > 0, {later}, nearest)"))
+        whole, met = (
+            re.sub(r"\bturn\b", at, place["at_whole"]) for at in (later, f"tl.where(turn > 0, {later}, nearest)")
+        )
         place |= {"at_whole": whole, "at_any": f"tl.where(turn < wholes, {met}, {place['at_other']})"}
     boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
