@@ -263,8 +263,8 @@ def assembled(text):
     def apart(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
-    def slanted(base, rise, like):
-        return base[:, None] + rise * torch.arange(like.shape[1])[None, :]
+    def slanted(block, base, rise):
+        return block + base[:, None] + rise * torch.arange(block.shape[1])[None, :]
 
     same = lambda block, *_: block
     return {
