@@ -89,6 +89,7 @@ CASES = [
     *(_sized(64, 300, softcap=30.0, scale=x) for x in (0.0, -0.1, 1e-30, 1e30)),
     Case("far apart, capped", lambda: _far(0.0, 15.0, -40.0, 12.0), {"scale": 1.0, "softcap": 20.0}),
     Case("beyond, capped", lambda: _far(0.0, 2.0, 28.0, 40.0), {"scale": 1.0, "softcap": 30.0}),
+    Case("beyond, capped at 20", lambda: _far(0.0, 2.0, 19.0, 27.0), {"scale": 1.0, "softcap": 20.0}),
     Case("far beyond, capped", lambda: _far(0.0, 2.0, 300.0), {"scale": 1.0, "softcap": 30.0}),
     Case("beyond at first, capped", lambda: _far(30.0, 2.0, 25.0), {"scale": 1.0, "softcap": 30.0}),
     Case("huge, capped", lambda: _far(0.0, 3e38, -3e38, 1e20, -1e20), {"scale": 1.0, "softcap": 30.0}),

@@ -266,6 +266,9 @@ def assembled(text):
     def slanted(block, base, rise):
         return block + base[:, None] + rise * torch.arange(block.shape[1])[None, :]
 
+    def lifted(block, by):
+        return block * torch.exp2(by)[:, None]
+
     same = lambda block, *_: block
     return {
         "weighed": same,
@@ -277,6 +280,7 @@ def assembled(text):
         "coin": coin,
         "apart": apart,
         "slanted": slanted,
+        "lifted": lifted,
     }
 
 

@@ -115,8 +115,8 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     whole = known(soft.reduction.args[0], truths)
     bent, line = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
     turns = {
-        "first": (8, _turn(soft, {}, True, near, first=True)),
-        "first_whole": (8, _turn(soft, truths, False, near, first=True)),
+        "first": (8, _turn(soft, {}, True, near, first=True, bent=bent)),
+        "first_whole": (8, _turn(soft, truths, False, near, first=True, bent=bent)),
         "whole": (8, _turn(soft, truths, False, near, by=line)),
         "other": (12, _turn(soft, {}, True, near)),
         "again": (12, _turn(soft, {}, True, near=False, alone=True)),
@@ -179,8 +179,8 @@ def _loop(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -
         "whole": "\n".join(line for line in lines if line.strip() not in ahead),
         "kept_block": "room" if bent else f"{fields['x0']}_block",
     }
-    before = f"    {soft.name}_bends = {bent.chosen()}" if bent else staged_text.LOADED.format(**fields)
-    return "\n".join([staged_text.WHOLE, before, staged_text.LOOP.format(**fields | found)])
+    loaded = [] if bent else [staged_text.LOADED.format(**fields)]
+    return "\n".join([staged_text.WHOLE, *loaded, staged_text.LOOP.format(**fields | found)])
 
 
 def _moved(lines: list[str]) -> list[str]:
@@ -231,9 +231,11 @@ def _turn(
     first: bool = False,
     alone: bool = False,
     by: Bend | Slant | None = None,
+    bent: Bend | None = None,
 ) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words."""
+    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words;
+    ``bent``: what the first tile says whether to bend."""
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
@@ -244,6 +246,7 @@ def _turn(
         soft.guess((logit,))
     v.inside.append(f"# {emit._described(soft.reduction)}")
     by.weigh() if by else soft.weigh(logit)
+    v.inside += bent.chosen() if bent else []
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
     if v.marks is not None:
