@@ -263,11 +263,8 @@ def assembled(text):
     def apart(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
-    def slanted(block, base, rise):
-        return block + base[:, None] + rise * torch.arange(block.shape[1])[None, :]
-
-    def lifted(block, by):
-        return block * torch.exp2(by)[:, None]
+    def slanted(base, rise, like):
+        return base[:, None] + rise * torch.arange(like.shape[1])[None, :]
 
     same = lambda block, *_: block
     return {
@@ -280,7 +277,6 @@ def assembled(text):
         "coin": coin,
         "apart": apart,
         "slanted": slanted,
-        "lifted": lifted,
     }
 
 

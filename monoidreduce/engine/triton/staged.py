@@ -113,14 +113,14 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
     whole = known(soft.reduction.args[0], truths)
-    bent, line = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
+    bent, tilted = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
     turns = {
-        "first": (8, _turn(soft, {}, True, near, first=True, bent=bent)),
-        "first_whole": (8, _turn(soft, truths, False, near, first=True, bent=bent)),
-        "whole": (8, _turn(soft, truths, False, near, by=line)),
+        "first": (8, _turn(soft, {}, True, near, first=True)),
+        "first_whole": (8, _turn(soft, truths, False, near, first=True)),
+        "whole": (12 if bent else 8, _turn(soft, truths, False, near, by=tilted)),
         "other": (12, _turn(soft, {}, True, near)),
         "again": (12, _turn(soft, {}, True, near=False, alone=True)),
-        "bent": (8, _turn(soft, truths, False, near, by=bent) if bent else []),
+        "bent": (12, _turn(soft, truths, False, near, by=bent) if bent else []),
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
@@ -141,7 +141,7 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
-    fields["loop"] = _loop(soft, bent, least is not None, fields)
+    fields["loop"] = _loop(soft, bent, bool(bent or tilted), least is not None, fields)
     used = "".join([fields["held"], fields["weights"], fields["last"], fields["loop"], arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
@@ -165,26 +165,22 @@ def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
     return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
 
 
-def _loop(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
+def _loop(soft: Soft, bent: Bend | None, spares: bool, tosses: bool, fields: dict[str, str]) -> str:
     """The walk through whole tiles: where a polynomial may stand in for tanh, by it, if that was chosen.
 
-    The registers of kept vectors are worth more to the polynomial."""
-    lines = fields["whole"].splitlines()
+    ``spares``: the registers of kept vectors are worth more to what is done to pairs."""
+    n, lines = soft.name, fields["whole"].splitlines()
     if bent:
-        by = [fields["bent"].splitlines(), lines]
-        lines = [f"        if {soft.name}_bends > 0:", *_moved(by[0]), "        else:", *_moved(by[1])]
+        lines = [f"        if {n}_bends > 0:", *fields["bent"].splitlines(), "        else:", *lines]
     ahead = dict.fromkeys(line.strip() for line in lines if tosses and " = numbers(" in line)
     found = {
         "ahead": "".join(f"\n        {line}" for line in ahead),
         "whole": "\n".join(line for line in lines if line.strip() not in ahead),
-        "kept_block": "room" if bent else f"{fields['x0']}_block",
+        "kept_block": "room" if spares else f"{fields['x0']}_block",
     }
-    loaded = [] if bent else [staged_text.LOADED.format(**fields)]
-    return "\n".join([staged_text.WHOLE, *loaded, staged_text.LOOP.format(**fields | found)])
-
-
-def _moved(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    before = [f"    {n}_bends = {bent.chosen()}"] if bent else []
+    before += [] if spares else [staged_text.LOADED.format(**fields)]
+    return "\n".join([staged_text.WHOLE, *before, staged_text.LOOP.format(**fields | found)])
 
 
 def _ringed(spec: Spec) -> tuple[Expr, ...]:
@@ -231,11 +227,9 @@ def _turn(
     first: bool = False,
     alone: bool = False,
     by: Bend | Slant | None = None,
-    bent: Bend | None = None,
 ) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words;
-    ``bent``: what the first tile says whether to bend."""
+    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words."""
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
@@ -246,7 +240,6 @@ def _turn(
         soft.guess((logit,))
     v.inside.append(f"# {emit._described(soft.reduction)}")
     by.weigh() if by else soft.weigh(logit)
-    v.inside += bent.chosen() if bent else []
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
     if v.marks is not None:

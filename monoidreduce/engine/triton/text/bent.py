@@ -25,7 +25,7 @@ Made = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of 
 _A, _B, _C = 0.9997233, -0.324903, 0.0940892
 _FAR = 0.8
 _REACH = 0.6638  # of both tanh and polynomial there, or less
-_MOST = 40.0  # log2 of weights, at most: a total has no room for larger ones, and 3.4e-4 of their logits would be seen
+_MOST = 64.0  # log2 of weights, at most: 3.4e-4 of larger logits would be seen
 _SPARE = 12  # in powers of two: how far a total must lie above what was too low for the polynomial
 _LARGEST = 3e38  # that an argument can be
 NAMES = "bent_gain", "bent_shift", "bent_base"  # of a s ((s² + shift)² + base), which is the polynomial
@@ -58,25 +58,17 @@ class Bend:
         score = v.full(self.core)
         v.inside += [
             f"{n}_bow = {score} * {score} + {shift}",
-            f"{n}_weight = tl.exp2(({score} * {gain}) * ({n}_bow * {n}_bow + {base}))",
+            f"{n}_weight = tl.exp2(({score} * {gain}) * ({n}_bow * {n}_bow + {base}) - {n}_top[:, None])",
             f"{n}_total += {v.added(f'{n}_weight')}",
         ]
 
-    def chosen(self) -> list[str]:
-        """After the first tile: 1 where its total, as large for every tile, shows that the polynomial holds, with room
-        on both sides; else 0. What is rounded to nothing does not bend.
-
-        Such logits need no guess of their maximum, which every pair would read from a register: what was taken off
-        those of the first tile is given back."""
+    def chosen(self) -> str:
+        """1 where the first tile's total, as large for every tile, shows that the polynomial holds, with room on both
+        sides; else 0. What is rounded to nothing does not bend."""
         n, gain = self.soft.name, NAMES[0]
         total = f"tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES)) * visits"
         holds = f"bounded({total} * 8.0, {n}_top, {self.reach()}, folded_size * 64.0)"
-        return [
-            f"{n}_bends = tl.where((tl.max(tl.where({holds}, 0, 1)) == 0) & ({gain} * {gain} > 0.0), 1, 0)",
-            f"{n}_lift = {n}_top * {n}_bends",
-            f"{n}_weight, {n}_total = lifted({n}_weight, {n}_lift), lifted({n}_total, {n}_lift)",
-            f"{n}_top -= {n}_lift",
-        ]
+        return f"tl.where((tl.max(tl.where({holds}, 0, 1)) == 0) & ({gain} * {gain} > 0.0), 1, 0)"
 
     def held(self) -> str:
         """Whether a row's total shows that the polynomial stood, or nothing went by it."""
@@ -120,12 +112,6 @@ def value(made: Made, of: Callable[[Expr], float]) -> float:
     return found if abs(found) < _LARGEST else 0.0
 
 
-LIFTED = """
-@gluon.jit
-def lifted(block, by):
-    # a row's numbers times a power of two
-    return block * tl.convert_layout(tl.exp2(by), tl.SliceLayout(1, block.type.layout))[:, None]
-"""
 BOUNDED = f"""
 @gluon.jit
 def bounded(total, top, reach, size):

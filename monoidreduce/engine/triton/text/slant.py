@@ -35,7 +35,7 @@ class Slant:
             v.inside.append(f"{rise} = tl.where(start < tile * KEPT, {self.rate}, -{self.rate})")
         v.inside += [
             f"{n}_base = -{n}_top - {rise} * (kept_at - start).to(tl.float32)",
-            f"{n}_weight = tl.exp2(slanted({score} * {self.factor}, {n}_base, {rise}))",
+            f"{n}_weight = tl.exp2({score} * {self.factor} + slanted({n}_base, {rise}, {score}))",
             f"{n}_total += {v.added(f'{n}_weight')}",
         ]
 
@@ -63,16 +63,15 @@ def slant(soft: Soft, logit: Expr) -> Slant | None:
 
 SLANTED = """
 @gluon.jit
-def slanted(block, base, rise):
-    # with lines in a tile's folded indices: of eight, and each further eight by a constant times the rise
-    KEPT: tl.constexpr = block.shape[0]
-    EIGHTS: tl.constexpr = block.shape[1] // 8
-    eights = tl.reshape(block, [KEPT, EIGHTS, 8])
-    LAYOUT: tl.constexpr = eights.type.layout
+def slanted(base, rise, like):
+    # lines in a tile's folded indices: of eight, and each further eight by a constant times the rise
+    KEPT: tl.constexpr = like.shape[0]
+    EIGHTS: tl.constexpr = like.shape[1] // 8
+    LAYOUT: tl.constexpr = tl.reshape(like, [KEPT, EIGHTS, 8]).type.layout
     eight: tl.constexpr = tl.SliceLayout(1, LAYOUT)
     base = tl.convert_layout(base, tl.SliceLayout(1, eight))[:, None]
     base += rise * tl.arange(0, 8, tl.SliceLayout(0, eight)).to(tl.float32)[None, :]
     more = tl.arange(0, EIGHTS, tl.SliceLayout(0, tl.SliceLayout(2, LAYOUT))).to(tl.float32) * 8.0
-    eights = eights + base[:, None, :] + more[None, :][:, :, None] * rise
-    return tl.convert_layout(tl.reshape(eights, [KEPT, EIGHTS * 8]), block.type.layout)
+    line = more[None, :][:, :, None] * rise + base[:, None, :]
+    return tl.convert_layout(tl.reshape(line, [KEPT, EIGHTS * 8]), like.type.layout)
 """

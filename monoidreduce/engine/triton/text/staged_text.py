@@ -8,7 +8,7 @@ of the round.
 
 from __future__ import annotations
 
-from .bent import BOUNDED, LIFTED
+from .bent import BOUNDED
 from .emit import CONSTANTS
 from .slant import SLANTED
 
@@ -128,7 +128,6 @@ def weighed(total):
     )
 """,
     "bounded": BOUNDED,
-    "lifted": LIFTED,
     "slanted": SLANTED,
     "apart": """
 @gluon.jit
