@@ -100,6 +100,7 @@ CASES = [
     _sized(300, 650, alibi_slopes=torch.tensor([0.0, 300.0])),
     _sized(300, 520, causal="lower_right", alibi_slopes=torch.tensor([0.02, 2.0])),
     *(_sized(650, 650, window=w, alibi_slopes=torch.tensor([0.01, -0.01])) for w in (200, (300, 100))),
+    _sized(200, 520, alibi_slopes=torch.tensor([0.02, 0.5]), dropout_p=0.2, seed=3),
     Case("a slope a head", lambda: made(200, 400, (2, 3)), {"alibi_slopes": torch.tensor([0.01, 0.3, 2.0])}),
     Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
     _sized(200, 300, alibi_slopes=torch.tensor([0.5, 0.1])),

@@ -67,6 +67,7 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"capability": 80},
         {"plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, boxes=2)}},  # tiles of another kernel
         {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, boxes=2)}},  # in parts
+        {"plans": {"cols": KernelPlan(128, 32, 4, 2, parts=1, boxes=2)}},  # a group's rows lie beside two tiles
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
