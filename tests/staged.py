@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import Col, Row, ops
 from monoidreduce.engine.triton import KernelPlan
 
 BY_TURNS = {"cols": KernelPlan(128, 128, 4, 2, parts=1, boxes=2)}
@@ -89,12 +89,19 @@ CASES = [
     *(_sized(64, 300, softcap=30.0, scale=x) for x in (0.0, -0.1, 1e-30, 1e30)),
     Case("far apart, capped", lambda: _far(0.0, 15.0, -40.0, 12.0), {"scale": 1.0, "softcap": 20.0}),
     Case("beyond, capped", lambda: _far(0.0, 2.0, 28.0, 40.0), {"scale": 1.0, "softcap": 30.0}),
+    Case("beyond, capped at 20", lambda: _far(0.0, 2.0, 19.0, 27.0), {"scale": 1.0, "softcap": 20.0}),
     Case("far beyond, capped", lambda: _far(0.0, 2.0, 300.0), {"scale": 1.0, "softcap": 30.0}),
     Case("beyond at first, capped", lambda: _far(30.0, 2.0, 25.0), {"scale": 1.0, "softcap": 30.0}),
     Case("huge, capped", lambda: _far(0.0, 3e38, -3e38, 1e20, -1e20), {"scale": 1.0, "softcap": 30.0}),
     *(Case(f"all at {x}, capped", lambda x=x: _all_at(x), {"scale": 1.0, "softcap": 30.0}) for x in (1e3, -1e3, -25.0)),
     *(_sized(M, N, alibi_slopes=torch.tensor([0.1, 5.0])) for M, N in ((300, 600), (600, 300), (59, 111))),
     _sized(400, 400, causal=True, alibi_slopes=torch.tensor([0.02, 2.0])),
+    _sized(520, 650, alibi_slopes=torch.tensor([-0.02, 1e-4])),
+    _sized(300, 650, alibi_slopes=torch.tensor([0.0, 300.0])),
+    _sized(300, 520, causal="lower_right", alibi_slopes=torch.tensor([0.02, 2.0])),
+    *(_sized(650, 650, window=w, alibi_slopes=torch.tensor([0.01, -0.01])) for w in (200, (300, 100))),
+    _sized(200, 520, alibi_slopes=torch.tensor([0.02, 0.5]), dropout_p=0.2, seed=3),
+    Case("a slope a head", lambda: made(200, 400, (2, 3)), {"alibi_slopes": torch.tensor([0.01, 0.3, 2.0])}),
     Case("documents", lambda: made(400, 400), {"documents": torch.arange(400) // 60, "causal": True}),
     _sized(200, 300, alibi_slopes=torch.tensor([0.5, 0.1])),
     _sized(300, 300, alibi_slopes=torch.tensor([0.5, 0.1]), causal=True),
@@ -113,6 +120,55 @@ CASES = [
     Case("falling", lambda: _rising(-1), {"scale": 1.0}),
     Case("low", _low, {"scale": 1.0, "documents": torch.arange(300) // 110}),
 ]
+
+
+@mr.op
+def leaning(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
+    """Logits rise from column to column."""
+    return mr.softmax_mean(q @ k * 0.1 + slope * (mr.col_index - mr.row_index), v)
+
+
+@mr.op
+def lagging(q: Row["f"], k: Col["f"], v: Col["d"], slope: float):
+    return mr.softmax_mean((q @ k - (mr.row_index - mr.col_index) * slope) * 0.1, v)
+
+
+@mr.op
+def from_columns(q: Row["f"], k: Col["f"], v: Col["d"], slope: float):
+    return mr.softmax_mean(q @ k * 0.1 + (mr.col_index - mr.row_index).abs() * slope, v)
+
+
+@mr.op
+def capped_first(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
+    return mr.softmax_mean(5.0 * torch.tanh(q @ k * 0.02) - slope * (mr.row_index - mr.col_index).abs(), v)
+
+
+@mr.op
+def parted(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch, low: int, high: int):
+    """Whole tiles come in two runs; the tile nearest to some rows lies in the second."""
+    s = q @ k * 0.1 - slope * (mr.row_index - mr.col_index).abs()
+    return mr.softmax_mean(torch.where((mr.col_index < low) | (mr.col_index >= high), s, -torch.inf), v)
+
+
+SLOPES = torch.tensor([0.02, 0.5])
+SLANTED = {  # logits that are lines in the column, on either side of the diagonal
+    "leaning": (leaning, SLOPES),
+    "lagging": (lagging, 0.3),
+    "from columns": (from_columns, -0.05),
+    "capped first": (capped_first, SLOPES),
+    "parted": (parted, SLOPES, 200, 300),
+}
+
+
+def check_slanted(name, device):
+    """Not more than twice the error of rounding once, against float64."""
+    op, *more = SLANTED[name]
+    args = [a.to(device) for a in made(700, 700)]
+    more = [a.to(device) if isinstance(a, torch.Tensor) else a for a in more]
+    got = op(*args, *more)
+    with mr.use(engine="reference"):
+        exact = op(*(a.double() for a in args), *(a.double() if isinstance(a, torch.Tensor) else a for a in more))
+    assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
 
 
 def check(case, device):

@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import launch, staged, use_plan
-from tests.staged import BY_TURNS, CASES, check, check_nan, made
+from tests.staged import BY_TURNS, CASES, SLANTED, check, check_nan, check_slanted, made
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
@@ -35,6 +35,13 @@ def test_against_float64(case, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check(case, "cuda")
     assert [k.staged for k in kernels if k.name != "side"] == [True]
+
+
+@pytest.mark.parametrize("name", list(SLANTED)[PART::PARTS])
+def test_lines_against_float64(name, kernels):
+    with use_plan(BY_TURNS), mr.use(engine="triton"):
+        check_slanted(name, "cuda")
+    assert [k.staged for k in kernels] == [True]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}][PART % 2 :: min(PARTS, 2)], ids=repr)

@@ -53,6 +53,16 @@ def dropped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 
 
 @mr.op
+def sloped_attention(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
+    return mr.softmax_mean(q @ k * 0.125 - slope * (mr.row_index - mr.col_index).abs(), v)
+
+
+def forward(op: Callable) -> Callable:
+    """A call of which nobody asks gradients."""
+    return torch.no_grad()(lambda *args: op(*args))
+
+
+@mr.op
 def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
     return mr.sum(torch.relu(x @ p) * q)
 
@@ -159,6 +169,8 @@ CASES = [
     *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
     *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
     Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
+    Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
+    Case("capped attention 128", forward(capped_attention), _qkv(128, 4), hopper=True),
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),

@@ -273,6 +273,9 @@ def assembled(text):
     def apart(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
+    def slanted(base, rise, like):
+        return base[:, None] + rise * torch.arange(like.shape[1])[None, :]
+
     same = lambda block, *_: block
     return {
         "weighed": same,
@@ -285,6 +288,7 @@ def assembled(text):
         "blended": blended,
         "coin": coin,
         "apart": apart,
+        "slanted": slanted,
     }
 
 

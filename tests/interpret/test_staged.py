@@ -17,7 +17,7 @@ from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
 from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls
-from tests.staged import BY_TURNS, check, check_nan
+from tests.staged import BY_TURNS, SLANTED, check, check_nan, check_slanted
 from tests.staged import CASES as TRIED
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
@@ -67,6 +67,7 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"capability": 80},
         {"plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, boxes=2)}},  # tiles of another kernel
         {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, boxes=2)}},  # in parts
+        {"plans": {"cols": KernelPlan(128, 32, 4, 2, parts=1, boxes=2)}},  # a group's rows lie beside two tiles
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
@@ -133,6 +134,25 @@ def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
     assert 0.999 < end * 20 / min(logit[near].max(), exact[near].max()) < 1
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"alibi_slopes": torch.ones(3)}, 2),
+        ({"alibi_slopes": torch.ones(3), "causal": True}, 2),
+        ({"alibi_slopes": torch.ones(3), "causal": "lower_right"}, 0),  # rows have other indices than their own
+        ({"alibi_slopes": torch.ones(3), "dtype": torch.float16}, 0),  # a maximum runs
+        ({}, 0),
+    ],
+    ids=lambda o: ", ".join(map(str, o.values())) if isinstance(o, dict) else str(o),
+)
+def test_a_distance_is_a_line_in_whole_tiles(options, count):
+    """Said once, and used once: in the loop through whole tiles."""
+    inputs = tuple(torch.zeros(3, n, 128, dtype=options.get("dtype", torch.bfloat16)) for n in (300, 400, 400))
+    text = first(inputs=inputs, **options).kernel.text
+    assert text.count("slanted(") == count
+    assert not count or "slanted(" in text.split("# whole tiles")[1].split("# the others")[0]
+
+
 @pytest.fixture
 def by_turns(monkeypatch):
     """Attention's forward runs by turns, on the machine; that it did is looked at."""
@@ -147,6 +167,11 @@ def by_turns(monkeypatch):
 @pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("name", SLANTED)
+def test_lines_against_float64(name, by_turns):
+    check_slanted(name, "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=repr)
@@ -186,8 +211,8 @@ def broken(monkeypatch, pattern, instead):
 @pytest.mark.parametrize(
     ("name", "pattern", "instead"),
     [
-        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n.*weighed)", "pass"),
-        ("beyond, capped", r"& \(bounded\(.*? <= 1\)\)", ""),
+        ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n +else:)", "pass"),
+        ("beyond, capped at 20", r"& \(bounded\(.*? == 0\)\)", ""),
     ],
     ids=["it runs", "beyond"],
 )
@@ -196,3 +221,19 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
     broken(monkeypatch, pattern, instead)
     with pytest.raises(AssertionError):
         check(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "instead"),
+    [
+        ("from columns", r"nearest = .*", "nearest = 0"),
+        ("parted", r"away - tl.where\(away < whole, 0, between\)", "away"),
+        ("parted", r"tl.where\(start < tile \* KEPT, (\w+), -\1\)", r"\1"),
+    ],
+    ids=["nearest", "runs", "sides"],
+)
+def test_the_tile_on_both_sides_is_met_first(name, pattern, instead, by_turns, monkeypatch):
+    """And the others by the side on which they lie: else a line would be wrong."""
+    broken(monkeypatch, pattern, instead)
+    with pytest.raises(AssertionError):
+        check_slanted(name, "cpu")

@@ -27,6 +27,7 @@ from .text import emit, staged_text
 from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
+from .text.slant import Slant, slant
 from .text.totals import factored
 from .text.turns import fetched, in_gluon, inside, scalars, visits
 from .text.values import Values, is_one
@@ -49,7 +50,8 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    return plan.boxes == 2 and plan.block_kept == 2 * _OWNED and plan.num_warps == 4 and on(device)
+    fits = plan.block_kept == 2 * _OWNED and plan.block_folded % _OWNED == 0  # a group's indices are of one folded tile
+    return plan.boxes == 2 and fits and plan.num_warps == 4 and on(device)
 
 
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
@@ -110,14 +112,15 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
-    bent = bend(soft, known(soft.reduction.args[0], truths)) if near else None
+    whole = known(soft.reduction.args[0], truths)
+    bent, tilted = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
-        "whole": (8, _turn(soft, truths, False, near)),
+        "whole": (12 if bent else 8, _turn(soft, truths, False, near, by=tilted)),
         "other": (12, _turn(soft, {}, True, near)),
         "again": (12, _turn(soft, {}, True, near=False, alone=True)),
-        "bent": (8, _turn(soft, truths, False, near, bent=bent) if bent else []),
+        "bent": (12, _turn(soft, truths, False, near, by=bent) if bent else []),
     }
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
@@ -138,8 +141,8 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
-    fields["loops"] = _loops(soft, bent, least is not None, fields)
-    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loops"], arithmetic])
+    fields["loop"] = _loop(soft, bent, bool(bent or tilted), least is not None, fields)
+    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loop"], arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
     fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
@@ -162,23 +165,22 @@ def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
     return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
 
 
-def _loops(soft: Soft, bent: Bend | None, tosses: bool, fields: dict[str, str]) -> str:
-    """The walk through whole tiles: where a polynomial may stand in for tanh, first by it, as far as that is chosen.
+def _loop(soft: Soft, bent: Bend | None, spares: bool, tosses: bool, fields: dict[str, str]) -> str:
+    """The walk through whole tiles: where a polynomial may stand in for tanh, by it, if that was chosen.
 
-    The registers of kept vectors are worth more to the polynomial."""
-    n = f"{soft.name}_bent"
-    walks = [("bent", "1", n), ("whole", n, "wholes")] if bent else [("whole", "1", "wholes")]
-    loops = [staged_text.WHOLE, *([f"    {n} = {bent.chosen()}"] if bent else [])]
-    for name, first, last in walks:
-        spares = name == "bent"
-        lines = fields[name].splitlines()
-        ahead = [line for line in lines if tosses and " = numbers(" in line]
-        found = {"first_turn": first, "last_turn": last, "ahead": "".join(f"\n{line}" for line in ahead)}
-        found |= {"whole": "\n".join(line for line in lines if line not in ahead)}
-        found |= {"kept_block": "room" if spares else f"{fields['x0']}_block"}
-        loops += [] if spares else [staged_text.LOADED.format(**fields)]
-        loops.append(staged_text.LOOP.format(**fields | found))
-    return "\n".join(loops)
+    ``spares``: the registers of kept vectors are worth more to what is done to pairs."""
+    n, lines = soft.name, fields["whole"].splitlines()
+    if bent:
+        lines = [f"        if {n}_bends > 0:", *fields["bent"].splitlines(), "        else:", *lines]
+    ahead = dict.fromkeys(line.strip() for line in lines if tosses and " = numbers(" in line)
+    found = {
+        "ahead": "".join(f"\n        {line}" for line in ahead),
+        "whole": "\n".join(line for line in lines if line.strip() not in ahead),
+        "kept_block": "room" if spares else f"{fields['x0']}_block",
+    }
+    before = [f"    {n}_bends = {bent.chosen()}"] if bent else []
+    before += [] if spares else [staged_text.LOADED.format(**fields)]
+    return "\n".join([staged_text.WHOLE, *before, staged_text.LOOP.format(**fields | found)])
 
 
 def _ringed(spec: Spec) -> tuple[Expr, ...]:
@@ -224,10 +226,10 @@ def _turn(
     near: bool,
     first: bool = False,
     alone: bool = False,
-    bent: Bend | None = None,
+    by: Bend | Slant | None = None,
 ) -> list[str]:
     """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself; ``bent``: a tanh that goes by a polynomial."""
+    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words."""
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
@@ -237,7 +239,7 @@ def _turn(
     if near and first:
         soft.guess((logit,))
     v.inside.append(f"# {emit._described(soft.reduction)}")
-    bent.weigh() if bent else soft.weigh(logit)
+    by.weigh() if by else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
     if v.marks is not None:
@@ -322,15 +324,21 @@ def _results(soft: Soft, spec: Spec) -> list[str]:
 def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
     """What a kernel's text says of its leaves and of the tiles that it meets.
 
-    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices, and goes round."""
+    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices; the others follow in order,
+    so that many instances ask for the same blocks at the same time."""
     width = spec.width(found.kept.feature)
     place, ranges = visits(spec)
     if sloped:
-        away = f"tile * {2 * _OWNED} // FOLDED" + (" - whole_first" if spec.bounds else "")
+        away = f"tile * {2 * _OWNED} // FOLDED"
+        if spec.bounds:
+            ranges.append(f"away = {away} - whole_first")
+            away = "away - tl.where(away < whole, 0, between)"
         ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
-        around = "(turn + nearest - tl.where(turn + nearest < wholes, 0, wholes))"  # a division would be waited for
-        round_ = re.sub(r"\bturn\b", around, place["at_whole"])
-        place |= {"at_whole": round_, "at_any": f"tl.where(turn < wholes, {round_}, {place['at_other']})"}
+        later = "(turn - tl.where(turn > nearest, 0, 1))"
+        whole, met = (
+            re.sub(r"\bturn\b", at, place["at_whole"]) for at in (later, f"tl.where(turn > 0, {later}, nearest)")
+        )
+        place |= {"at_whole": whole, "at_any": f"tl.where(turn < wholes, {met}, {place['at_other']})"}
     boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
     spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
     return place | {

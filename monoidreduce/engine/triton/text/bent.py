@@ -63,17 +63,17 @@ class Bend:
         ]
 
     def chosen(self) -> str:
-        """How many turns go by the polynomial: all, where the first tile's total, as large for every tile, shows that
-        it holds, with room on both sides; else none. What is rounded to nothing does not bend."""
+        """1 where the first tile's total, as large for every tile, shows that the polynomial holds, with room on both
+        sides; else 0. What is rounded to nothing does not bend."""
         n, gain = self.soft.name, NAMES[0]
         total = f"tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES)) * visits"
         holds = f"bounded({total} * 8.0, {n}_top, {self.reach()}, folded_size * 64.0)"
-        return f"tl.where((tl.max(tl.where({holds}, 0, 1)) == 0) & ({gain} * {gain} > 0.0), tl.maximum(wholes, 1), 1)"
+        return f"tl.where((tl.max(tl.where({holds}, 0, 1)) == 0) & ({gain} * {gain} > 0.0), 1, 0)"
 
     def held(self) -> str:
         """Whether a row's total shows that the polynomial stood, or nothing went by it."""
         n = self.soft.name
-        return f"(bounded({n}_total, {n}_top, {self.reach()}, folded_size) | ({n}_bent <= 1))"
+        return f"(bounded({n}_total, {n}_top, {self.reach()}, folded_size) | ({n}_bends == 0))"
 
 
 def bend(soft: Soft, logit: Expr) -> Bend | None:

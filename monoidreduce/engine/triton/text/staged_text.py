@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .bent import BOUNDED
 from .emit import CONSTANTS
+from .slant import SLANTED
 
 IMPORTS = """import triton.experimental.gluon.language as tl
 from triton.experimental import gluon
@@ -66,7 +67,7 @@ JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayo
 # Whole tiles, from one turn to another; the kept vectors are read from registers or, where those are few, from room.
 WHOLE = "    # whole tiles: the scores of each beside the sums of the one before"
 LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
-LOOP = """    for turn in range({first_turn}, {last_turn}):
+LOOP = """    for turn in range(1, wholes):
         score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
 {taken}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
         score = warpgroup_mma_wait(1, deps=[score])
@@ -127,6 +128,7 @@ def weighed(total):
     )
 """,
     "bounded": BOUNDED,
+    "slanted": SLANTED,
     "apart": """
 @gluon.jit
 def apart(at, start, like):
@@ -234,7 +236,7 @@ __LANES__
 {first_whole}
     weights = {weights}
 
-{loops}
+{loop}
     if RAGGED:
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
