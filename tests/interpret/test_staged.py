@@ -174,6 +174,13 @@ def test_lines_against_float64(name, by_turns):
     check_slanted(name, "cpu")
 
 
+def test_tiles_narrower_than_both_groups_are_not_taken(monkeypatch):
+    """The second group's nearest would not be the first that is met, and the diagonal would run through a line."""
+    monkeypatch.setattr(staged, "on", lambda device: True)
+    wide = {n: replace(BY_TURNS["cols"], block_folded=n) for n in (64, 128, 192, 256)}
+    assert [n for n, plan in wide.items() if staged.takes(plan, torch.device("cpu"))] == [128, 256]
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=repr)
 def test_nan_and_infinity_stay_in_their_rows(options, by_turns):
     check_nan("cpu", **options)

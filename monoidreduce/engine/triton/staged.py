@@ -50,7 +50,7 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    fits = plan.block_kept == 2 * _OWNED and plan.block_folded % _OWNED == 0  # a group's indices are of one folded tile
+    fits = plan.block_kept == 2 * _OWNED and plan.block_folded % plan.block_kept == 0  # one tile has the nearest of all
     return plan.boxes == 2 and fits and plan.num_warps == 4 and on(device)
 
 
