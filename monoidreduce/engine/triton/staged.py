@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...program.build import ZERO
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from . import skip, source
@@ -28,6 +27,7 @@ from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
 from .text.slant import Slant, slant
+from .text.tossed import Toss, toss
 from .text.totals import factored
 from .text.turns import fetched, in_gluon, inside, scalars, visits
 from .text.values import Values, is_one
@@ -35,7 +35,6 @@ from .text.values import Values, is_one
 _OWNED = 64  # indices of a group of four warps
 OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
 _RINGS = 2  # of numbers, at most: shared memory has room for no more
-_INFINITE = 0x7C00  # the bits of a float16
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
 _WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
 
@@ -106,9 +105,7 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     v = _Values(spec)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
     weight = factored(part).weight
-    v.ringed, least = _ringed(spec), _least(weight, spec) if even else None
-    v.marks = None if least is None else weight.args[0].args[0].args[1]
-    v.left = 1.0 if least is None else weight.args[1].const
+    v.ringed, v.toss = _ringed(spec), toss(weight, spec) if even and spec.over == "cols" else None
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
@@ -140,12 +137,12 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
         "results": inside(_results(soft, spec), 4),
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
-    fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), least is not None)
-    fields["loop"] = _loop(soft, bent, bool(bent or tilted), least is not None, fields)
+    fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), bool(v.toss))
+    fields["loop"] = _loop(soft, bent, bool(bent or tilted), bool(v.toss), fields)
     used = "".join([fields["held"], fields["weights"], fields["last"], fields["loop"], arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
-    fields["own"] = own.format(least=(least or 0) * 0x10001, narrow=spec.narrow, pair=pair)
+    fields["own"] = own.format(least=(v.toss.least if v.toss else 0) * 0x10001, narrow=spec.narrow, pair=pair)
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *in_gluon(helpers), body])
@@ -193,13 +190,12 @@ class _Values(Values):
     """Numbers of pairs whose product was made before them."""
 
     ringed: tuple[Expr, ...] = ()
-    marks: Expr | None = None  # of columns, for coins: here their words before they were shifted, at odd columns
-    left = 1.0  # a factor of all weights that is left to the end
+    toss: Toss | None = None  # what decides on weights; its factor is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
-            return f"({super()._leaf(e)} >> 1)" if e is self.marks else super()._leaf(e)
+            return f"({super()._leaf(e)} >> 1)" if self.toss and e is self.toss.mark else super()._leaf(e)
         x = e.attrs[0]
         return f"numbers({x}_ring, {x}_full, turn, tl.SliceLayout(0, SCORES))[None, :]"
 
@@ -216,7 +212,8 @@ class _Values(Values):
         return f"lanes({name})"
 
     def divided(self, block: str, name: str) -> str:
-        return f"{block} * tl.convert_layout({literal(self.left)} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+        left = literal(self.toss.factor if self.toss else 1.0)
+        return f"{block} * tl.convert_layout({left} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
 def _turn(
@@ -242,26 +239,12 @@ def _turn(
     by.weigh() if by else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight
-    if v.marks is not None:
-        row, _, col = weight.args[0].args[0].args
-        turned = f"blended({v.number(row)}, {v.block_of(col)}).to(tl.int32)"
-        part = v.seen(f"tossed({n}_weight, {turned}, {v.number(v.marks)})", "0.0")
+    if v.toss:
+        turned = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
+        part = v.seen(f"tossed({n}_weight, {turned}, {v.number(v.toss.mark)})", "0.0")
     else:
         part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
     return [*v.inside, f"{n}_part = {part}"]
-
-
-def _least(weight: Expr, spec: Spec) -> int | None:
-    """Where a weight is a number if a coin is no less than another, else 0: that other, if two are tossed at once.
-
-    The number is left to the end (``_Values.divided``)."""
-    if weight.op != "where" or weight.args[1].op != "const" or weight.args[2] is not ZERO or weight.args[0].op != "ge":
-        return None
-    coin, least = weight.args[0].args
-    if coin.op != "coin" or least.op != "const" or not 0 < least.const <= _INFINITE:
-        return None
-    _, mark, col = coin.args
-    return int(least.const) if mark.op == "leaf" and spec.folds(mark) and col.op == "col_index" else None
 
 
 def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
@@ -288,7 +271,7 @@ def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     kept, made, begun = [], [], []
     for x, e in zip(names, ringed, strict=True):
         kept += [
-            f"{x}_ring.index(slot).store({x}{' >> 1' if e is v.marks else ''})",
+            f"{x}_ring.index(slot).store({x}{' >> 1' if v.toss and e is v.toss.mark else ''})",
             f"mbarrier.arrive({x}_full.index(slot))",
         ]
         room = f"tl.{spec.type_of[e]}, [2, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
