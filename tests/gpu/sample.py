@@ -16,6 +16,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engine.triton import KernelPlan, staged, use_plan
 from monoidreduce.engine.triton.wide import contract
+from tests.alone import ALONE
 from tests.grouped import ABREAST, BY_GROUPS
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -52,7 +53,8 @@ class Case:
         drawn = [torch.randn(shape, device="cuda") for shape in self.shapes]
         given = [t.to(self.dtype).requires_grad_(self.backward) for t in drawn]
         told = mr.use(engine="triton") if self.plan else contextlib.nullcontext()
-        with told, use_plan(self.plan) if self.plan else contextlib.nullcontext():
+        here = torch.autograd.set_multithreading_enabled(False)  # a plan does not reach the backward's own thread
+        with told, here, use_plan(self.plan) if self.plan else contextlib.nullcontext():
             out = self.call(*given)
             if self.backward:
                 torch.autograd.grad(out.float().square().sum(), given, allow_unused=True)
@@ -68,6 +70,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ops.attention(q, k, v, window=20, dropout_p=0.1, seed=1)
+
+
+def thinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ops.attention(q, k, v, dropout_p=0.1, seed=1)
 
 
 def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -93,6 +99,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("attention by turns", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), causal, plan=TURNS, backward=False),
     Case("dropout by turns", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), dropped, plan=TURNS, backward=False),
     Case("row gradients by groups", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), dropped, plan={"cols": ABREAST}),
+    Case("column gradients alone", ((2, 259, 128), (2, 388, 128), (2, 388, 128)), thinned, plan={"rows": ALONE}),
     Case("gated perceptron by groups", ((130, 128), *((200, 128),) * 3), ops.gated_mlp, plan=BY_GROUPS),
     Case("contraction by turns", ((384, 1024), (1024, 384)), contracted, backward=False),
     Case("attention in parts", (LONG, SHORT, SHORT), ops.attention, plan=PARTS),
