@@ -67,7 +67,6 @@ def test_one_softmax_weighted_sum_has_one(options):
         {"capability": 80},
         {"plans": {"cols": KernelPlan(64, 128, 4, 2, parts=1, boxes=2)}},  # tiles of another kernel
         {"plans": {"cols": KernelPlan(128, 128, 4, 2, parts=2, boxes=2)}},  # in parts
-        {"plans": {"cols": KernelPlan(128, 32, 4, 2, parts=1, boxes=2)}},  # a group's rows lie beside two tiles
     ],
     ids=lambda o: f"{next(iter(o))}={str(next(iter(o.values())))[:20]}",
 )
@@ -154,12 +153,13 @@ def test_a_distance_is_a_line_in_whole_tiles(options, count):
 
 
 @pytest.fixture
-def by_turns(monkeypatch):
-    """Attention's forward runs by turns, on the machine; that it did is looked at."""
-    seen = []
+def by_turns(monkeypatch, request):
+    """Attention's forward runs by turns, on the machine, in tiles of as many columns as are asked for; that it did is
+    looked at."""
+    seen, wide = [], replace(BY_TURNS["cols"], block_folded=getattr(request, "param", 128))
     monkeypatch.setattr(staged, "on", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
-    with machine.instead_of(launch, seen), use_plan(BY_TURNS), mr.use(engine="triton"):
+    with machine.instead_of(launch, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
         yield
     assert len(seen) == 1
 
@@ -169,16 +169,10 @@ def test_against_float64(case, by_turns):
     check(case, "cpu")
 
 
+@pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)
 @pytest.mark.parametrize("name", SLANTED)
 def test_lines_against_float64(name, by_turns):
     check_slanted(name, "cpu")
-
-
-def test_tiles_narrower_than_both_groups_are_not_taken(monkeypatch):
-    """The second group's nearest would not be the first that is met, and the diagonal would run through a line."""
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    wide = {n: replace(BY_TURNS["cols"], block_folded=n) for n in (64, 128, 192, 256)}
-    assert [n for n, plan in wide.items() if staged.takes(plan, torch.device("cpu"))] == [128, 256]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=repr)

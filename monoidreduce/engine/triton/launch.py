@@ -129,7 +129,8 @@ class Launch:
         if self.spec.deep:
             return paired.kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
-        made = staged.kernel(self.spec, even) if staged.takes(self.plan, self.sizes.device) else None
+        aligned = self.plan.block_folded % self.plan.block_kept == 0
+        made = staged.kernel(self.spec, even, aligned) if staged.takes(self.plan, self.sizes.device) else None
         return made or grouped.taken(self.spec, self.plan, even)
 
     @property

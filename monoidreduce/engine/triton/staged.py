@@ -49,8 +49,7 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    fits = plan.block_kept == 2 * _OWNED and plan.block_folded % plan.block_kept == 0  # one tile has the nearest of all
-    return plan.boxes == 2 and fits and plan.num_warps == 4 and on(device)
+    return plan.boxes == 2 and plan.block_kept == 2 * _OWNED and plan.num_warps == 4 and on(device)
 
 
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
@@ -92,10 +91,11 @@ def leaves(spec: Spec) -> Leaves | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
+def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
-    ``even``: whether folded indices come two by two, so that coins can."""
+    ``even``: whether folded indices come two by two, so that coins can; ``aligned``: whether one folded tile has the
+    nearest of all of an instance's kept indices, so that the diagonal runs through no other."""
     found = leaves(spec)
     if found is None:
         return None
@@ -110,7 +110,7 @@ def kernel(spec: Spec, even: bool = True) -> emit.Kernel | None:
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
     whole = known(soft.reduction.args[0], truths)
-    bent, tilted = (bend(soft, whole), slant(soft, whole)) if near else (None, None)
+    bent, tilted = bend(soft, whole) if near else None, slant(soft, whole) if near and aligned else None
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
