@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from monoidreduce.engine.triton import ahead, source
+from monoidreduce.engine.triton.kept import Kept
 
 CPU = torch.device("cpu")
 SHOWN = contextvars.ContextVar("shown", default="nothing")
@@ -126,6 +127,25 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
     launches(b)
     ahead.compiled(CPU, lambda: launches(a, b, a))  # b was launched before
     assert [s[0] for s in said] == ["launch"]
+
+
+def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
+    """It would run on what nobody made yet."""
+    said = []
+    kept, a, b = Kept(), Kernel(said, "a"), Kernel(said, "b")
+    again = lambda *arguments: said.append(("again", *arguments))
+    first = lambda kernel: lambda: ahead.launched(kernel, (1,), ("x",), {}) or again
+
+    def steps():
+        kept(("a",), first(a), ["x"])
+        kept(("b",), first(b), ["x"])
+
+    kept(("a",), first(a), ["x"])
+    said.clear()
+    ahead.compiled(CPU, steps)
+    assert not [s for s in said if s[0] in ("launch", "again")]
+    steps()
+    assert [s[:2] for s in said if s[0] in ("launch", "again")] == [("again", "x"), ("launch", "b")]
 
 
 def test_mistakes_are_left_to_the_launch(waits):

@@ -40,6 +40,12 @@ def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], giv
     return None
 
 
+def looking() -> bool:
+    """Whether launches are only looked at: then nothing may run, not even what is compiled. What it would read was not
+    made, and labels that are not there are places that are not there."""
+    return _waiting.get() is not None
+
+
 def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
     """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
     called."""

@@ -46,6 +46,8 @@ class Kept:
     def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
         """Launch: again, where a launch with this key was made before, else by ``first``, which says how again."""
         again = self.made.get(key)
+        if ahead.looking():
+            return again or first()
         if again is not None:
             again(*arguments)
         else:
@@ -89,7 +91,7 @@ class Kernels:
                 given.append(address)
         key = tuple(found)
         again = self.kept.made.get(key)
-        if again is None:
+        if again is None or ahead.looking():
             return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
         again(*given)
         tell(again, arguments)
