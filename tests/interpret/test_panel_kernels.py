@@ -194,11 +194,11 @@ def test_blocks_of_rows_that_lend_nothing_keep_the_budget_too(used, seed, monkey
     x, w = (torch.randn(40, 4).bfloat16().requires_grad_() for _ in range(2))
     with mr.use(engine="panel"), mr.skip_below(2**-40):
         value = loss(x, w, torch.randint(40, (40,)), torch.zeros(40).bfloat16()).sum()
-    with mr.use(engine="panel"), mr.budget(399), mr.skip_below(2**-40):
+    with mr.use(engine="panel"), mr.budget(599), mr.skip_below(2**-40):
         torch.autograd.grad(value, (x, w))
     panel = used[-1]
     assert panel.outer == "rows" and panel.rows < 40 and made and not any(made)
-    assert panel.rows * (4 * 4 + 2 * panel.cols) <= 399
+    assert panel.rows * (4 * 4 + 2 * panel.cols) <= 599
 
 
 @mr.op
