@@ -22,8 +22,8 @@ ENVIRONMENT = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every ten
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY"}
 # where Triton gives groups of warps their work: the checker does not follow the barrier that it does so by
 HANDED_OUT = ("def ", "tl.warp_specialize(")
-# numbers that a warp stores into a ring, and pairs that a group of four sends to another: a barrier of those who store,
-# an arrival of one of them for all and a wait are between them and who reads, as the PTX shows; the checker reports them
+# numbers that a warp stores into a ring, and pairs that a group of four sends to another: a barrier of those who
+# store, an arrival of one for all and a wait are between them and who reads, as the PTX shows; the checker reports them
 # all the same
 RINGED = ("_ring.index(slot).store(", "ring.index(turn % 2).load(LAYOUT)", "_here = ", "sent0.index(", "sent1.index(")
 
