@@ -13,6 +13,13 @@ from monoidreduce.engine.triton import KernelPlan
 
 ABREAST, RELAY = KernelPlan(128, 64, 4, 2, parts=1, boxes=2), KernelPlan(64, 64, 4, 2, parts=1, boxes=2)
 BY_GROUPS = {"cols": ABREAST, "rows": RELAY}
+OTHERS = [  # features, types and GPUs that have no kernels by groups
+    {"d": 64},
+    {"d": 256},
+    {"dtype": torch.float16},
+    {"dtype": torch.float32},
+    {"capability": 80},
+]
 
 
 def made(M, N, batch=(), seed=0):

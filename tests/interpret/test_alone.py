@@ -17,6 +17,7 @@ from monoidreduce.engine.triton import KernelPlan, groups, launch, staged, use_p
 from monoidreduce.engine.triton.text.tossed import parted, tossed
 from monoidreduce.program import build
 from tests.alone import ALONE, DROPPED, OPTIONS, SIZES, check, pulled
+from tests.grouped import OTHERS
 from tests.interpret import machine
 from tests.interpret.aot import Case, calls
 
@@ -41,11 +42,7 @@ def test_attentions_column_gradients_are_taken(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"d": 64},
-        {"d": 256},
-        {"dtype": torch.float16},
-        {"dtype": torch.float32},
-        {"capability": 80},
+        *OTHERS,
         {"plans": {"rows": KernelPlan(64, 64, 4, 2, parts=1, boxes=1)}},
         {"plans": {"rows": replace(ALONE, block_kept=128)}},
         {"plans": {"rows": replace(ALONE, parts=2)}},

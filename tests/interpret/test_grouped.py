@@ -16,7 +16,7 @@ from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, describe, groups, launch, staged, use_plan
 from monoidreduce.program import build
 from monoidreduce.program.expr import node
-from tests.grouped import ABREAST, BY_GROUPS, CASES, RELAY, check, check_infinite, made
+from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, RELAY, check, check_infinite, made
 from tests.interpret import machine
 from tests.interpret.aot import Case, calls
 
@@ -57,11 +57,7 @@ def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
 @pytest.mark.parametrize(
     "options",
     [
-        {"d": 64},
-        {"d": 256},
-        {"dtype": torch.float16},
-        {"dtype": torch.float32},
-        {"capability": 80},
+        *OTHERS,
         {"activation": "mish"},
         {"plans": dict.fromkeys(("cols", "rows"), KernelPlan(64, 64, 4, 2, parts=1, boxes=1))},
         {"plans": {"cols": replace(ABREAST, parts=2), "rows": replace(RELAY, parts=2)}},

@@ -16,7 +16,7 @@ from .emit import Kernel
 from .exponents import literal
 from .kinds import known
 from .tossed import parted
-from .turns import inside, scalars, visits
+from .turns import inside, name, scalars, visits
 from .values import Values
 
 
@@ -28,13 +28,13 @@ class _Values(Values):
         self.dots, self.shifts = dots, [*shifts]
         self.fetched = [e for e in folded_numbers(spec) if not any(e in pair for pair in shifts)]
 
-    def here(self, name: str) -> str:
+    def here(self, x: str) -> str:
         """A number of a tile's folded indices."""
-        text = f"{name}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
-        return f"{self.bind((name, 'here'), text, True, f'{name}_here')}[None, :]"
+        text = f"{x}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
+        return f"{self.bind((x, 'here'), text, True, f'{x}_here')}[None, :]"
 
     def _leaf(self, e: Expr) -> str:
-        return self.here(_name(e)) if e in self.fetched else super()._leaf(e)
+        return self.here(name(e)) if e in self.fetched else super()._leaf(e)
 
     def _shift(self, number: Expr, total: Expr) -> str:
         return self.here(f"shift{self.shifts.index((number, total))}")
@@ -49,7 +49,7 @@ class _Values(Values):
             return self.full(e)
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.weight(e.args[1])}, 0.0)"
-        row, mark = self.here(_name(found.toss.row)), self.number(found.toss.mark)
+        row, mark = self.here(name(found.toss.row)), self.number(found.toss.mark)
         mark = self.bind((found.toss, "mark"), f"{mark} >> 1", False)
         weight = self.full(found.weight)
         left = self.bind((found.weight, "spared"), f"spared({weight}, {row}, {mark})", True)
@@ -90,7 +90,7 @@ class Text:
         other = self._turn({}, True, "at_other")
         kept = []
         for e, room in self.kept.items():
-            place = f"{v.pointer(e)} + wide_row[:, None] * {_name(e)}_s + wide_lane[None, :] * {_name(e)}_f"
+            place = f"{v.pointer(e)} + wide_row[:, None] * {name(e)}_s + wide_lane[None, :] * {name(e)}_f"
             kept.append(f"{room}.store(tl.load({place}, mask=wide_in[:, None], other=0))")
         results, running = self._results(), ", ".join(self._running())
         opening = [*scalars(spec), *self.ranges]
@@ -134,7 +134,7 @@ class Text:
         narrow, allocated = f"tl.{self.spec.narrow}", "tl.allocate_shared_memory({}, {})".format
         layout = f"tl.NVMMASharedLayout.get_default_for([{OWNED}, {WIDTH}], {narrow})"
         lines = [f"room = {allocated(f'{narrow}, [{len(self.kept)}, {OWNED}, {WIDTH}]', layout)}"]
-        for x in map(_name, self.copied):
+        for x in map(name, self.copied):
             lines.append(f"{x}_ring = {allocated(f'{narrow}, [2] + {x}_box.block_type.shape', f'{x}_box.layout')}")
         for x, (kind, _) in self._places().items():
             lines.append(f"{x}_ring = {allocated(f'tl.{kind}, [2, {OWNED}]', 'tl.SwizzledSharedLayout(1, 1, 1, [0])')}")
@@ -148,18 +148,18 @@ class Text:
             base = self.v.bind((f"shift{k}", "base"), base, False, f"shift{k}_base")
             found[f"shift{k}"] = "float32", f"{base} + {start} + line"
         for e in self.v.fetched:
-            x = _name(e)
+            x = name(e)
             found[x] = self.spec.type_of[e], f"{self.v.base(e)} + {start} * {x}_s + line * {x}_s"
         return found
 
     def _numbers(self) -> tuple[list[str], list[str]]:
         """The next tile's numbers: on their way, and kept, made ready by one thread, not by all that need them."""
         fetched, stored = ["next_in = (next_start + line < folded_size) | (not RAGGED)"], []
-        divided = {_name(p.number): p.toss.factor for p in self.parted if p is not None and p.number is not None}
+        divided = {name(p.number): p.toss.factor for p in self.parted if p is not None and p.number is not None}
         for x, (_, place) in self._places().items():
             fetched.append(f"{x}_next = tl.load({place}, mask=next_in, other=0)")
             text = f"{x}_next"
-            if self.toss is not None and x == _name(self.toss.row):
+            if self.toss is not None and x == name(self.toss.row):
                 text = f"blended({text}, (tile * KEPT) >> 7).to(tl.int32)"
             text += f" * {literal(1 / divided[x])}" if x in divided else ""
             stored.append(f"{x}_ring.index(place).store({text})")
@@ -167,10 +167,10 @@ class Text:
 
     def _copies(self) -> list[str]:
         """The next tile's blocks are asked for."""
-        size = " + ".join(f"{_name(e)}_box.block_type.nbytes" for e in self.copied)
+        size = " + ".join(f"{name(e)}_box.block_type.nbytes" for e in self.copied)
         lines = [f"mbarrier.expect(full.index(place), {size})"]
         for e in self.copied:
-            x, spot = _name(e), "".join(f"tl.cast(b{d}, tl.int32), " for d in self.spec.box_of[e])
+            x, spot = name(e), "".join(f"tl.cast(b{d}, tl.int32), " for d in self.spec.box_of[e])
             lines.append(f"copy({x}_box, [{spot}next_start, 0], full.index(place), {x}_ring.index(place))")
         return lines
 
@@ -232,7 +232,7 @@ class Text:
         return f"score{k} = warpgroup_mma({self.kept[kept]}, {block}, blank, use_acc=False, is_async=True)"
 
     def _block(self, e: Expr) -> str:
-        return f"{_name(e)}_ring.index(slot).reshape([FOLDED, {WIDTH}])"
+        return f"{name(e)}_ring.index(slot).reshape([FOLDED, {WIDTH}])"
 
     def _results(self) -> list[str]:
         """Sums go through shared memory, so that rows are written whole."""
@@ -250,7 +250,3 @@ class Text:
                 f"tl.store({place}, {room}.load(WIDE), mask=wide_in[:, None])",
             ]
         return lines
-
-
-def _name(e: Expr) -> str:
-    return str(e.attrs[0])

@@ -15,7 +15,7 @@ from . import grouped_text
 from .exponents import literal
 from .kinds import known
 from .tossed import Toss, parted
-from .turns import fetched, inside, scalars, visits
+from .turns import fetched, inside, name, scalars, visits
 from .values import Values
 
 _ROOM = 224 * 1024  # bytes of shared memory
@@ -293,8 +293,3 @@ def _tosses(weight: Expr, spec: Spec) -> Toss | None:
     """The coins of a weight of rows that can be tossed two at a time."""
     found = parted(weight, spec)
     return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None
-
-
-def name(e: Expr) -> str:
-    """What a leaf is called in a kernel."""
-    return str(e.attrs[0])

@@ -15,6 +15,11 @@ def inside(lines: Iterable[str], by: int) -> str:
     return "\n".join(f"{' ' * by}{line}" for line in lines)
 
 
+def name(e: Expr) -> str:
+    """What a leaf is called in a kernel."""
+    return str(e.attrs[0])
+
+
 def in_gluon(helpers: Iterable[str]) -> list[str]:
     """The helpers of any kernel, as Gluon's compiler is told of them."""
     return [text.replace("@triton.jit", "@gluon.jit") for text in helpers]
@@ -29,7 +34,7 @@ def fetched(spec: Spec, leaves: Sequence[Expr], each: int) -> list[str]:
     """Numbers of a tile's folded indices as the copying warp loads them, ``each`` lane as many."""
     lane = f"folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([{each}], [32], [1], [0]))"
     lines = [lane, "folded_in = folded_at < folded_size"] if leaves else []
-    for x in (str(e.attrs[0]) for e in leaves):
+    for x in map(name, leaves):
         base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
         lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
     return lines
