@@ -2,8 +2,9 @@
 
 A block meets all columns, some at a time. Column gradients of 16 bits are added to once a block, which they bear a few
 times. A block's row gradients are added up in float32; where row gradients lend their memory, these totals lie in those
-of the block's own rows and of the rows after it, which are not written yet. Where that leaves room, a block is several
-panels high: a strip of columns is walked down all of its rows before the next one, and its column gradients are added
+of the block's own rows and of the rows after it, which are not written yet; or apart, where they do not hold all of
+them: in two pieces their sums would be two products, too small for all processors. Where that leaves room, a block is
+several panels high: a strip of columns is walked down all of its rows before the next one, and its column gradients are added
 up in float32 too, in the same memory. So panels are nearly square while blocks are few.
 """
 
@@ -70,20 +71,24 @@ def _heights(rows: int, room: int, held: Held) -> list[int]:
 
 
 def apart(block: Block, rows: int, held: Held) -> int:
-    """Bytes of a block's totals for which the gradients of its rows and of those after it have no room."""
-    strip = block.cols * held.col if block.strips else 0
-    return max(0, (block.last - block.first) * held.row + strip - (rows - block.first) * held.lent)
+    """Bytes of a block's totals, where the gradients of its rows and of those after it do not hold all of them."""
+    totals = (block.last - block.first) * held.row + (block.cols * held.col if block.strips else 0)
+    return 0 if totals <= (rows - block.first) * held.lent else totals
 
 
 def _blocks(high: int, rows: int, cols: int, held: Held, room: int, strips: bool) -> list[Block]:
-    """Blocks of panels ``high`` rows high, as wide as they may be; none where ``room`` bytes do not hold one."""
+    """Blocks of panels ``high`` rows high, as wide as they may be; none where ``room`` bytes do not hold one. Of a block
+    whose totals do not fit in gradients as many rows are taken as do, if that is half of it."""
     found: list[Block] = []
     while not found or found[-1].last < rows:
         first = found[-1].last if found else 0
         wide = min(cols, room // (high * held.pair))  # where nothing lies apart
-        lent = (rows - first) * held.lent - wide * held.col if strips else 0
-        count = max(1, lent // (high * held.row)) if held.row else 1
+        lent = (rows - first) * held.lent
+        count = max(1, (lent - wide * held.col) // (high * held.row)) if strips and held.row else 1
         last = min(rows, first + count * high)
+        some = lent // held.row // panels.ROUND * panels.ROUND if held.row else 0
+        if max(1, high // 2) <= some < last - first:
+            last = first + some
         block = Block(first, last, min(high, last - first), wide)
         wide = (room - apart(block, rows, held)) // (block.rows * held.pair)
         if wide < min(panels.ROUND, cols):

@@ -51,6 +51,16 @@ def test_panels_are_nearly_square(rows, cols, features, room):
         assert 0.6 * side < b.rows < 1.4 * side and 0.6 * side < b.cols < 1.4 * side
 
 
+@pytest.mark.parametrize(("rows", "cols", "features", "room"), CASES[:3])
+def test_totals_lie_in_one_piece(rows, cols, features, room):
+    """In two pieces their sums would be two products. Blocks end where gradients hold no more, and those of the last
+    few rows lie apart."""
+    *others, last = blocks(rows, cols, of(features), H200, room, panels.ADDS, True).blocks
+    assert not any(apart(b, rows, of(features)) for b in others)
+    assert apart(last, rows, of(features)) == (last.last - last.first) * of(features).row
+    assert last.last - last.first < 0.2 * rows
+
+
 def test_strips_make_blocks_fewer():
     """Where row gradients hold the totals of several panels: more panels of the same height, and fewer roundings."""
     given = (65_536, 65_536, of(768), H200, 64_000_000)

@@ -30,11 +30,12 @@ def lendable(own: Tensor, count: int, compute: torch.dtype) -> int:
 @dataclass(frozen=True)
 class Lent:
     """Totals of some rows of a gradient, in pieces; ``own``: the gradient, from the first of these rows on, which is
-    that of number ``first``."""
+    that of number ``first``; ``inside``: of how many rows they lie there."""
 
     own: Tensor
     pieces: tuple[tuple[slice, Tensor], ...]
-    first: int = 0
+    first: int
+    inside: int
 
     @staticmethod
     def zeros(
@@ -49,7 +50,7 @@ class Lent:
             size = (count - lent) * width * compute.itemsize
             rest = torch.empty(size, dtype=torch.uint8, device=own.device) if place is None else place[:size]
             pieces.append((slice(lent, count), rest.view(compute).view(count - lent, width).zero_()))
-        return Lent(own, tuple(pieces), first)
+        return Lent(own, tuple(pieces), first, lent)
 
     def of(self, rows: slice) -> list[tuple[slice, Tensor]]:
         """The totals of some rows in pieces, counted from the first of them."""
@@ -61,7 +62,7 @@ class Lent:
         """The gradients from their totals. ``spare``: memory of their type, by way of which those go that lie in their
         own, where it holds them; else from the first on, each written where totals were read already."""
         for part, totals in self.pieces:
-            if part.start:
+            if part.start >= self.inside:
                 self.own[part] = totals
             elif spare is not None and spare.numel() >= totals.numel():
                 self.own[part] = spare[: totals.numel()].view(totals.shape).copy_(totals)

@@ -56,9 +56,11 @@ class Sums(Room):
         return found
 
     def _lent_rows(self, block: panels.Block) -> int:
-        """Of how many rows of a block the totals lie in gradients: its own, and those of the rows after it."""
+        """Of how many rows of a block the totals lie in gradients, its own and those of the rows after it: of all, or
+        of none."""
+        count = block.last - block.first
         free = (self.sizes.rows - block.first) * self.kind.itemsize // self.sizes.compute.itemsize
-        return min(block.last - block.first, free) if self._lends() else 0
+        return count if self._lends() and count <= free else 0
 
     def _apart(self, block: panels.Block) -> int:
         """Bytes of the totals of the others."""
