@@ -4,8 +4,8 @@ A block meets all columns, some at a time. Column gradients of 16 bits are added
 times. A block's row gradients are added up in float32; where row gradients lend their memory, these totals lie in those
 of the block's own rows and of the rows after it, which are not written yet; or apart, where they do not hold all of
 them: in two pieces their sums would be two products, too small for all processors. Where that leaves room, a block is
-several panels high: a strip of columns is walked down all of its rows before the next one, and its column gradients are added
-up in float32 too, in the same memory. So panels are nearly square while blocks are few.
+several panels high: a strip of columns is walked down all of its rows before the next one, and its column gradients
+are added up in float32 too, in the same memory. So panels are nearly square while blocks are few.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def apart(block: Block, rows: int, held: Held) -> int:
 
 
 def _blocks(high: int, rows: int, cols: int, held: Held, room: int, strips: bool) -> list[Block]:
-    """Blocks of panels ``high`` rows high, as wide as they may be; none where ``room`` bytes do not hold one. Of a block
-    whose totals do not fit in gradients as many rows are taken as do, if that is half of it."""
+    """Blocks of panels ``high`` rows high, as wide as they may be; none where ``room`` bytes do not hold one. A block
+    ends where gradients hold no more totals, if that leaves half of a panel's rows."""
     found: list[Block] = []
     while not found or found[-1].last < rows:
         first = found[-1].last if found else 0
