@@ -1,29 +1,30 @@
 """The text of sums of vectors with a panel's weights, as two groups of warps take turns at them (``wide/contract.py``).
 
-A tile is 128 kept indices and 192 features. ``weights`` is a block of kept and folded indices, ``vectors`` one of
-folded indices and a tile's first 128 features, ``others`` one of its last 64: one warp, ahead of both groups, copies
-them into a ring (see ``paired_text.py``, whose turns these are). What is written goes through places in shared memory,
-32 features at a time. What is added to comes to the same places: a group asks for the first pieces before it
-multiplies, and for another whenever one was written.
+A tile is 192 kept indices, three runs of 64, and 128 features. ``weights`` is a block of a run's kept and some folded
+indices, ``vectors`` one of folded indices and a tile's features: one warp, ahead of both groups, copies them into a
+ring (see ``paired_text.py``, whose turns these are). What is written goes through places in shared memory, 64 features
+of a run at a time. What is added to comes to the same places: a group asks for the first pieces before it multiplies,
+and for another whenever one was written.
 """
 
 from __future__ import annotations
 
 import functools
-import textwrap
 
 from . import emit
-from .paired_text import _IMPORTS, TILE
-from .turns import in_gluon
+from .paired_text import _IMPORTS
+from .turns import in_gluon, inside
 
-OTHERS = 64  # features of the second block
-WIDTH = TILE + OTHERS
+RUN, RUNS = 64, 3  # kept indices of a run, and runs of a tile: the matrix units' own height, so that nothing is halved
+TILE = RUN * RUNS
+WIDTH = 128  # features of a tile
 DEPTH = 64  # folded indices of a block
-PIECE = 32  # features that are written at a time: sums leave registers for no more
+PIECE = 64  # features that are written at a time: sums leave registers for no more
 PLACES = 4  # pieces of a group in shared memory; the ring takes what is left
 
-_NAMES = "weights_box, vectors_box, others_box, out_box, blocks, tiles, turns"
-_RINGS = "weights, vectors, others, room, full, empty, order, came"
+_NAMES = "weights_box, vectors_box, out_box, blocks, tiles, turns"
+_RINGS = "weights, vectors, room, full, empty, order, came"
+_SUMS = ", ".join(f"sum{r}" for r in range(RUNS))
 
 _KERNEL = """
 @gluon.jit
@@ -41,9 +42,9 @@ def copies(
             mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
             bar = full.index(slot)
             mbarrier.expect(bar, {bytes})
-            copy(weights_box, {weights_at}, bar, weights.index(slot))
+            for r in tl.static_range({runs}):
+                copy(weights_box, {weights_at}, bar, weights.index(slot * {runs} + r))
             copy(vectors_box, [k * FOLDED, col * {width}], bar, vectors.index(slot))
-            copy(others_box, [k * FOLDED, col * {width} + {tile}], bar, others.index(slot))
             at += 1
 
 
@@ -68,40 +69,33 @@ def computes(
     SIDE: tl.constexpr,
     {constants},
 ):
-    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
-    REST: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {others}, 16])
+    SUMS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])
     PIECE: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {piece}, 16])
     FIRST: tl.constexpr = SIDE * {places}
-    total = tl.zeros([KEPT, {tile}], tl.float32, SUMS)
-    rest = tl.zeros([KEPT, {others}], tl.float32, REST)
+{begin}
     at = SIDE * blocks
     phase = 1 - SIDE
     done = 0
     first = tl.program_id(0) + SIDE * tl.num_programs(0)
     for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
         row, col = grouped(program, tiles, turns, 16)
-        row = row * KEPT
+        row = row * {tile}
         col = col * {width}{ask}
         # a tile's product, when it is this group's turn
         mbarrier.wait(order.index(SIDE), phase)
         for k in range(0, blocks):
             slot = at % {stages}
             mbarrier.wait(full.index(slot), at // {stages} & 1)
-            block = weights.index(slot){turned}
-            total = warpgroup_mma(block, vectors.index(slot), total, use_acc=k > 0, is_async=True)
-            rest = warpgroup_mma(block, others.index(slot), rest, use_acc=k > 0, is_async=True)
-            total, rest = warpgroup_mma_wait(2, deps=[total, rest])
+            block = vectors.index(slot)
+{multiply}
+            {sums} = warpgroup_mma_wait({runs}, deps=[{sums}])
             mbarrier.arrive(empty.index((at + {stages} - 1) % {stages}), pred=k > 0)
             at += 1
         mbarrier.arrive(order.index(1 - SIDE))
-        total, rest = warpgroup_mma_wait(0, deps=[total, rest])
+        {sums} = warpgroup_mma_wait(0, deps=[{sums}])
         mbarrier.arrive(empty.index((at - 1) % {stages}))
         at += blocks
         phase ^= 1
-        half0, half1 = halved(total)
-        piece0, piece1 = halved(half0)
-        piece2, piece3 = halved(half1)
-        piece4, piece5 = halved(rest)
 {pieces}
         done += 1
     tma.store_wait(0)
@@ -112,9 +106,8 @@ def {name}(
     {names},
     {constants},
 ):
-    weights = tl.allocate_shared_memory({narrow}, [{stages}] + weights_box.block_type.shape, weights_box.layout)
+    weights = tl.allocate_shared_memory({narrow}, [{stages} * {runs}] + weights_box.block_type.shape, weights_box.layout)
     vectors = tl.allocate_shared_memory({narrow}, [{stages}] + vectors_box.block_type.shape, vectors_box.layout)
-    others = tl.allocate_shared_memory({narrow}, [{stages}] + others_box.block_type.shape, others_box.layout)
     room = tl.allocate_shared_memory({narrow}, [2 * {places}] + out_box.block_type.shape, out_box.layout)
     full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
     empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
@@ -146,14 +139,19 @@ def {name}(
         )),
     ], [4, 1], [232, 40])
 """
-_EACH = list(enumerate(range(0, WIDTH, PIECE)))  # the pieces, and where each begins
+# The pieces: the run of each, and the feature at which it begins.
+_EACH = [(run, at) for run in range(RUNS) for at in range(0, WIDTH, PIECE)]
 
 
 @functools.cache
 def kernel(narrow: str, over: str, add: bool) -> emit.Kernel:
     """Write out[kept, features] (+)= Σ weights × vectors. ``narrow``: the type of all of them; ``over``: "cols" where
     weights lie kept index by kept index, "rows" where they lie folded index by folded index."""
-    ask = ["", "tma.store_wait(0)", *(_asked(k, at) for k, at in _EACH[:PLACES])] if add else []
+    ask = ["tma.store_wait(0)", *map(_asked, range(PLACES))] if add else []
+    kept, turned = f"row * {TILE} + r * KEPT", "" if over == "cols" else ".permute((1, 0))"
+    zeros = [f"sum{r} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for r in range(RUNS)]
+    runs = [f"weights.index(slot * {RUNS} + {r}){turned}" for r in range(RUNS)]
+    sums = [f"sum{r} = warpgroup_mma({w}, block, sum{r}, use_acc=k > 0, is_async=True)" for r, w in enumerate(runs)]
     body = _KERNEL.format(
         name=f"contract_{over}" + ("_added" if add else ""),
         names=_NAMES,
@@ -161,16 +159,18 @@ def kernel(narrow: str, over: str, add: bool) -> emit.Kernel:
         constants=", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS),
         narrow=f"tl.{narrow}",
         tile=TILE,
-        others=OTHERS,
+        runs=RUNS,
         width=WIDTH,
         piece=PIECE,
         places=PLACES,
         stages=4,
         bytes=2 * DEPTH * (TILE + WIDTH),
-        weights_at="[row * KEPT, k * FOLDED]" if over == "cols" else "[k * FOLDED, row * KEPT]",
-        turned="" if over == "cols" else ".permute((1, 0))",
-        ask=textwrap.indent("\n".join(ask), " " * 8),
-        pieces=textwrap.indent("\n".join(_written(narrow, add)), " " * 8),
+        weights_at=f"[{kept}, k * FOLDED]" if over == "cols" else f"[k * FOLDED, {kept}]",
+        sums=_SUMS,
+        begin=inside(zeros, 4),
+        multiply=inside(sums, 12),
+        ask="\n" + inside(ask, 8) if add else "",
+        pieces=inside(_written(narrow, add), 8),
     )
     helpers = in_gluon(emit._copied(body))
     says = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
@@ -178,24 +178,32 @@ def kernel(narrow: str, over: str, add: bool) -> emit.Kernel:
     return emit.Kernel(name, says + "\n".join([_IMPORTS, *helpers, body]), (), staged=True)
 
 
-def _asked(k: int, at: int) -> str:
-    place = f"FIRST + {k % PLACES}"
-    return f"asked(out_box, room.index({place}), came.index({place}), row, col + {at})"
+def _place(piece: int) -> str:
+    return f"FIRST + {piece % PLACES}"
+
+
+def _at(piece: int) -> str:
+    run, at = _EACH[piece]
+    return f"row + {run} * KEPT, col + {at}"
+
+
+def _asked(piece: int) -> str:
+    return f"asked(out_box, room.index({_place(piece)}), came.index({_place(piece)}), {_at(piece)})"
 
 
 def _written(narrow: str, add: bool) -> list[str]:
     """Pieces are added to, where sums are, and written. When the next is, another is asked for in its place."""
-    found = []
-    for k, at in _EACH:
-        place, uses = f"FIRST + {k % PLACES}", -(-(len(_EACH) - k % PLACES) // PLACES)  # of a place in a tile
+    found = [f"piece{2 * r}, piece{2 * r + 1} = halved(sum{r})" for r in range(RUNS)]
+    for k in range(len(_EACH)):
+        place, uses = _place(k), -(-(len(_EACH) - k % PLACES) // PLACES)  # of a place in a tile
         found.append(f"piece{k} = tl.convert_layout(piece{k}, PIECE)")
         if add:
             found.append(f"mbarrier.wait(came.index({place}), (done * {uses} + {k // PLACES}) & 1)")
             found.append(f"piece{k} += room.index({place}).load(PIECE).to(tl.float32)")
         else:
             found.append(f"tma.store_wait({PLACES - 1})")
-        found.append(f"written(out_box, room.index({place}), row, col + {at}, piece{k}.to(tl.{narrow}))")
+        found.append(f"written(out_box, room.index({place}), {_at(k)}, piece{k}.to(tl.{narrow}))")
         later = k - 1 + PLACES
         if add and k > 0 and later < len(_EACH):
-            found += ["tma.store_wait(1)", _asked(later, _EACH[later][1])]
+            found += ["tma.store_wait(1)", _asked(later)]
     return found

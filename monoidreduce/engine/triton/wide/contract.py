@@ -19,10 +19,9 @@ from .. import boxes, describe, launch, staged
 from ..kept import Again, Kept
 from ..plan import KernelPlan
 from ..text import contract_text
-from ..text.contract_text import DEPTH, OTHERS, PIECE, WIDTH
-from ..text.paired_text import TILE
+from ..text.contract_text import DEPTH, PIECE, RUN, TILE, WIDTH
 
-PLAN = KernelPlan(TILE, DEPTH, 4, 1)
+PLAN = KernelPlan(RUN, DEPTH, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
 # indices 0.86 (0.87), 1024 0.87 (0.93), 2048 0.93 (1.00), 3072 1.00 (1.05). So too 4096, 3072, 1536 and 768 features.
 SHORTEST, LONGEST = 512, 2048
@@ -77,13 +76,13 @@ class Ready:
         tiles, turns = -(-out.shape[0] // TILE), -(-out.shape[1] // WIDTH)
         self.numbers = (-(-weights.shape[1] // DEPTH), tiles, turns)
         self.grid = min(describe.processors(out.device), tiles * turns)
-        panel, block = (weights, (TILE, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, TILE))
-        forms = ((panel, block), (vectors, (DEPTH, TILE)), (vectors, (DEPTH, OTHERS)), (out, (TILE, PIECE)))
+        panel, block = (weights, (RUN, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, RUN))
+        forms = ((panel, block), (vectors, (DEPTH, WIDTH)), (out, (RUN, PIECE)))
         self.boxes = [boxes.template(t, (), block, staged=True) for t, block in forms]
         self.kept = Kept()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        given = (weights if self.over == "cols" else weights.mT, vectors, vectors, out)
+        given = (weights if self.over == "cols" else weights.mT, vectors, out)
         arguments = [*map(boxes.filled, self.boxes, given), *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
 
