@@ -57,23 +57,32 @@ def test_labels_in_whole_and_in_cut_tiles(M, N, D, wide, seen):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(("N", "size"), [(259, 1.0), (128, 40.0)], ids=["near", "far"])
-def test_weights_measured_from_a_guess(N, size, seen):
+@pytest.fixture(params=[False, True], ids=["narrow", "wide"])
+def columns(request, monkeypatch):
+    """Of a tile of weights."""
+    monkeypatch.setattr(epilogue, "is_wide", lambda width: request.param)
+    return 192 if request.param else 128
+
+
+@pytest.mark.parametrize(("N", "size"), [(259, 1.0), (128, 40.0), (384, 1.0)], ids=["near", "far", "whole tiles"])
+def test_weights_measured_from_a_guess(N, size, columns, seen):
     check_gradients(130, N, 264, size=size)
-    assert [call.kernel.name for call in seen] == ["write_guessed"]
+    assert [(call.kernel.name, call.plan.block_folded) for call in seen] == [("write_guessed", columns)]
 
 
-def test_weights_that_are_known(seen):
+def test_weights_that_are_known(columns, seen):
     with use_plan(by_turns()):
         check_gradients(256, 130, 264, total=False)
     assert [call.kernel.name for call in seen] == ["fold_over_cols", "write_known"]
+    assert seen[1].plan.block_folded == columns
 
 
-def test_labels_are_left_out_of_tiles_that_hold_them(seen):
+def test_labels_are_left_out_of_tiles_that_hold_them(columns, seen):
     with mr.budget(256 * 264 * 3), use_plan(by_turns()):
         check_gradients(256, 1000, 264)
-    written = [call.kernel.text for call in seen if call.kernel.name == "write_known"]
-    assert written and all("if met:" in text for text in written)
+    written = [call for call in seen if call.kernel.name == "write_known"]
+    assert written and all("if met:" in call.kernel.text for call in written)
+    assert {call.plan.block_folded for call in written} == {columns}
 
 
 def vectors(dtype, sizes, D=264):

@@ -114,7 +114,8 @@ def copies(
     at = 0
     for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns, 16)
-        at = fetched({x0}_box, {x1}_box, kept, folded, full, empty, tile * KEPT, turn * FOLDED, at)
+        row, col = tile * KEPT, turn * FOLDED
+        at = fetched({x0}_box, {x1}_box, __BOX__kept, folded, __OTHERS__full, empty, row, col, at)
 
 
 @gluon.jit
@@ -132,15 +133,14 @@ def computes(
     __RINGS__,
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
-    HALF: tl.constexpr = FOLDED // 2
-    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLDED, 16])
+    HALF: tl.constexpr = {others}
+    SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
     PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     turns = tl.cdiv(folded_size, FOLDED)
     b0 = tl.cast(0, tl.int64)
     room = room.index(SIDE)
     kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
     half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
-    score = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
     at = SIDE * {blocks}
     phase = 1 - SIDE
     first = tl.program_id(0) + SIDE * tl.num_programs(0)
@@ -149,11 +149,12 @@ def computes(
         kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
         kept_in = kept_at < kept_size
 {first}
-        score = multiplied(kept, folded, full, empty, order, at, phase, score, SIDE)
+        __SCORES__ = __ZEROS__
+        __SCORES__ = multiplied(kept, folded, __OTHERS__full, empty, order, at, phase, __SCORES__, SIDE)
         at += 2 * {blocks}
         phase ^= 1
         scores0, scores1 = halved(score)
-        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
+        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)__STRIP__
 {lines}
     tma.store_wait(0)
 """
@@ -219,6 +220,7 @@ _WIDE = {
     "__OTHERS__": "others, ",
     "__BOX__": "others_box, ",
     "__SCORES__": "score, rest",
+    "__STRIP__": "\n        scores2 = rest",
     "__BEGUN__": "2",
     "__ACROSS__": "{others}",
     "__REGISTERS__": "240, 24",
@@ -250,9 +252,8 @@ def _text(partitions: str, room: str, own: str, stages: int, wide: bool = False)
 
 
 # Rings take all of shared memory that is left.
-WRITES = _text(
-    _WRITES, "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)", "KEPT", 6
-)
+_PLACE = "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)"
+WRITES = {TILE: _text(_WRITES, _PLACE, "KEPT", 6), TILE + OTHERS: _text(_WRITES, _PLACE, "KEPT", 4, wide=True)}
 FOLDS = {TILE: _text(_FOLDS, "0", "KEPT // 2", 7), TILE + OTHERS: _text(_FOLDS, "0", "KEPT // 2", 5, wide=True)}
 _Strips = tuple[tuple[str, int, int], ...]  # of a tile: what, from where on, and how wide
 _STRIPS: dict[int, _Strips] = {

@@ -22,10 +22,10 @@ from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...evaluate import Sizes
 from ...walks import Walk
-from .. import boxes, describe, staged
+from .. import boxes, describe, source, staged
 from ..plan import KernelPlan
 from ..spec import WIDEST, Spec
-from ..text.paired_text import DEEPEST, TILE
+from ..text.paired_text import DEEPEST, OTHERS, TILE
 from . import paired, sweep
 from .joint import PLACES, counted, joint, parts
 from .late import Late, Own, apart, distinct, late
@@ -43,18 +43,25 @@ PLANS = {
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-PAIRED = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(TILE, TILE, 4, 1))  # as groups take turns
+TURNS = ("write_known", "write_guessed")  # as groups take turns, in tiles that are wide or not
+PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}
 SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
 
-def plan_of(name: str, width: int, by_turns: bool = False) -> KernelPlan:
-    """The tiles of a kernel for products of so many features; ``by_turns``: where groups of warps take turns at it."""
-    if by_turns and name in PAIRED:
-        return PAIRED[name]
+def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -> KernelPlan:
+    """The tiles of a kernel for products of so many features; ``by_turns``: where groups of warps take turns at it, in
+    tiles that are ``wide`` or not."""
+    if by_turns and name in TURNS:
+        return PAIRED[wide]
     return SHALLOW[name] if width <= _FEW and name in SHALLOW else PLANS[name]
+
+
+def is_wide(width: int) -> bool:
+    """Whether groups take turns at wide tiles: where features are many, by a Triton that has registers for them."""
+    return width > DEEPEST and source.version() < (3, 7)
 
 
 def on(device: torch.device) -> bool:
@@ -86,7 +93,8 @@ class Epilogue:
     def plan(self, name: str, sizes: Sizes) -> KernelPlan:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.sides[0].feature))
-        return plan_of(name, width, width <= DEEPEST and staged.on(sizes.device))
+        wide = is_wide(width)
+        return plan_of(name, width, (wide or width <= DEEPEST) and staged.on(sizes.device), wide)
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
@@ -121,18 +129,21 @@ class _Ready:
         self.copied = whole.vectors if all(wide) and boxes.on(here.device) else ()
         name = "write_guessed" if whole.guesses else "write_known"
         many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and staged.on(here.device)
+        width = values[whole.vectors[0]].shape[-1]
+        self.wide = is_wide(width)
+        cut = here.cols % PAIRED[self.wide].block_folded != 0
         self.by_turns = (
-            many and paired.kernel(name, whole.task, self._spec(name, values), here.cols % TILE != 0) is not None
+            many and paired.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
         )
-        self.plans = {name: self._plan(name, values[whole.vectors[0]].shape[-1]) for name in PLANS}
+        self.plans = {name: self._plan(name, width) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
-        box = (plan.block_kept, plan.block_folded // HALVES)
+        box = (plan.block_kept, OTHERS if self.by_turns else plan.block_folded // HALVES)
         self.box = boxes.template(out, (), box, self.by_turns) if out.dim() == 2 else None
 
     def _plan(self, name: str, width: int) -> KernelPlan:
-        found = plan_of(name, width, self.by_turns)
-        if name in ("pick_own", "weigh_own") or (self.by_turns and name in PAIRED):
+        found = plan_of(name, width, self.by_turns, self.wide)
+        if name in ("pick_own", "weigh_own") or (self.by_turns and name in TURNS):
             return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
@@ -170,17 +181,21 @@ class _Ready:
         """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
         plan = self.plans[name]
         rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
-        shared = self.by_turns and name in PAIRED  # two groups are one instance
+        shared = self.by_turns and name in TURNS  # two groups are one instance
         at_once = describe.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
         return min(rows * turns, at_once) if name.startswith("write_") else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
         plan = self.plans[name]
         asked = (name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
-        written = (paired.kernel(*asked) if self.by_turns and name in PAIRED else None) or kernel(*asked)
+        by_turns = self.by_turns and name in TURNS
+        written = (paired.kernel(*asked, self.wide) if by_turns else None) or kernel(*asked)
         wide = any(sweep.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
         order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
-        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), order)
+        copied = [(e, plan.block_folded if e.cols else plan.block_kept) for e in order]
+        if by_turns and self.wide:
+            copied = [(e, TILE) for e in order] + [(e, OTHERS) for e in order if e.cols]
+        return sweep.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
 
     def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here = self.here

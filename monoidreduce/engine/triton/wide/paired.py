@@ -10,6 +10,7 @@ import functools
 
 from ..spec import Spec
 from ..text import emit, paired_text
+from ..text.paired_text import OTHERS, TILE
 from ..text.values import Values
 from . import write
 from .sweep import RowValues
@@ -17,26 +18,30 @@ from .write import Task
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel | None:
+def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) -> emit.Kernel | None:
     """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout, or
-    numbers per column, which take registers that there are not; or where features are too many."""
+    numbers per column, which take registers that there are not; or where features are too many.
+
+    ``wide``: with tiles of more columns, and one argument more, a descriptor of blocks of those."""
     sides = write._sides(write._product(task))
-    if write._numbers(spec) or spec.width(sides[0].feature) > paired_text.DEEPEST:
+    if write._numbers(spec) or (spec.width(sides[0].feature) > paired_text.DEEPEST and not wide):
         return None
     plain = write.kernel(name, task, spec, masked)
     v = RowValues(spec)
     v.loop(masked)
-    outs, lines = _WRITERS[name](v, task)
-    signature = write._signature(spec, outs, list(plain.leaves))
+    tile = TILE + OTHERS if wide else TILE
+    outs, lines = _WRITERS[name](v, task, tile // OTHERS)
+    names, unspecialized = write._signature(spec, outs, list(plain.leaves))
+    signature = [*names, "others_box"] if wide else names, unspecialized
     fields = {"first": (8, v.before), "lines": (8, lines)}
-    return paired_text.rendered(paired_text.WRITES, plain, spec, sides, signature, fields)
+    return paired_text.rendered(paired_text.WRITES[tile], plain, spec, sides, signature, fields)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
 _STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
-def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
+def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[str]]:
     def weigh(k: int) -> str:
         if task.own is None:
             return v.full(task.weight)
@@ -48,10 +53,10 @@ def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 
-    return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF)
+    return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF, strips)
 
 
-def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
+def _write_guessed(v: Values, task: Task, strips: int) -> tuple[list[str], list[str]]:
     made: list[tuple[str, str]] = []
 
     def logits(k: int) -> str:
@@ -63,10 +68,11 @@ def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
     def weigh(k: int) -> str:
         return write._early(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
 
-    lines = write._halves(v, task, logits, "", _HALF)
+    lines = write._halves(v, task, logits, "", _HALF, strips)
     (n, factor), v.inside = made[0], []
-    write._measure(v, n, f"tl.maximum(tl.max({n}_half0, 1), tl.max({n}_half1, 1)){factor}")
-    lines += [*v.inside, *write._halves(v, task, weigh, _STORE, _HALF)]
+    most = functools.reduce("tl.maximum({}, {})".format, (f"tl.max({n}_half{k}, 1)" for k in range(strips)))
+    write._measure(v, n, f"{most}{factor}")
+    lines += [*v.inside, *write._halves(v, task, weigh, _STORE, _HALF, strips)]
     return write._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 

@@ -202,10 +202,10 @@ class Prepared:
         wide: bool,
         tiles: int = 0,
         grid: int = 0,
-        copied: tuple[Expr, ...] = (),
+        copied: tuple[tuple[Expr, int], ...] = (),
     ):
         """``tiles``: of the kept axis, as many program instances unless ``grid`` says another number. ``copied``: the
-        leaves whose blocks tensor descriptors copy."""
+        leaves whose blocks tensor descriptors copy, and how many of their vectors a block has."""
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
@@ -225,8 +225,8 @@ class Prepared:
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
         if self.copied:
-            self.boxes = self.boxes or [self._box(e, values[e]) for e in self.copied]
-            arguments += [boxes.filled(box, values[e]) for box, e in zip(self.boxes, self.copied, strict=True)]
+            self.boxes = self.boxes or [self._box(values[e], block) for e, block in self.copied]
+            arguments += [boxes.filled(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied, strict=True)]
         key = () if alike else tuple(map(specialized, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 
@@ -235,8 +235,7 @@ class Prepared:
         call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return launch.execute(call)
 
-    def _box(self, e: Expr, v: Tensor) -> Any:
-        block = self.plan.block_folded if e.cols else self.plan.block_kept
+    def _box(self, v: Tensor, block: int) -> Any:
         return boxes.template(v, (), (block, deep.DEPTH), self.kernel.staged)
 
 

@@ -150,10 +150,12 @@ _STORE = "out_box.store([tile * KEPT, start], {}.to(tl.bfloat16))"
 _HALF = ["half_lane = tl.arange(0, HALF).to(INT)", "half_at = start + tl.arange(0, HALF)"]
 
 
-def _halves(v: Values, task: Task, weigh: Callable[[int], str], store: str, places: list[str] = _HALF) -> list[str]:
-    """What is made of each half of a tile's product, and how it is written, if it is."""
+def _halves(
+    v: Values, task: Task, weigh: Callable[[int], str], store: str, places: list[str] = _HALF, count: int = HALVES
+) -> list[str]:
+    """What is made of each half of a tile's product, or of each strip of ``count``, and how it is written, if it is."""
     lines = []
-    for k in range(HALVES):
+    for k in range(count):
         v.loop(v.masked)
         v.inner[_key(task)] = f"scores{k}"
         made = weigh(k)
