@@ -124,6 +124,12 @@ def in_little(x: torch.Tensor, target: torch.Tensor, w: torch.Tensor) -> torch.T
         return cross_entropy(x, target, w)
 
 
+def stowed(x: torch.Tensor, target: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The same of a sum of losses: weights are stowed where gradients will stand."""
+    with mr.budget("600KB"):
+        return cross_entropy.total(x, target, w)
+
+
 def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Sums with a panel's weights as they are made by turns, added to or not."""
     out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
@@ -202,6 +208,8 @@ CASES = [
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
     Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
     Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),
+    Case("wide cross-entropy, stowed", stowed, _labelled(784, 4096, 256)),
+    Case("wide cross-entropy, stowed, by the compiler", stowed, _labelled(3200, 4096, 256), hopper=True),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
         "wide distillation, summed",

@@ -27,6 +27,7 @@ SMALL = {
     "pick_own": KernelPlan(1, 64, 4, 1),
     "weigh_own": KernelPlan(16, 16, 4, 1),
     "write_guessed": KernelPlan(16, 32, 4, 1),
+    "sum_guessed": KernelPlan(16, 32, 4, 1),
     "close_rows": KernelPlan(16, 16, 4, 1),
 }
 

@@ -51,7 +51,7 @@ def _write_known(v: Values, task: Task) -> tuple[list[str], list[str]]:
     return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF)
 
 
-def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
+def _guessed(v: Values, task: Task, store: str) -> tuple[list[str], list[str]]:
     made: list[tuple[str, str]] = []
 
     def logits(k: int) -> str:
@@ -61,13 +61,18 @@ def _write_guessed(v: Values, task: Task) -> tuple[list[str], list[str]]:
         return ""
 
     def weigh(k: int) -> str:
-        return write._early(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
+        weighed = write._early if store else write._summed
+        return weighed(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
 
     lines = write._halves(v, task, logits, "", _HALF)
     (n, factor), v.inside = made[0], []
     write._measure(v, n, f"tl.maximum(tl.max({n}_half0, 1), tl.max({n}_half1, 1)){factor}")
-    lines += [*v.inside, *write._halves(v, task, weigh, _STORE, _HALF)]
+    lines += [*v.inside, *write._halves(v, task, weigh, store, _HALF)]
     return write._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 
-_WRITERS = {"write_known": _write_known, "write_guessed": _write_guessed}
+_WRITERS = {
+    "write_known": _write_known,
+    "write_guessed": functools.partial(_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_guessed, store=""),
+}

@@ -5,6 +5,7 @@
 ``pick_own``: the product at each row's own column.
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
+``sum_guessed``: the same of weights that nobody keeps.
 ``weigh_own``: the weight there, where all numbers of rows are given.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
@@ -130,14 +131,14 @@ _PLACES = [
 
 
 def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight))
+    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight), _STORE)
 
 
-def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str]) -> list[str]:
+def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str], store: str = "") -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
     name = v.inner[_key(task)]
     first = [line for line in first if not (deep.rounds(v.spec) and line == deep.rounded(name))]  # but by halves
-    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, _STORE)]
+    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, store)]
     return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
 
 
@@ -210,12 +211,13 @@ def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
     return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *first, *v.before, *v.inside, store]
 
 
-def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    assert task.late is not None
+def _guessed(v: Values, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
+    """``store``: how weights are written, if they are."""
     n, s, factor = _soft(v, task)
     _measure(v, n, f"tl.max({s}, 1){factor}")
     v.inside += [f"{n}_half0, {n}_half1 = halved({s})", f"{n}_total = tl.zeros([KEPT], tl.float32)"]
-    lines = _written(v, task, first, lambda k: _early(v, task, n, f"{n}_half{k}{factor}", "+="))
+    weigh = _early if store else _summed
+    lines = _written(v, task, first, lambda k: weigh(v, task, n, f"{n}_half{k}{factor}", "+="), store)
     lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
     return _GUESSED, lines
 
@@ -236,10 +238,16 @@ def _measure(v: Values, n: str, most: str) -> None:
     ]
 
 
-def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
-    """The weights of some columns, which are added to the totals."""
-    assert task.late is not None
+def _summed(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+    """The exponentials of some columns, which are added to the totals."""
     v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
+    return ""
+
+
+def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+    """The same, and the weights."""
+    assert task.late is not None
+    _summed(v, task, n, exponent, adds)
     v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
     return v.full(task.late.early)
 
@@ -289,7 +297,8 @@ def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list
         *_cut(there),
         f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
         "tl.store(hits + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
-        f"tl.store(targets + kept_at, tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT]), mask=kept_in)",
+        f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
+        "tl.store(targets + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
     ]
     return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
 
@@ -382,6 +391,7 @@ _WRITERS = {
     "guess_peaks": _guess_peaks,
     "pick_own": _pick_own,
     "weigh_own": _weigh_own,
-    "write_guessed": _write_guessed,
+    "write_guessed": functools.partial(_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_guessed, store=""),
     "close_rows": _close_rows,
 }
