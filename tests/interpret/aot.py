@@ -208,7 +208,7 @@ CASES = [
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
     Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
     Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),
-    Case("wide cross-entropy, stowed", stowed, _labelled(784, 4096, 256)),
+    Case("wide cross-entropy, stowed", stowed, _labelled(784, 4096, 256), hopper=True),
     Case("wide cross-entropy, stowed, by the compiler", stowed, _labelled(3200, 4096, 256), hopper=True),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
     Case(
@@ -283,8 +283,11 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
 
 
 def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> Iterator[Compiled]:
+    seen = set()
     for call in calls(case, capability, plans):
-        yield assemble(case, call, capability)
+        if (call.kernel.text, call.plan) not in seen:
+            seen.add((call.kernel.text, call.plan))
+            yield assemble(case, call, capability)
 
 
 def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
