@@ -94,7 +94,8 @@ def tail(
     if not own or first < cols // 2:
         return None
     fit = lambda begin, end, column: fill(min(most, max(0, end - begin - _ALIGN) // column // _ROUND * _ROUND))
-    stowed, vectors = (), 0
+    stowed: tuple[Turn, ...] = ()
+    vectors = 0
     if stow is not None:
         vectors = max(0, begin - stow.vectors) // _ALIGN * _ALIGN
         stowed = _stowed(first, vectors, line, column, most, fill, stow)

@@ -7,6 +7,7 @@ Gluon's language. What the compiler would schedule is written out in ``text/pair
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from ..spec import Spec
 from ..text import emit, paired_text
@@ -71,7 +72,7 @@ def _guessed(v: Values, task: Task, store: str) -> tuple[list[str], list[str]]:
     return write._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 
-_WRITERS = {
+_WRITERS: dict[str, Callable[[Values, Task], tuple[list[str], list[str]]]] = {
     "write_known": _write_known,
     "write_guessed": functools.partial(_guessed, store=_STORE),
     "sum_guessed": functools.partial(_guessed, store=""),

@@ -167,10 +167,10 @@ class KernelStep(Sums):
     def _here(self, part: Part) -> Sizes:
         return self._sized(part.rows.stop - part.rows.start, part.cols.stop - part.cols.start)
 
-    def _sized(self, *lengths: int) -> Sizes:
-        if lengths not in self.heres:
-            self.heres[lengths] = replace(self.sizes, rows=lengths[0], cols=lengths[1])
-        return self.heres[lengths]
+    def _sized(self, rows: int, cols: int) -> Sizes:
+        if (rows, cols) not in self.heres:
+            self.heres[rows, cols] = replace(self.sizes, rows=rows, cols=cols)
+        return self.heres[rows, cols]
 
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""

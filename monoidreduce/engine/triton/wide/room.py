@@ -145,8 +145,8 @@ class Room:
             return whole
         if not self._is_sum():
             fused = self._stows()
-            found = self._tail(room, fused) if fused else None
-            return panels.Panels(rows, found.own, tail=found) if found else whole
+            stowing = self._tail(room, fused) if fused else None
+            return panels.Panels(rows, stowing.own, tail=stowing) if stowing else whole
         found_tail, few = self._tail(room), self._blocks(room)
         if found_tail and (not few or cols // len(found_tail.turns) * rows >= few.rows * few.cols):
             return panels.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average

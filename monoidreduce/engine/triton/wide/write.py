@@ -385,7 +385,8 @@ _TOTAL = [
     f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
 ]
 
-_WRITERS = {
+_Writer = Callable[[Values, Task, list[str]], tuple[list[str], list[str]]]
+_WRITERS: dict[str, _Writer] = {
     "write_known": _write_known,
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
