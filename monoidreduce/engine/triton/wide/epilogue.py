@@ -39,6 +39,7 @@ PLANS = {
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
     "pick_own": KernelPlan(1, 1024, 4, 1),
+    "match_own": KernelPlan(64, 64, 4, 3),
     "weigh_own": KernelPlan(64, 64, 4, 3),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "sum_guessed": KernelPlan(128, 256, 8, 4),
@@ -134,7 +135,7 @@ class _Ready:
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width, self.by_turns)
-        if name in ("pick_own", "weigh_own") or (self.by_turns and name in PAIRED):
+        if name in ("pick_own", "match_own", "weigh_own") or (self.by_turns and name in PAIRED):
             return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))

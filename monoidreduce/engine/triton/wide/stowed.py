@@ -101,7 +101,7 @@ class Stowed:
             tops[done:].fill_(-torch.inf)
             sums[done:].zero_()
         if fused.task.late is not None and fused.task.late.target is not None:
-            whole._launch("pick_own", [picked], values)
+            whole._launch("match_own", [picked], values)
         unused = [guesses, 0], [guesses, guesses]
         ends = [picked, *unused[0], factors, *unused[1], marks]
         whole._launch("close_rows", [*numbers, guesses, tops, sums, padded, *ends], values, tiles)

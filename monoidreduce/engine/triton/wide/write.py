@@ -2,7 +2,7 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``pick_own``: the product at each row's own column.
+``pick_own``: the product at each row's own column; ``match_own``: the same by the matrix units, for many rows at once.
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
 ``sum_guessed``: the same of weights that nobody keeps.
@@ -35,7 +35,7 @@ FAR = 60  # in powers of two: up to here from what was guessed, weights and sums
 # Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
 # picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
 HALVES = 2
-BY_ROWS = ("pick_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
+BY_ROWS = ("pick_own", "match_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -98,7 +98,7 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
         return (task.weight,)
     if name == "close_rows":
         return (*task.folds[1:], task.weight, late.late)
-    if name == "pick_own":
+    if name in ("pick_own", "match_own"):
         return (_product(task), *(() if late.target is None else (late.target,)))
     return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
 
@@ -278,18 +278,10 @@ def _features(v: Values, task: Task, some: str) -> list[str]:
 
 
 def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The weight at each row's own column.
-
-    The matrix units multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be
-    what it is elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is
-    left, and features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41
-    times their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
+    """The weight at each row's own column."""
     assert task.own is not None
     there = Matched(v, "own", task.own.target)
-    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
-    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
-    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    lines += [deep.rounded("product")] if deep.rounds(v.spec) else []
+    lines = _units_own(v, task, there)
     there.outer[_product(task)] = "product"
     weight = there.number(task.own.weight)
     lines += [
@@ -301,6 +293,27 @@ def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list
         "tl.store(targets + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
     ]
     return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _match_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    """The product there."""
+    assert task.late is not None and task.late.target is not None
+    lines = _units_own(v, task, Matched(v, "own", task.late.target))
+    lines += ["tl.store(picked + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
+    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _units_own(v: Values, task: Task, there: Matched) -> list[str]:
+    """The product at each row's own column, by the matrix units.
+
+    They multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be what it is
+    elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is left, and
+    features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41 times
+    their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
+    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
+    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
+    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
+    return lines + ([deep.rounded("product")] if deep.rounds(v.spec) else [])
 
 
 def _product(task: Task) -> Expr:
@@ -391,6 +404,7 @@ _WRITERS: dict[str, _Writer] = {
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
     "pick_own": _pick_own,
+    "match_own": _match_own,
     "weigh_own": _weigh_own,
     "write_guessed": functools.partial(_guessed, store=_STORE),
     "sum_guessed": functools.partial(_guessed, store=""),
