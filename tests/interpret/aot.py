@@ -78,6 +78,11 @@ def gelu_mlp(x: Row["d"], p: Col["d"], q: Col["n"], bias: Col):
 
 
 @mr.op
+def tanh_mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(F.gelu(x @ p, approximate="tanh") * q)
+
+
+@mr.op
 def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
     s = x @ w
     return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
@@ -180,6 +185,7 @@ CASES = [
     Case("capped attention 64", capped_attention, _qkv(64, 4)),
     Case("attention 111, ragged", attention, _qkv(111), lean=False),
     *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
+    Case("gelu mlp 128", forward(tanh_mlp), _pairs(128, 3), hopper=True),
     Case("gated mlp 128", gated_mlp, _pairs(128, 4), hopper=True),
     Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
     *(
