@@ -60,6 +60,12 @@ CASES = [
     Case("parts of one tensor", partial(parts_of_one, 200, 130)),
 ]
 
+PLAIN = [  # plain perceptrons: rows, columns, batch and activation
+    *((M, N, (), "gelu_tanh") for M, N in (*_SIZES, (130, 128), (65, 513))),
+    *((200, 300, (), a) for a in ("gelu", "silu", "tanh", "relu", "elu", "hardswish")),
+    (130, 260, (3,), "gelu_tanh"),
+]
+
 FUNCTIONS = {
     "silu": F.silu,
     "elu": F.elu,
@@ -96,6 +102,19 @@ def check(case, device):
         assert torch.equal(got, same)
         allowed = max(2 * (theirs.double() - right).norm().item(), 2**-8 * right.norm().item())
         assert (got.double() - right).norm() <= allowed
+
+
+def check_plain(M, N, batch, activation, device):
+    """The same of a plain perceptron's forward."""
+    x, p, _, q, _ = (a.to(device) for a in made(M, N, batch))
+    function = FUNCTIONS[activation]
+    with mr.use(engine="triton"):
+        found, again = (ops.mlp(x, p, q, activation=activation) for _ in range(2))
+    assert torch.equal(found, again)
+    exact = function(x.double() @ p.double().mT) @ q.double()
+    theirs = function(x @ p.mT) @ q
+    allowed = max(2 * (theirs.double() - exact).norm().item(), 2**-8 * exact.norm().item())
+    assert (found.double() - exact).norm() <= allowed
 
 
 def check_infinite(device):

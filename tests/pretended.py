@@ -125,6 +125,7 @@ CASES = {
 
 
 MANY = {"many labels": (loss, [*given((1250, 768), (33000, 768)), labels(1250)])}  # sums over rows go by turns
+MANY["labels, summed"] = (loss.total, MANY["many labels"][1])  # some weights are stowed
 
 
 def calls():
@@ -149,6 +150,7 @@ def budgets():
 def again():
     """Of walks over panels: bytes where each is walked, where it is run as it was written down, and how many were."""
     whole = [("wide labels", "10GB"), ("wide distilled", "10GB"), ("many labels", "10GB"), ("many labels", "45MB")]
+    whole += [("labels, summed", "2MB"), ("labels, summed", "16MB")]
     for name, budget in [*WITHIN, *whole]:
         found = []
         for repeated in (False, True):

@@ -26,11 +26,15 @@ TURNS = {"cols": KernelPlan(128, 128, 4, 2, 1, 2)}  # staged: copies and product
 # what our kernels are called: nobody else's are watched
 KERNELS = (
     "_over_",
-    "sweep_rows",
     "write",
     "side",
     "row_dot",
+    "_guessed",
+    "_own",
+    "close_rows",
+    "scale_rows",
     "complete_rows",
+    "sweep_rows",
     "add_labels",
     "share",
     "strip_maxima",
@@ -62,6 +66,11 @@ class Case:
 
 def labelled(x: Tensor, w: Tensor) -> Tensor:
     return ops.linear_cross_entropy(x, w, torch.arange(len(x), device="cuda") % len(w))
+
+
+def stowed(x: Tensor, w: Tensor) -> Tensor:
+    with mr.budget("300KB"):
+        return labelled(x, w)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,6 +110,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("row gradients by groups", ((2, 259, 128), (2, 387, 128), (2, 387, 128)), dropped, plan={"cols": ABREAST}),
     Case("column gradients alone", ((2, 259, 128), (2, 388, 128), (2, 388, 128)), thinned, plan={"rows": ALONE}),
     Case("gated perceptron by groups", ((130, 128), *((200, 128),) * 3), ops.gated_mlp, plan=BY_GROUPS),
+    Case("perceptron by groups", ((130, 128), *((200, 128),) * 2), ops.mlp, plan={"cols": ABREAST}),
     Case("contraction by turns", ((384, 1024), (1024, 384)), contracted, backward=False),
     Case("attention in parts", (LONG, SHORT, SHORT), ops.attention, plan=PARTS),
     Case("attention with dropout", (LONG, SHORT, SHORT), dropped),
@@ -109,6 +119,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("perceptron, float32", ((59, 32), (111, 32), (111, 48)), ops.mlp, SINGLE),
     Case("cross-entropy", ((59, 32), (111, 32)), labelled),
     Case("wide cross-entropy", ((65, 600), (129, 600)), labelled),
+    Case("wide cross-entropy, weights stowed", ((200, 600), (3000, 600)), stowed),
     Case("wide cross-entropy, float32", ((65, 600), (129, 600)), labelled, SINGLE),
     Case("five nearest", ((100, 3), (57, 3)), nearest, SINGLE),
     Case("kernel sum", ((100, 3), (57, 3), (57, 1)), smoothed, SINGLE),

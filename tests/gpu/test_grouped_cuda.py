@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import ops
+from monoidreduce import Col, Row, ops
 from monoidreduce.engine.triton import staged
-from tests.grouped import CASES, check, check_infinite, made, ours, torchs
+from tests.grouped import CASES, FUNCTIONS, PLAIN, check, check_infinite, check_plain, made, ours, torchs
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
@@ -30,6 +30,22 @@ GROUPED = [("fold_over_cols", True, 128), ("fold_over_cols", True, 128), ("fold_
 def test_against_float64(case, launched, of_few):
     check(case, "cuda")
     assert shown(launched) == GROUPED
+
+
+@pytest.mark.parametrize(("rows", "cols", "batch", "activation"), PLAIN[PART::PARTS])
+def test_a_plain_perceptron_against_float64(rows, cols, batch, activation, launched, of_few):
+    check_plain(rows, cols, batch, activation, "cuda")
+    assert shown(launched) == GROUPED[:1]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_a_plain_perceptron_of_many_pairs(activation, launched):
+    x, p, _, q, _ = (a.cuda() for a in made(16400, 16500))
+    first = ops.mlp(x, p, q, activation=activation)
+    assert shown(launched) == GROUPED[:1]
+    exact = FUNCTIONS[activation](x.float() @ p.float().mT) @ q.float()
+    assert (first.float() - exact).norm() <= 0.0045 * exact.norm()
+    assert all(torch.equal(first, ops.mlp(x, p, q, activation=activation)) for _ in range(50))
 
 
 def test_an_infinite_cotangent_stays_with_what_is_seen(launched, of_few):
@@ -87,3 +103,27 @@ def test_the_row_gradient_of_attention(options, launched, of_few):
         allowed = max(2 * (theirs.double() - right).norm().item(), 2**-8 * right.norm().item())
         assert (got.double() - right).norm() <= allowed
     assert ("fold_over_cols", True, 128) in shown(launched)[1:]
+
+
+@mr.op
+def loss(x: Row["d"], target: Row, w: Col["d"]):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(300, 200), (129, 65)])
+def test_the_row_gradient_of_a_loss(rows, cols, launched, of_few):
+    x, w, _, _, _ = (a.cuda() for a in made(rows, cols))
+    target, y = torch.arange(rows, device="cuda") % cols, torch.linspace(-1, 1, rows, device="cuda").bfloat16()
+
+    def pulled(engine, dtype):
+        leaf = x.to(dtype).requires_grad_()
+        with mr.use(engine=engine):
+            return torch.autograd.grad(loss(leaf, target, w.to(dtype)), leaf, y.to(dtype))[0]
+
+    got, exact, plain = (
+        pulled("triton", torch.bfloat16),
+        *(pulled("reference", t) for t in (torch.float64, torch.bfloat16)),
+    )
+    assert (got.double() - exact).norm() <= max(2 * (plain.double() - exact).norm(), 2**-8 * exact.norm())
+    assert shown(launched)[-1] == GROUPED[0]

@@ -28,6 +28,8 @@ STAGED = {
         "wide contrastive",
         "wide cross-entropy, 256 rows",
         "gated mlp 128",
+        "gelu mlp 128",
+        "mlp 128",
         "capped attention 128",
         "sloped attention 128",
         "causal attention 128",

@@ -25,8 +25,10 @@ SMALL = {
     "write_spare": KernelPlan(16, 16, 4, 1),
     "guess_peaks": KernelPlan(16, 16, 4, 1),
     "pick_own": KernelPlan(1, 64, 4, 1),
+    "match_own": KernelPlan(16, 16, 4, 1),
     "weigh_own": KernelPlan(16, 16, 4, 1),
     "write_guessed": KernelPlan(16, 32, 4, 1),
+    "sum_guessed": KernelPlan(16, 32, 4, 1),
     "close_rows": KernelPlan(16, 16, 4, 1),
 }
 

@@ -16,11 +16,11 @@ from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, describe, groups, launch, staged, use_plan
 from monoidreduce.program import build
 from monoidreduce.program.expr import node
-from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, RELAY, check, check_infinite, made
+from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, PLAIN, RELAY, check, check_infinite, check_plain, made
 from tests.interpret import machine
 from tests.interpret.aot import Case, calls
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "grouped_gradients.py.txt"
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def launched(op=ops.gated_mlp, dtype=torch.bfloat16, d=128, plans=None, capability=90, count=4, n=300, **options):
@@ -41,7 +41,7 @@ def scaled(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"], row: Row):
 @mr.op
 def three_sums(x: Row["d"], p: Col["d"], q: Col["d"], u: Col["n"], v: Col["n"], w: Col["n"]):
     s, t = x @ p, x @ q
-    return mr.sum(torch.sin(s + t) * u), mr.sum(torch.cos(s + t) * v), mr.sum(torch.tanh(s) * w)
+    return mr.sum(torch.sin(s + t) * u), mr.sum(torch.cos(s + t) * v), mr.sum(torch.sin(s) * w)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "elu"])
@@ -52,6 +52,36 @@ def test_a_gated_perceptron_and_its_gradients_are_three_kernels(activation):
     for call in found:
         assert "warp_specialize" in call.kernel.text and "tl.dot(" not in call.kernel.text
         compile(call.kernel.text, "kernel", "exec")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "relu", "leaky_relu", "elu"])
+def test_the_forward_of_a_plain_perceptron_has_one_score(activation):
+    forward = launched(torch.no_grad()(ops.mlp), count=3, activation=activation)
+    assert grouped(forward) == [("fold_over_cols", 128)]
+    assert "score0 = " in forward[0].kernel.text and "score1 = " not in forward[0].kernel.text
+
+
+@pytest.mark.parametrize("options", [*OTHERS, {"activation": "mish"}], ids=repr)
+def test_other_plain_perceptrons_are_scheduled_by_the_compiler(options):
+    assert not grouped(launched(torch.no_grad()(ops.mlp), count=3, **options))
+
+
+@mr.op
+def entropy(x: Row["d"], y: Col["d"]):
+    s = x @ y
+    log_p = s - mr.logsumexp(s)
+    return -mr.sum(torch.exp(log_p) * log_p)
+
+
+@mr.op
+def causal(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(torch.where(mr.col_index <= mr.row_index, x @ p, 0.0) * q)
+
+
+def test_one_score_has_one_number_of_folded_indices_and_no_condition():
+    assert not grouped(launched(causal, count=3)) and not grouped(launched(entropy, count=2))
+    forward = launched(torch.no_grad()(ops.mlp), count=3, dropout_p=0.1, seed=3)[-1]
+    assert forward.kernel.staged and "_here = " in forward.kernel.text  # the words of coins
 
 
 @pytest.mark.parametrize(
@@ -89,11 +119,18 @@ def test_a_score_that_is_no_factor_leaves_the_sums_in_two_kernels():
     assert [(c.kernel.name, c.kernel.staged) for c in forward] == [("fold_over_cols", False)] * 2
 
 
-def test_the_text_is_the_same_in_every_run():
-    text = launched()[-1].kernel.text
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("grouped_gradients", lambda: launched()[-1]),
+        ("grouped_forward", lambda: launched(torch.no_grad()(ops.mlp), count=3, activation="gelu_tanh")[0]),
+    ],
+)
+def test_the_text_is_the_same_in_every_run(name, call):
+    text, golden = call().kernel.text, GOLDEN / f"{name}.py.txt"
+    if not golden.exists():
+        golden.write_text(text)
+    assert text == golden.read_text()
 
 
 def test_one_score_is_a_factor_and_the_rest_is_sent():
@@ -145,6 +182,12 @@ def test_against_float64(case, by_groups):
     assert len(by_groups) == 2 * case.grouped
 
 
+@pytest.mark.parametrize(("rows", "cols", "batch", "activation"), PLAIN)
+def test_a_plain_perceptron_against_float64(rows, cols, batch, activation, by_groups):
+    check_plain(rows, cols, batch, activation, "cpu")
+    assert [c.plan for c in by_groups] == [ABREAST] * 2 and all("group0" in c.kernel.text for c in by_groups)
+
+
 def test_an_infinite_cotangent_stays_with_what_is_seen(by_groups):
     check_infinite("cpu")
     assert len(by_groups) == 3
@@ -192,6 +235,21 @@ def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
     assert ("= coin(" in text) == ("dropout_p" in options and cols % 2 == 1)
 
 
+@mr.op
+def itself(x: Row["d"], p: Col["d"]):
+    return mr.sum(torch.tanh(x @ p) * p)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(200, 300), (65, 64), (1, 1)])
+def test_a_score_is_made_of_what_is_summed(rows, cols, by_groups):
+    x, p, *_ = made(rows, cols)
+    with mr.use(engine="triton"):
+        got = itself(x, p)
+    exact = torch.tanh(x.double() @ p.double().mT) @ p.double()
+    assert (got.double() - exact).norm() <= 2**-8 * exact.norm()
+    assert [c.plan for c in by_groups] == [ABREAST] and by_groups[0].kernel.text.count("_ring = ") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "instead", "message"),
     [
@@ -223,4 +281,6 @@ def test_taken_where_they_keep_a_device_busy(monkeypatch):
     monkeypatch.setattr(describe, "processors", lambda device: 132)
     assert grouped(launched(n=16384)) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
     assert grouped(launched(n=7000)) == [("fold_over_rows", 64)]  # 110 of 132 are busy, or 55
+    plain = lambda n: grouped(launched(torch.no_grad()(ops.mlp), count=3, n=n))
+    assert plain(16384) == [("fold_over_cols", 128)] and not plain(7000)
     assert not grouped(launched(n=17000))  # of two rounds, or three, the last would have next to nothing to do

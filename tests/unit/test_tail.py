@@ -7,7 +7,7 @@ import torch
 
 from monoidreduce.engine.triton.wide.lent import Lent, lendable
 from monoidreduce.plan import panels
-from monoidreduce.plan.tail import COLS, ROWS, Rows, tail
+from monoidreduce.plan.tail import COLS, ROWS, Rows, Stow, tail
 
 LARGE = [
     (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 8_000_000),
@@ -118,3 +118,42 @@ def test_totals_of_some_rows():
             totals += torch.arange(first, last).float()[part, None]
     wanted = [row * sum(first <= row < last for first, last in panels_of) for row in range(7, 27)]
     assert torch.cat([totals for _, totals in lent.pieces])[:, 0].tolist() == wanted
+
+
+STOWED = [
+    (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 128, 0.23),
+    (128_256, 8192, 8192 * 2, Rows(8192, 4096, 4096 * 4), 256, 0.38),
+    (128_256, 8192, 4096 * 2, Rows(4096, 2048, 4096 * 4), 256, 0.85),
+    (128_256, 8192, 1000 * 2, Rows(1000, 384, 4096 * 4), 256, 0.9),
+    (50_257, 1536, 1000 * 2, Rows(1000, 384, 768 * 4), 128, 0.6),
+    (32_003, 2208, 59 * 2, Rows(59, 0, 1104 * 4), 128, 0.8),
+    (32_003, 2208, 700 * 2, Rows(700, 0, 0), 128, 0.8),  # nobody asks for gradients of rows
+]
+
+
+@pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
+@pytest.mark.parametrize("room", [2_000_000, 8_000_000, 64_000_000])
+@pytest.mark.parametrize(("cols", "line", "column", "rows", "tile", "least"), STOWED)
+def test_what_is_stowed_is_there_until_it_is_summed(cols, line, column, rows, tile, least, room, fill):
+    stow = Stow(6 * rows.number * -(-cols // tile), rows.number * line, tile)
+    plan = tail(cols, line, column, rows, room, 16384, fill, stow)
+    assert plan is not None and plan.stowed[-1].last >= least * cols
+    end = cols * line if plan.totals is None else plan.totals
+    assert plan.vectors + stow.vectors <= end and plan.stowed[0].at >= stow.sums
+    ends = [turn.at + (turn.last - turn.first) * column for turn in plan.stowed]
+    assert ends[-1] <= plan.vectors
+    for turn, last, after in itertools.zip_longest(plan.stowed, ends, plan.stowed[1:]):
+        assert turn.over == ROWS | COLS and (turn.last - turn.first) % tile == 0
+        assert turn.last * line <= turn.at  # its own gradients are written before it
+        assert after is None or (after.first, after.at) == (turn.last, last)
+    first = plan.stowed[-1].last
+    spans = {over: sorted((t.first, t.last) for t in plan.turns if over in t.over) for over in ("rows", "cols")}
+    for met in spans.values():
+        assert met[0][0] == first and met[-1][1] == cols and all(a[1] == b[0] for a, b in itertools.pairwise(met))
+    assert all(turn.at is None or turn.at >= first * line for turn in plan.turns)
+
+
+def test_nothing_is_stowed_where_gradients_are_small():
+    """A contrastive loss: one column in a hundred could be."""
+    rows = Rows(32_768, 16_384, 512 * 4)
+    assert tail(32_768, 1024, 65_536, rows, 64_000_000, 16384, lambda most: most, Stow(10**8, 2**25, 128)) is None

@@ -1,6 +1,6 @@
-"""Sums of vectors whose weights are made of several products, by groups of warps: Gluon, on Hopper.
+"""Sums of vectors whose weights are made of products, by groups of warps: Gluon, on Hopper.
 
-A gated perceptron and its gradients multiply three to six times for every tile. One warp copies blocks of the folded
+Perceptrons and their gradients multiply two to six times for every tile. One warp copies blocks of the folded
 side into rings in shared memory. Two groups of four warps (``groups.py`` says which does what) start a tile's scores
 and the sums of the tile before, and make weights of the scores while the sums run.
 

@@ -1,4 +1,4 @@
-"""How two groups of warps share a fold that sums vectors, its weights made of several products.
+"""How two groups of warps share a fold that sums vectors, its weights made of one product or several.
 
 Where all sums fit beside the scores in a group's registers, the groups are *abreast*: each owns half a kept tile. Where
 they do not (a gated perceptron's three column gradients), they are a *relay*: both own the same kept indices, and
@@ -27,7 +27,9 @@ OWNED = 64  # kept indices of a group, and folded ones of a tile
 WIDTH = 128  # of all vectors
 SENT = 2  # numbers of a pair, at most
 _DOTS = 3  # scores of a tile, at most
-_NUMBERS = {1: 2, 2: 4}  # by how many sums: numbers of folded indices, at most
+# By how many scores and sums: numbers of folded indices, at most. Of one score, with two of them, groups take 1.07 of
+# the time of the compiler's schedule, with one 0.82 (H200; docs/gpu.md).
+_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 4}
 _REGISTERS = 224  # of a thread, for what a part holds
 # What takes few instructions in 16 bits. Weights that take longer than the products want more warps than two groups
 # have: a gated perceptron of softplus and tanh (mish) takes 1.10 of its time by the compiler's schedule; with these it
@@ -77,21 +79,20 @@ def parts(spec: Spec) -> tuple[Part, ...]:
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
-    numbers = folded_numbers(spec)
-    ringed = len(numbers) <= _NUMBERS.get(len(spec.fold.reductions), 0)
+    numbers, sums = folded_numbers(spec), len(spec.fold.reductions)
+    least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of the compiler's time
+    ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
     ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
     slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
     if (
         not products
         or (numbers and not ringed)
         or slow
-        or not 2 <= len(dots) <= _DOTS
+        or not least <= len(dots) <= _DOTS
         or not all(_multiplies(e, spec) for e in dots)
     ):
         return ()
-    if len(spec.fold.reductions) == 2:
-        return _alone(spec, dots, products)
-    return _divided(len(spec.fold.reductions), dots, products)
+    return _alone(spec, dots, products) if sums == 2 else _divided(sums, dots, products)
 
 
 def _alone(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:

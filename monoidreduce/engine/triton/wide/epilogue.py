@@ -39,13 +39,15 @@ PLANS = {
     "write_spare": KernelPlan(128, 128, 8, 3),
     "guess_peaks": KernelPlan(64, 64, 4, 8),
     "pick_own": KernelPlan(1, 1024, 4, 1),
+    "match_own": KernelPlan(64, 64, 4, 3),
     "weigh_own": KernelPlan(64, 64, 4, 3),
     "write_guessed": KernelPlan(128, 256, 8, 4),
+    "sum_guessed": KernelPlan(128, 256, 8, 4),
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
-TURNS = ("write_known", "write_guessed")  # as groups take turns, in tiles that are wide or not
+TURNS = "write_known", "write_guessed", "sum_guessed"  # as groups take turns, in tiles that are wide or not
 PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}
-SHALLOW = dict.fromkeys(("write_known", "write_guessed"), KernelPlan(128, 128, 4, 3))
+SHALLOW = dict.fromkeys(TURNS, KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
@@ -132,9 +134,7 @@ class _Ready:
         width = values[whole.vectors[0]].shape[-1]
         self.wide = is_wide(width)
         cut = here.cols % PAIRED[self.wide].block_folded != 0
-        self.by_turns = (
-            many and paired.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
-        )
+        self.by_turns = many and paired.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
         self.plans = {name: self._plan(name, width) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
@@ -143,14 +143,14 @@ class _Ready:
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width, self.by_turns, self.wide)
-        if name in ("pick_own", "weigh_own") or (self.by_turns and name in TURNS):
+        if name in ("pick_own", "match_own", "weigh_own") or (self.by_turns and name in TURNS):
             return found
         kept, folded = sweep.power(self.here.rows, found.block_kept), sweep.power(self.here.cols, found.block_folded)
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
         return replace(found, block_kept=kept, block_folded=folded)
 
     def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Rest | None:
-        box, rows, device = boxes.filled(self.box, out), self.here.rows, out.device
+        box, rows, device = self.filled(out), self.here.rows, out.device
         if not self.whole.guesses:
             self._launch("write_known", [box], values)
             return None
@@ -171,6 +171,10 @@ class _Ready:
             return Rest(factors)
         return Rest(factors, hits, targets, distinct(late.target))
 
+    def filled(self, out: Tensor) -> Any:
+        """What kernels write ``out`` by."""
+        return boxes.filled(self.box, out)
+
     def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
         found = self.prepared.get(name)
         if found is None:
@@ -183,7 +187,7 @@ class _Ready:
         rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
         shared = self.by_turns and name in TURNS  # two groups are one instance
         at_once = describe.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
-        return min(rows * turns, at_once) if name.startswith("write_") else rows
+        return min(rows * turns, at_once) if name.startswith(("write_", "sum_")) else rows
 
     def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> sweep.Prepared:
         plan = self.plans[name]
@@ -224,10 +228,11 @@ class _Ready:
 
 
 @functools.lru_cache(maxsize=1024)
-def epilogue(walk: Walk, group: range, moved: bool, without: bool = False) -> Epilogue | None:
+def epilogue(walk: Walk, group: range, moved: bool, without: bool = False, stows: bool = False) -> Epilogue | None:
     """The stages of a group as one product, where they have one product and one weight, and folds bear a guess.
 
-    ``without``: each row's own column is left out of the weights; None where rows have none."""
+    ``without``: each row's own column is left out of the weights; None where rows have none. ``stows``: rows are folded
+    some columns at a time before any weight is summed; what stands in their own columns is nobody's business here."""
     whole, own = joint(walk, group, moved), None
     if without:
         found = apart(joint(walk, group, False).weights[0]) if len(whole.weights) == 1 else None
@@ -244,20 +249,22 @@ def epilogue(walk: Walk, group: range, moved: bool, without: bool = False) -> Ep
     if len(made) > _LIGHT or any(e.op in DRAWS for e in made):
         return None
     folds = tuple(r for fold in whole.folds for r in fold)
-    waits = late(whole) if folds else None
-    if folds and (moved or without or waits is None):
+    waits = late(joint(walk, group, False)) if folds else None
+    if folds and (moved is not stows or without or waits is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]
     vectors = _vector("u0", row), _vector("u1", col)
     replaced = {leaf: dot(*vectors)}
     (weight,), folds = substitute(whole.weights, replaced), substitute(folds, replaced)
+    if waits is not None and stows:
+        waits = _replaced(replace(waits, hit=None), counted("col"))
     waits = None if waits is None else _replaced(waits, replaced)
     own = None if own is None else Own(*substitute((own.weight, own.target), replaced))
     names = tuple(n for own in whole.names for n in own)
     feeds = tuple((e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if e is not leaf)
     task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, waits, own)
-    return Epilogue(task, product, (row, col), vectors, feeds, bool(folds) or walk.exact)
+    return Epilogue(task, product, (row, col), vectors, feeds, bool(folds) or stows or walk.exact)
 
 
 def _vector(name: str, side: Expr) -> Expr:

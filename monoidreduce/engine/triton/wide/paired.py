@@ -7,6 +7,7 @@ Gluon's language. What the compiler would schedule is written out in ``text/pair
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from ..spec import Spec
 from ..text import emit, paired_text
@@ -56,7 +57,7 @@ def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[st
     return ["out_box"], write._halves(v, task, weigh, _STORE, _HALF, strips)
 
 
-def _write_guessed(v: Values, task: Task, strips: int) -> tuple[list[str], list[str]]:
+def _guessed(v: Values, task: Task, strips: int, store: str) -> tuple[list[str], list[str]]:
     made: list[tuple[str, str]] = []
 
     def logits(k: int) -> str:
@@ -66,14 +67,19 @@ def _write_guessed(v: Values, task: Task, strips: int) -> tuple[list[str], list[
         return ""
 
     def weigh(k: int) -> str:
-        return write._early(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
+        weighed = write._early if store else write._summed
+        return weighed(v, task, n, f"{n}_half{k}{factor}", "+=" if k else "=")
 
     lines = write._halves(v, task, logits, "", _HALF, strips)
     (n, factor), v.inside = made[0], []
     most = functools.reduce("tl.maximum({}, {})".format, (f"tl.max({n}_half{k}, 1)" for k in range(strips)))
     write._measure(v, n, f"{most}{factor}")
-    lines += [*v.inside, *write._halves(v, task, weigh, _STORE, _HALF, strips)]
+    lines += [*v.inside, *write._halves(v, task, weigh, store, _HALF, strips)]
     return write._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 
-_WRITERS = {"write_known": _write_known, "write_guessed": _write_guessed}
+_WRITERS: dict[str, Callable[[Values, Task, int], tuple[list[str], list[str]]]] = {
+    "write_known": _write_known,
+    "write_guessed": functools.partial(_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_guessed, store=""),
+}

@@ -31,6 +31,7 @@ from . import epilogue, filtered, reels, sweep
 from .joint import PLACES, joint, placed
 from .lent import Lent
 from .looked import look
+from .stowed import Stowed
 from .sums import Sums
 
 
@@ -71,6 +72,7 @@ class KernelStep(Sums):
         self.buffers = self.own = {} if panel.blocks else {key: self._buffer(kind) for key, kind in self.kinds.items()}
         self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
+        self.makes: Callable[[Part, Sizes], dict[Expr, Tensor]] | None = None  # weights, if they are made otherwise
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
@@ -108,6 +110,8 @@ class KernelStep(Sums):
             place = None if at is None else host[at:]
             self.lent[key] = Lent.zeros(self.totals[key], rows, plan.lent, self.sizes.compute, place)
             at = None if at is None else at + (rows - plan.lent) * width * self.sizes.compute.itemsize
+        if plan.stowed:
+            yield from self._take_stowed(plan, host)
         for turn in plan.turns:
             if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
                 self._close_lent()
@@ -115,6 +119,19 @@ class KernelStep(Sums):
             self.buffers = self.own if turn.at is None else self._inside(host, turn.at, rows, turn.last - turn.first)
             yield slice(0, rows), slice(turn.first, turn.last)
         self._close_lent()
+
+    def _take_stowed(self, plan: tail.Tail, host: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Everything once, for what is folded of it, then the columns whose weights were stowed meanwhile."""
+        fused, rows = self._stows(), slice(0, self.sizes.rows)
+        assert fused is not None
+        stowed = Stowed(self, fused, plan, host)
+        self.makes, self.over = stowed.fold, frozenset()
+        yield rows, slice(0, self.sizes.cols)
+        for turn in plan.stowed:
+            self.makes, self.over = stowed.weigh, turn.over
+            yield rows, slice(turn.first, turn.last)
+        self.makes = None
+        stowed.close()
 
     def _inside(self, host: Tensor, at: int, rows: int, cols: int) -> dict[Any, Tensor]:
         """A panel's buffers in the memory of something else."""
@@ -148,15 +165,20 @@ class KernelStep(Sums):
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
     def _here(self, part: Part) -> Sizes:
-        lengths = part.rows.stop - part.rows.start, part.cols.stop - part.cols.start
-        if lengths not in self.heres:
-            self.heres[lengths] = replace(self.sizes, rows=lengths[0], cols=lengths[1])
-        return self.heres[lengths]
+        return self._sized(part.rows.stop - part.rows.start, part.cols.stop - part.cols.start)
+
+    def _sized(self, rows: int, cols: int) -> Sizes:
+        if (rows, cols) not in self.heres:
+            self.heres[rows, cols] = replace(self.sizes, rows=rows, cols=cols)
+        return self.heres[rows, cols]
 
     def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
-        fused, self.rest = self.without or self._fused(moved), None
+        if self.makes is not None:
+            return self.makes(part, here)
+        stowed = self.panel.tail is not None and self.panel.tail.stowed
+        fused, self.rest = self.without or (self._later() if stowed else self._fused(moved)), None
         if fused and not fused.guesses:
             rows = part.rows if self.block is None else slice(self.block.first, self.block.last)
             if self.without and self.mine[0] != rows:

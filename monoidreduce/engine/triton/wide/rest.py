@@ -31,6 +31,15 @@ def scale_rows(out, vectors, vectors_s, vectors_f, factors, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def clear_own(pairs, pairs_r, targets, first, last, rows, LANES: tl.constexpr):
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    target = tl.load(targets + row, mask=row < rows, other=-1)
+    inside = (target >= first) & (target < last)
+    nothing = tl.zeros([LANES], tl.float32).to(pairs.dtype.element_ty)
+    tl.store(pairs + row.to(tl.int64) * pairs_r + target - first, nothing, mask=inside)
+
+
+@triton.jit
 def complete_rows(
     out, factors, hits, targets, vectors, vectors_s, vectors_f,
     SCALED: tl.constexpr, HITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
@@ -97,12 +106,15 @@ class Rest:
 
     factors: Tensor | None
     hits: Tensor | None = None  # 0 where nothing is added
-    targets: Tensor | None = None  # some column that exists, always
+    targets: Tensor | None = None  # some column that exists, where there is something to add
     distinct: bool = False  # whether no two rows have the same
+    ready: Tensor | None = None  # rows' vectors times their factors
 
-    def scaled(self, vectors: Tensor, kind: torch.dtype) -> Tensor:
+    def scaled(self, vectors: Tensor, kind: torch.dtype, out: Tensor | None = None) -> Tensor:
         """A row's vectors times its factor."""
-        out = torch.empty(vectors.shape, dtype=kind, device=vectors.device)
+        if self.ready is not None:
+            return self.ready
+        out = torch.empty(vectors.shape, dtype=kind, device=vectors.device) if out is None else out
         constants = dict(WIDTH=vectors.shape[1], LANES=1024)
         _run("scale_rows", vectors.shape[:1], (out, vectors, *vectors.stride(), self.factors), constants)
         return out
@@ -115,6 +127,12 @@ class Rest:
         arguments = (sums, factors, hits, targets, vectors, *vectors.stride())
         _run("complete_rows", sums.shape[:1], arguments, constants)
         return sums
+
+    def clear(self, pairs: Tensor, first: int) -> None:
+        """Weights of some columns, from ``first`` on: none stays that is added here."""
+        if self.targets is not None:
+            arguments = (pairs, pairs.stride(0), self.targets, first, first + pairs.shape[1], pairs.shape[0])
+            _run("clear_own", (-(-pairs.shape[0] // 128),), arguments, dict(LANES=128))
 
     def of(self, rows: slice) -> Rest:
         """The same of some rows."""

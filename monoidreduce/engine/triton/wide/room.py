@@ -17,7 +17,7 @@ from ...evaluate import Sizes
 from ...walks import Walk, fed
 from .. import describe
 from ..spec import WIDEST
-from . import epilogue
+from . import epilogue, stowed
 from .joint import groups, parts
 from .lent import aligned
 
@@ -95,11 +95,32 @@ class Room:
     def _without(self) -> epilogue.Epilogue | None:
         """The same with each row's own column left out of the weights, where totals lie in row gradients: it is added
         to those, and to column gradients after all panels, so that 16 bits round it once."""
-        if self._fused(True) is None or not self._lends():
+        if not self._lends():
             return None
-        found = epilogue.epilogue(self.walk, self.groups[0], True, True)
+        if self._is_sum():
+            found = self._fused(True) and epilogue.epilogue(self.walk, self.groups[0], True, True)
+        else:
+            found = self._later(True)
         vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
         return found if all(v.op in ("input", "leaf") for v in vectors) else None  # they are there anyway
+
+    def _later(self, without: bool = False) -> epilogue.Epilogue | None:
+        """The last stage by itself, as a product that writes weights of rows that are known: of logits that are not
+        rounded, as those which the stages before it guess by."""
+        last = self.groups[0][-1]
+        return epilogue.epilogue(self.walk, range(last, last + 1), True, without, stows=True)
+
+    def _stows(self) -> epilogue.Epilogue | None:
+        """The whole walk as products of some columns at a time, whose weights are stowed until rows are known
+        (``stowed.py``)."""
+        fused = self._fused(False)
+        if fused is None or fused.task.late is None or any(e.is_pair for e, _ in fused.feeds) or not self._lends():
+            return None
+        if len(self._widths("rows")) != 1 or len(self._widths("cols")) > 1 or self._later() is None:
+            return None
+        labels = fused.task.late.hit is not None
+        found = epilogue.epilogue(self.walk, self.groups[0], True, stows=True)
+        return found if labels == (self._without() is not None) else None
 
     def _serves(self, found: epilogue.Epilogue) -> bool:
         """Whether it has features enough, its weights go where the product would be, and are summed one way each."""
@@ -120,10 +141,12 @@ class Room:
             # a gradient of 16 bits, half as large, is not there before the panel is gone
             left = room - totals // 2 if totals <= room else 0
             whole = panels.by_rows(rows, cols, pair, left, wide=True, each=each)
-        if not self._is_sum():
-            return whole
         if whole is not None and whole.pays(rows):
             return whole
+        if not self._is_sum():
+            fused = self._stows()
+            stowing = self._tail(room, fused) if fused else None
+            return panels.Panels(rows, stowing.own, tail=stowing) if stowing else whole
         found_tail, few = self._tail(room), self._blocks(room)
         if found_tail and (not few or cols // len(found_tail.turns) * rows >= few.rows * few.cols):
             return panels.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average
@@ -161,23 +184,28 @@ class Room:
         in whole panels, nor where totals would not be aligned."""
         return filtering.now() is None and all(aligned(w, self.sizes.compute) for w in self._widths("cols"))
 
-    def _tail(self, room: int) -> tail.Tail | None:
-        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits."""
+    def _tail(self, room: int, fused: epilogue.Epilogue | None = None) -> tail.Tail | None:
+        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits.
+
+        ``fused``: products whose weights are stowed there."""
         if not self.stored or not self._each("rows"):
             return None
         rows, cols = self.sizes.rows, self.sizes.cols
         line, column = max(self._widths("rows")) * self.stored.itemsize, rows * self._pair()
         half = rows * self.stored.itemsize // self.sizes.compute.itemsize // panels.ROUND * panels.ROUND
         lent = half if filtering.now() is None else 0  # small tiles are looked for in whole panels
-        given = tail.Rows(rows, lent, self._each("cols"))
-        return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows))
+        given, stow = tail.Rows(rows, lent, self._each("cols")), None
+        if fused is not None:
+            tile = fused.plan("write_guessed", self.sizes).block_folded
+            stow = tail.Stow(stowed.bytes_of_sums(fused, self.sizes), rows * line, tile)
+        return tail.tail(cols, line, column, given, room, panels.MOST, self._filling(rows), stow)
 
     def _filling(self, rows: int) -> Callable[[int], int]:
         return panels.filling(rows, describe.processors(self.sizes.device), self._tile())
 
     def _tile(self) -> int:
         """Columns of a tile of the product that fills a panel of some columns."""
-        fused = self._fused(True)
+        fused = self._fused(True) or self._fused(False)
         return fused.plan("write_known", self.sizes).block_folded if fused else panels.TILE[1]
 
     def least(self) -> int:

@@ -49,7 +49,8 @@ class Sums(Room):
         """Memory for the gradients of both sides, before anything is summed; by direction, their widths."""
         found = {}
         for over, length in (("rows", self.sizes.cols), ("cols", self.sizes.rows)):
-            keys = [(0, place) for place, o, _ in self.parts[0].sums if o == over]
+            at = self.groups[0][-1]
+            keys = [(at, place) for place, o, _ in self.parts[at].sums if o == over]
             found[over] = dict(zip(keys, self._widths(over), strict=True))
             for key, width in found[over].items():
                 self.totals[key] = torch.empty(length, width, dtype=self.kind, device=self.sizes.device)

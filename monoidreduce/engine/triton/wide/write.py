@@ -2,9 +2,10 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``pick_own``: the product at each row's own column.
+``pick_own``: the product at each row's own column; ``match_own``: the same by the matrix units, for many rows at once.
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
+``sum_guessed``: the same of weights that nobody keeps.
 ``weigh_own``: the weight there, where all numbers of rows are given.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
@@ -34,7 +35,7 @@ FAR = 60  # in powers of two: up to here from what was guessed, weights and sums
 # Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
 # picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
 HALVES = 2
-BY_ROWS = ("pick_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
+BY_ROWS = ("pick_own", "match_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
 
 
@@ -97,7 +98,7 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
         return (task.weight,)
     if name == "close_rows":
         return (*task.folds[1:], task.weight, late.late)
-    if name == "pick_own":
+    if name in ("pick_own", "match_own"):
         return (_product(task), *(() if late.target is None else (late.target,)))
     return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
 
@@ -130,14 +131,14 @@ _PLACES = [
 
 
 def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight))
+    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight), _STORE)
 
 
-def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str]) -> list[str]:
+def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str], store: str = "") -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
     name = v.inner[_key(task)]
     first = [line for line in first if not (deep.rounds(v.spec) and line == deep.rounded(name))]  # but by halves
-    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, _STORE)]
+    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, store)]
     return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
 
 
@@ -212,12 +213,13 @@ def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
     return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *first, *v.before, *v.inside, store]
 
 
-def _write_guessed(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    assert task.late is not None
+def _guessed(v: Values, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
+    """``store``: how weights are written, if they are."""
     n, s, factor = _soft(v, task)
     _measure(v, n, f"tl.max({s}, 1){factor}")
     v.inside += [f"{n}_half0, {n}_half1 = halved({s})", f"{n}_total = tl.zeros([KEPT], tl.float32)"]
-    lines = _written(v, task, first, lambda k: _early(v, task, n, f"{n}_half{k}{factor}", "+="))
+    weigh = _early if store else _summed
+    lines = _written(v, task, first, lambda k: weigh(v, task, n, f"{n}_half{k}{factor}", "+="), store)
     lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
     return _GUESSED, lines
 
@@ -238,10 +240,16 @@ def _measure(v: Values, n: str, most: str) -> None:
     ]
 
 
-def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
-    """The weights of some columns, which are added to the totals."""
-    assert task.late is not None
+def _summed(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+    """The exponentials of some columns, which are added to the totals."""
     v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
+    return ""
+
+
+def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+    """The same, and the weights."""
+    assert task.late is not None
+    _summed(v, task, n, exponent, adds)
     v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
     return v.full(task.late.early)
 
@@ -272,18 +280,10 @@ def _features(v: Values, task: Task, some: str) -> list[str]:
 
 
 def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The weight at each row's own column.
-
-    The matrix units multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be
-    what it is elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is
-    left, and features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41
-    times their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
+    """The weight at each row's own column."""
     assert task.own is not None
     there = Matched(v, "own", task.own.target)
-    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
-    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
-    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    lines += [deep.rounded("product")] if deep.rounds(v.spec) else []
+    lines = _units_own(v, task, there)
     there.outer[_product(task)] = "product"
     weight = there.number(task.own.weight)
     lines += [
@@ -291,9 +291,31 @@ def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list
         *_cut(there),
         f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
         "tl.store(hits + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
-        f"tl.store(targets + kept_at, tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT]), mask=kept_in)",
+        f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
+        "tl.store(targets + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
     ]
     return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _match_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+    """The product there."""
+    assert task.late is not None and task.late.target is not None
+    lines = _units_own(v, task, Matched(v, "own", task.late.target))
+    lines += ["tl.store(picked + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
+    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
+
+
+def _units_own(v: Values, task: Task, there: Matched) -> list[str]:
+    """The product at each row's own column, by the matrix units.
+
+    They multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be what it is
+    elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is left, and
+    features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41 times
+    their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
+    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
+    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
+    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
+    return lines + ([deep.rounded("product")] if deep.rounds(v.spec) else [])
 
 
 def _product(task: Task) -> Expr:
@@ -378,12 +400,15 @@ _TOTAL = [
     f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
 ]
 
-_WRITERS = {
+_Writer = Callable[[Values, Task, list[str]], tuple[list[str], list[str]]]
+_WRITERS: dict[str, _Writer] = {
     "write_known": _write_known,
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
     "pick_own": _pick_own,
+    "match_own": _match_own,
     "weigh_own": _weigh_own,
-    "write_guessed": _write_guessed,
+    "write_guessed": functools.partial(_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_guessed, store=""),
     "close_rows": _close_rows,
 }

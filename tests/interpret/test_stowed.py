@@ -1,0 +1,173 @@
+"""Weights stowed in the memory of column gradients, in the interpreter: what is folded of rows, what is computed again,
+and what stands in their own columns all come out as if whole rows had been there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engine.triton.wide import epilogue
+from monoidreduce.engine.triton.wide.panel import KernelStep
+from monoidreduce.plan import panels, tail
+from tests.interpret.test_epilogue_kernels import FAR, SMALL, compared, head, own_index, plain_head, pulled, vectors
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
+ROWS = 10**6  # of which fewer are not worth a panel: there are none
+PLANS = SMALL | dict.fromkeys(("write_known", "write_guessed", "sum_guessed", "write_spare"), KernelPlan(64, 64, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch, tmp_path_factory, exact_products):
+    """Small tiles and panels; the kernels that were launched, and the plans of the panels."""
+    found, plans = [], []
+    launch, begin = epilogue._Ready._launch, KernelStep.begin
+    monkeypatch.setattr(
+        epilogue._Ready, "_launch", lambda self, name, *given: found.append(name) or launch(self, name, *given)
+    )
+    monkeypatch.setattr(KernelStep, "begin", lambda self, panel: plans.append(panel) or begin(self, panel))
+    monkeypatch.setattr(epilogue, "on", lambda device: True)
+    monkeypatch.setattr(epilogue, "PLANS", PLANS)
+    monkeypatch.setattr(epilogue, "SHALLOW", {})
+    for name, value in {"FEW": ROWS, "LONG": ROWS, "ROUND": 4, "MOST": 128}.items():
+        monkeypatch.setattr(panels, name, value)
+    for name, value in {"_ROUND": 64, "_LEAST": 4, "_MORE": 8}.items():
+        monkeypatch.setattr(tail, name, value)
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
+    return found, plans
+
+
+def stowed(used):
+    """The share of columns whose weights were stowed; all kernels were launched as often as the plan says."""
+    names, (panel,) = used
+    plan = panel.tail
+    cols = max(turn.last for turn in plan.turns)
+    expected = dict(guess_peaks=1, sum_guessed=1, close_rows=1, weigh_own=1, match_own=1)
+    expected |= dict.fromkeys(("write_guessed", "write_spare"), len(plan.stowed)) | {"write_known": len(plan.turns)}
+    assert {name: names.count(name) for name in names} == expected
+    return plan.stowed[-1].last / cols
+
+
+SIZES = {
+    "fewer rows than features": (24, 700, 264, 4000, 0.5),
+    "more rows than features": (300, 900, 264, 40_000, 0.1),
+    "as little memory as there may be": (40, 700, 272, 400, 0.5),
+}
+
+
+@pytest.mark.parametrize("peaked", [0.0, 8.0])
+@pytest.mark.parametrize("name", SIZES)
+def test_heads(name, peaked, seed, used):
+    rows, cols, features, limit, least = SIZES[name]
+    x, w, target = vectors(rows, cols, features, peaked)
+    bias = torch.randn(cols).bfloat16()
+    got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), limit)
+    assert least < stowed(used) < 1
+    compared(got, plain_head(target, bias), (x, w))
+
+
+def test_labels_that_are_shared_ignored_or_nowhere(seed, used):
+    x, w, target = vectors(40, 700, 264)
+    target[:9], target[9], target[10], target[11:14] = 7, -100, 700, 699
+    bias = torch.zeros(700).bfloat16()
+    got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), 4000)
+    assert stowed(used)
+    seen = (target >= 0) & (target < 700)
+
+    def plain(x, w):
+        s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7
+        picked = s.gather(1, target.clamp(0, 699)[:, None])[:, 0]
+        return (s.logsumexp(1) - torch.where(seen, picked, 0.0)).sum()
+
+    compared(got, plain, (x, w))
+
+
+def test_the_label_is_the_row(seed, used):
+    x, w, _ = vectors(40, 700, 264)
+    got = pulled(own_index.total, (x, w), 4000)
+    assert stowed(used)
+    compared(got, lambda x, w: F.cross_entropy((x @ w.mT).double(), torch.arange(40), reduction="sum"), (x, w))
+
+
+@mr.op
+def shared(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, share: mr.Row):
+    s = x @ w
+    return (mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))) * share
+
+
+def test_a_weight_of_each_row(seed, used):
+    x, w, target = vectors(40, 700, 264)
+    share = (torch.arange(40) / 32).bfloat16()  # of the first row nothing counts
+    got = pulled(lambda x, w: shared.total(x, w, target, share), (x, w), 4000)
+    assert stowed(used)
+    wide = lambda x, w: (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32))
+    compared(got, lambda x, w: (F.cross_entropy(wide(x, w), target, reduction="none") * share).sum(), (x, w))
+
+
+def test_gradients_of_columns_alone(seed, used):
+    x, w, target = vectors(40, 700, 264)
+    bias = torch.randn(700).bfloat16()
+    got = pulled(lambda w: head.total(x, w, target, bias), (w,), 4000)
+    assert stowed(used)
+    compared(got, lambda w: plain_head(target, bias)(x.to(w.dtype), w), (w,))
+
+
+@pytest.mark.parametrize("name", ["rising", "late", "nan", "inf"])
+def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
+    """Rows are written again, in all panels: the same as where the vendor's product is swept."""
+    x, w, target = vectors(20, 720, 264)
+    bias = FAR[name].repeat_interleave(9).bfloat16()
+    function = lambda x, w: head.total(x, w, target, bias)
+    got = pulled(function, (x, w), 4000)
+    assert stowed(used)
+    monkeypatch.setattr(epilogue, "on", lambda device: False)
+    monkeypatch.setattr(panels, "FEW", 4)
+    expected = pulled(function, (x, w), "10MB")
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-3, equal_nan=True)
+    for own, other in zip(got[1:], expected[1:], strict=True):
+        assert torch.equal(own.isnan(), other.isnan())
+        size = other.float().nan_to_num().abs().max()
+        torch.testing.assert_close(own.float(), other.float(), rtol=0.02, atol=0.01 * float(size), equal_nan=True)
+
+
+def test_a_second_backward(seed, used):
+    """What was stowed is given away once; a second backward recomputes the pairs."""
+    x, w, target = vectors(24, 700, 264)
+    given = [x.requires_grad_(), w.requires_grad_()]
+    with mr.use(engine="triton"), mr.budget(4000):
+        value = head.total(*given, target, torch.zeros(700).bfloat16())
+        one, other = (torch.autograd.grad(value * 0.3, given, retain_graph=True) for _ in range(2))
+    assert used[1][0].tail.stowed and not used[1][-1].tail.stowed
+    for a, b in zip(one, other, strict=True):
+        assert torch.linalg.vector_norm(a.float() - b.float()) <= 0.006 * torch.linalg.vector_norm(a.float())
+
+
+@mr.op
+def labelled(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+@mr.op
+def smooth(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0)) - 0.1 * mr.sum(s)
+
+
+class Begun(Exception):
+    """A walk whose panels are known: nothing more is wanted of it."""
+
+
+@pytest.mark.parametrize(("op", "rows"), [(labelled, 700), (smooth, 24), (labelled, 24)])
+def test_where_it_is_of_no_use(op, rows, seed, used, monkeypatch):
+    """Columns whose gradients are small beside their pairs, and weights that do not come apart."""
+
+    def begun(step, panel):
+        raise Begun(panel)
+
+    x, w, target = vectors(rows, 700, 264)
+    monkeypatch.setattr(KernelStep, "begin", begun)
+    with pytest.raises(Begun) as found:
+        pulled(lambda x, w: op.total(x, w, target), (x, w), 40_000 if rows == 700 else 4000)
+    panel = found.value.args[0]
+    assert bool(panel.tail and panel.tail.stowed) == (op is labelled and rows == 24)
