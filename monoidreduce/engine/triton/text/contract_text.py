@@ -24,6 +24,7 @@ PLACES = 4  # pieces of a group in shared memory; the ring takes what is left
 
 _NAMES = "weights_box, vectors_box, out_box, blocks, tiles, turns"
 _RINGS = "weights, vectors, room, full, empty, order, came"
+_STAGES = 4  # blocks of the ring
 _SUMS = ", ".join(f"sum{r}" for r in range(RUNS))
 
 _KERNEL = """
@@ -106,7 +107,7 @@ def {name}(
     {names},
     {constants},
 ):
-    weights = tl.allocate_shared_memory({narrow}, [{stages} * {runs}] + weights_box.block_type.shape, weights_box.layout)
+    weights = tl.allocate_shared_memory({narrow}, [{slots}] + weights_box.block_type.shape, weights_box.layout)
     vectors = tl.allocate_shared_memory({narrow}, [{stages}] + vectors_box.block_type.shape, vectors_box.layout)
     room = tl.allocate_shared_memory({narrow}, [2 * {places}] + out_box.block_type.shape, out_box.layout)
     full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
@@ -163,7 +164,8 @@ def kernel(narrow: str, over: str, add: bool) -> emit.Kernel:
         width=WIDTH,
         piece=PIECE,
         places=PLACES,
-        stages=4,
+        stages=_STAGES,
+        slots=_STAGES * RUNS,
         bytes=2 * DEPTH * (TILE + WIDTH),
         weights_at=f"[{kept}, k * FOLDED]" if over == "cols" else f"[k * FOLDED, {kept}]",
         sums=_SUMS,
