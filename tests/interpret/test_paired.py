@@ -122,3 +122,17 @@ def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
     other = torch.zeros(256, dtype=torch.int64 if op is head else torch.bfloat16)
     found = [call for call in calls(Case("any", op, lambda t: (*vectors(t, (256, 256), D), other)), 90)]
     assert [call.plan.block_folded for call in found if call.kernel.name == "fold_over_cols"] == [192 if wide else 128]
+
+
+@pytest.mark.parametrize(
+    ("D", "version", "columns"), [(3080, (3, 6), 192), (1024, (3, 6), 128), (3080, (3, 9), None), (1032, (3, 9), 128)]
+)
+def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
+    """By the compiler's schedule where a later Triton would spill, and narrow ones read too much."""
+    monkeypatch.setattr(source, "version", lambda: version)
+    epilogue.epilogue.cache_clear()  # what was ready for another Triton
+    label = torch.zeros(256, dtype=torch.int64)
+    for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_known")):
+        found = calls(Case("any", op, lambda t: (*vectors(t, (256, 512), D), label)), 90)
+        (call,) = [call for call in found if call.kernel.name == name]
+        assert (call.plan.block_folded if call.kernel.staged else None) == columns

@@ -62,8 +62,12 @@ def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -
 
 
 def is_wide(width: int) -> bool:
-    """Whether groups take turns at wide tiles: where features are many, by a Triton that has registers for them."""
-    return width > DEEPEST and source.version() < (3, 7)
+    """Whether groups take turns at wide tiles, which read less: where features are not few, by a Triton that has
+    registers for them (3.9 spills).
+
+    On an H200, heads of 2304 features took 1.03 of their products in 1100 MB, 1.06 in narrow ones; in turns with their
+    products 1.00 and 1.01. Contrastive losses of 512 take 1 % more in turns (docs/wide.md)."""
+    return width > _FEW and source.version() < (3, 7)
 
 
 def on(device: torch.device) -> bool:
