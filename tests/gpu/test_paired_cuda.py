@@ -17,7 +17,7 @@ HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
-LARGER = [*SIZES, (1025, 4097, 1032), (3000, 20001, 776), (40000, 513, 512)][PART::PARTS]
+LARGER = [*SIZES, (1025, 4097, 1032), (3000, 20001, 776), (1000, 5003, 2056), (40000, 513, 512)][PART::PARTS]
 
 
 @pytest.fixture

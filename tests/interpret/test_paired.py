@@ -125,7 +125,7 @@ def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("D", "version", "columns"), [(3080, (3, 6), 192), (1024, (3, 6), 128), (3080, (3, 9), None), (1032, (3, 9), 128)]
+    ("D", "version", "columns"), [(3080, (3, 6), 192), (2048, (3, 6), 128), (3080, (3, 9), None), (2056, (3, 9), 128)]
 )
 def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
     """By the compiler's schedule where a later Triton would spill, and narrow ones read too much."""

@@ -25,8 +25,9 @@ _IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") e
 """
 TILE = 128  # kept and folded indices of a tile
 OTHERS = 64  # folded indices more of a wide tile: fewer bytes are read for every product
-# Features: beyond, the compiler's larger tiles are as fast or faster on a chip at its power limit, since they read less
-# (H200: a forward of 4096 features took 14.0 ms by turns, in wide tiles, and 13.4 otherwise, calls queued).
+# Features of folds, and of weights in narrow tiles: beyond, the compiler's larger tiles are as fast or faster on a chip
+# at its power limit, since they read less (H200: a forward of 4096 features took 14.0 ms by turns, in wide tiles, and
+# 13.4 otherwise, calls queued).
 DEEPEST = 3072
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in emit.CONSTANTS)

@@ -23,10 +23,12 @@ from ..text.contract_text import DEPTH, PIECE, RUN, TILE, WIDTH
 
 PLAN = KernelPlan(RUN, DEPTH, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
-# indices 0.86 (0.87), 1024 0.87 (0.93), 2048 0.93 (1.00), 3072 1.00 (1.05). So too 4096, 3072, 1536 and 768 features.
+# indices 0.76 (0.80), 1024 0.84 (0.87), 2048 0.92 (0.95), 4096 0.95 (1.01); 128256 × 4096 over 2048 0.91 (0.91), over
+# 4096 0.94 (1.11).
 SHORTEST, LONGEST = 512, 2048
-ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8, over 1024 0.87 (1.00)
-PADDED = 1.05  # of 2560 features tiles have 2688, 0.88 (1.00); of 1024 they have 1152, 0.94 (1.09)
+ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8
+NARROWEST = 768  # features: over 2048 0.97 (1.02), over 1024 0.91 (0.94); 512 1.04 (1.08) and 0.97 (1.01)
+PADDED = 1.05  # features of tiles to those that there are, at most
 _MOST = 1024
 
 
@@ -49,7 +51,7 @@ def by_turns(kept: int, features: int, *, folded: int, device: torch.device) -> 
     """Whether sums so large and long are faster by turns."""
     tiles, turns = -(-kept // TILE), -(-features // WIDTH)
     many = tiles * turns >= ROUNDS * describe.processors(device)
-    return SHORTEST <= folded <= LONGEST and many and turns * WIDTH <= PADDED * features
+    return SHORTEST <= folded <= LONGEST and many and NARROWEST <= features and turns * WIDTH <= PADDED * features
 
 
 def _form(t: Tensor) -> tuple:

@@ -49,6 +49,9 @@ TURNS = "write_known", "write_guessed", "sum_guessed"  # as groups take turns, i
 PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}
 SHALLOW = dict.fromkeys(TURNS, KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
+# Features, above which tiles by turns are wide. On an H200, time ÷ products, heads of 2304 in 1100 MB took 1.03 where
+# they took 1.06 in narrow ones (in turns with the products 1.00, 1.01), of 1536 in 550 MB 1.08 and 1.05 (1.03 both).
+_MANY = 2048
 _LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
 _LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
 
@@ -62,12 +65,9 @@ def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -
 
 
 def is_wide(width: int) -> bool:
-    """Whether groups take turns at wide tiles, which read less: where features are not few, by a Triton that has
-    registers for them (3.9 spills).
-
-    On an H200, heads of 2304 features took 1.03 of their products in 1100 MB, 1.06 in narrow ones; in turns with their
-    products 1.00 and 1.01. Contrastive losses of 512 take 1 % more in turns (docs/wide.md)."""
-    return width > _FEW and source.version() < (3, 7)
+    """Whether groups take turns at wide tiles, which read less and end less often: where features are many, by a Triton
+    that has registers for them (3.9 spills)."""
+    return width > _MANY and source.version() < (3, 7)
 
 
 def on(device: torch.device) -> bool:
