@@ -51,7 +51,7 @@ def by_turns(kept: int, features: int, *, folded: int, device: torch.device) -> 
     """Whether sums so large and long are faster by turns."""
     tiles, turns = -(-kept // TILE), -(-features // WIDTH)
     many = tiles * turns >= ROUNDS * describe.processors(device)
-    return SHORTEST <= folded <= LONGEST and many and NARROWEST <= features and turns * WIDTH <= PADDED * features
+    return SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * WIDTH <= PADDED * features
 
 
 def _form(t: Tensor) -> tuple:
