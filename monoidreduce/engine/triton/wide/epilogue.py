@@ -30,7 +30,8 @@ from . import paired, sweep
 from .joint import PLACES, counted, joint, parts
 from .late import Late, Own, apart, distinct, late
 from .rest import Rest
-from .write import BY_ROWS, HALVES, Task, kernel, reads
+from .task import Task
+from .write import BY_ROWS, HALVES, kernel, reads
 
 # A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
 # while the other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)

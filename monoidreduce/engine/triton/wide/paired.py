@@ -15,7 +15,7 @@ from ..text.paired_text import OTHERS, TILE
 from ..text.values import Values
 from . import write
 from .sweep import RowValues
-from .write import Task
+from .task import Task, product, sides
 
 
 @functools.lru_cache(maxsize=1024)
@@ -24,8 +24,8 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) 
     numbers per column, which take registers that there are not; or where features are too many.
 
     ``wide``: with tiles of more columns, and one argument more, a descriptor of blocks of those."""
-    sides = write._sides(write._product(task))
-    if write._numbers(spec) or (spec.width(sides[0].feature) > paired_text.DEEPEST and not wide):
+    multiplied = sides(product(task))
+    if write._numbers(spec) or (spec.width(multiplied[0].feature) > paired_text.DEEPEST and not wide):
         return None
     plain = write.kernel(name, task, spec, masked)
     v = RowValues(spec)
@@ -35,7 +35,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) 
     names, unspecialized = write._signature(spec, outs, list(plain.leaves))
     signature = [*names, "others_box"] if wide else names, unspecialized
     fields = {"first": (8, v.before), "lines": (8, lines)}
-    return paired_text.rendered(paired_text.WRITES[tile], plain, spec, sides, signature, fields)
+    return paired_text.rendered(paired_text.WRITES[tile], plain, spec, multiplied, signature, fields)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]

@@ -2,14 +2,13 @@
 
 ``write_known``: all numbers of rows are given, and a tile's weights are complete.
 ``guess_peaks``: the greatest logit of each row among a few columns.
-``pick_own``: the product at each row's own column; ``match_own``: the same by the matrix units, for many rows at once.
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
 ``sum_guessed``: the same of weights that nobody keeps.
-``weigh_own``: the weight there, where all numbers of rows are given.
 ``close_rows``: the totals of rows and what is made of them (``rest.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
+Those that meet each row's own column alone are in ``own.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import functools
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ....program.expr import Expr, topological
 from ....program.reductions import KINDS
@@ -27,8 +25,9 @@ from ..text import deep, emit, kinds
 from ..text.exponents import LOG2E, literal
 from ..text.matched import Matched
 from ..text.values import Values
-from .late import Late, Own
+from . import own
 from .sweep import RowValues
+from .task import PLACES, Task, cut, product, sides
 
 FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
 # A tile is weighed and written in halves: the first is on its way to memory while the powers of the second are raised.
@@ -37,18 +36,6 @@ FAR = 60  # in powers of two: up to here from what was guessed, weights and sums
 HALVES = 2
 BY_ROWS = ("pick_own", "match_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
 _MOST = 2.0**100  # factors of rows lie below this
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be written, in some leaves: per pair a weight, which may be known late only."""
-
-    leaves: tuple[Expr, ...]
-    folds: tuple[Expr, ...]  # a softmax and picks, where the weight needs them
-    names: tuple[Expr, ...]  # of their results
-    weight: Expr
-    late: Late | None = None
-    own: Own | None = None  # what is left out of it, each row's own column
 
 
 class _TileSoft(kinds.Soft):
@@ -64,7 +51,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> emit.Kernel:
     v = RowValues(spec)
     v.loop(masked)
     if name not in BY_ROWS:  # first of all: what else is read waits until it is there
-        v.number(_product(task))
+        v.number(product(task))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
     outs, lines = _WRITERS[name](v, task, first)
     under = set(topological(spec.fold.reductions))
@@ -99,7 +86,7 @@ def reads(name: str, task: Task) -> tuple[Expr, ...]:
     if name == "close_rows":
         return (*task.folds[1:], task.weight, late.late)
     if name in ("pick_own", "match_own"):
-        return (_product(task), *(() if late.target is None else (late.target,)))
+        return (product(task), *(() if late.target is None else (late.target,)))
     return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
 
 
@@ -115,19 +102,8 @@ def _every_tile(lines: list[str], flatten: bool) -> list[str]:
         f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
         "    tile, turn = grouped(program, tiles, turns, 16)",
         "    start = turn * FOLDED",
-        *(f"    {line}" for line in (*_PLACES, *lines)),
+        *(f"    {line}" for line in (*PLACES, *lines)),
     ]
-
-
-_PLACES = [
-    "b0 = tl.cast(0, tl.int64)",
-    "kept_at = tile * KEPT + tl.arange(0, KEPT)",
-    "kept_in = kept_at < kept_size",
-    "kept_lane = tl.arange(0, KEPT).to(INT)",
-    "folded_lane = tl.arange(0, FOLDED).to(INT)",
-    "folded_at = start + tl.arange(0, FOLDED)",
-    "folded_in = folded_at < folded_size",
-]
 
 
 def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
@@ -172,17 +148,11 @@ def _halves(
 
 
 def _key(task: Task) -> tuple:
-    return (*_sides(_product(task)), "deep")
+    return (*sides(product(task)), "deep")
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
 _IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
-
-
-def _sides(product: Expr) -> tuple[Expr, Expr]:
-    """What is multiplied, the rows' side first."""
-    x, y = product.args
-    return (x, y) if x.rows else (y, x)
 
 
 def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
@@ -210,7 +180,7 @@ def _soft(v: Values, task: Task) -> tuple[str, str, str]:
 def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     _, s, factor = _soft(v, task)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
-    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *first, *v.before, *v.inside, store]
+    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *first, *v.before, *v.inside, store]
 
 
 def _guessed(v: Values, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
@@ -254,87 +224,19 @@ def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
     return v.full(task.late.early)
 
 
-def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The product at each row's own column, by itself: among the others it would take registers that they need."""
-    assert task.late is not None and task.late.target is not None
-    target = v.number(task.late.target)
-    own = f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)"
-    lines = [*v.before, own, "taken = tl.zeros([KEPT, FOLDED], tl.float32)", *_features(v, task, "FOLDED")]
-    lines += ["    taken += x.to(tl.float32) * y.to(tl.float32)"]
-    lines += ["tl.store(picked + kept_at, tl.sum(taken, 1), mask=kept_in)"]
-    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
-
-
-def _features(v: Values, task: Task, some: str) -> list[str]:
-    """A loop over the features of rows and of the columns ``own``, some at a time."""
-    product = _product(task)
-    x, y = (str(e.attrs[0]) for e in _sides(product))
-    width = v.spec.width(product.args[0].feature)
-    return [
-        f"for d in range(0, {width}, {some}):",
-        f"    lane = d + tl.arange(0, {some})[None, :]",
-        f"    inside = kept_in[:, None] & (lane < {width})",
-        f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
-        f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
-    ]
-
-
-def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The weight at each row's own column."""
-    assert task.own is not None
-    there = Matched(v, "own", task.own.target)
-    lines = _units_own(v, task, there)
-    there.outer[_product(task)] = "product"
-    weight = there.number(task.own.weight)
-    lines += [
-        *_cut(v),
-        *_cut(there),
-        f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
-        "tl.store(hits + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
-        f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
-        "tl.store(targets + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
-    ]
-    return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
-
-
-def _match_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    """The product there."""
-    assert task.late is not None and task.late.target is not None
-    lines = _units_own(v, task, Matched(v, "own", task.late.target))
-    lines += ["tl.store(picked + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
-    return ["picked"], ["tile = tl.program_id(0)", "start = 0", *_PLACES, *lines]
-
-
-def _units_own(v: Values, task: Task, there: Matched) -> list[str]:
-    """The product at each row's own column, by the matrix units.
-
-    They multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be what it is
-    elsewhere to the last bit. Of a row that is sure of its label only the difference from the row's total is left, and
-    features added up in another order outweigh it (H200, a contrastive loss of 3e-8: gradients were off by 41 times
-    their size, and by 0.07 so, as plain torch's are). A product that is rounded might be to another number."""
-    lines = [*_cut(v), *_cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
-    lines += [*_features(v, task, str(deep.DEPTH)), f"    {deep._dot('taken', ['x', 'y'])}"]
-    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    return lines + ([deep.rounded("product")] if deep.rounds(v.spec) else [])
-
-
-def _product(task: Task) -> Expr:
-    return next(e for e in topological([task.weight]) if e.op == "dot")
-
-
 def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
     late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
     there = None if late.target is None else Matched(v, "own", late.target)
     if there is not None:
         own = f"tl.load(picked + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
-        there.outer[_product(task)] = there.bind("product", own, False, "own_product")
+        there.outer[product(task)] = there.bind("product", own, False, "own_product")
     texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
     for r in task.folds[1:]:
         assert there is not None
         number = f"{there.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
         texts.append(f"tl.reshape(tl.where({there.inside_text}, {number}, 0.0), [KEPT])")
-    lines = [*first, *_cut(v), *(_cut(there) if there else [])]
+    lines = [*first, *cut(v), *(cut(there) if there else [])]
     for out, name, text in zip(outs, task.names, texts, strict=True):
         x = str(name.attrs[0])
         lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
@@ -343,7 +245,7 @@ def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], lis
     factor = v.number(late.late)
     weight = there.number(task.weight) if there and late.hit is not None else ""
     lines += [
-        *_cut(v),
+        *cut(v),
         f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
         f"marked = {n}_far | ~(tl.abs(factor) < {_MOST!r})",
         "tl.store(factors + kept_at, tl.where(marked, 1.0, factor), mask=kept_in)",
@@ -351,7 +253,7 @@ def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], lis
     ]
     if there and weight:
         lines += [
-            *_cut(there),
+            *cut(there),
             f"inside = tl.reshape({there.inside_text}, [KEPT]) & ~marked",
             f"hit = tl.reshape({weight} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
             f"target = tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
@@ -364,12 +266,6 @@ def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], lis
     return [*outs, "guesses", "tops", "sums", "tops_r", *ends], [*_TOTAL, *lines]
 
 
-def _cut(v: Values) -> list[str]:
-    """What was bound since the last time."""
-    found, v.before = v.before, []
-    return found
-
-
 _PARTS = [
     "part = t + tl.arange(0, FOLDED)",
     "there = kept_in[:, None] & (part < parts)[None, :]",
@@ -379,7 +275,7 @@ _PARTS = [
 _TOTAL = [
     "tile = tl.program_id(0)",
     "start = 0",
-    *_PLACES,
+    *PLACES,
     "parts = tiles",
     "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
     'soft0_tops = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
@@ -405,10 +301,8 @@ _WRITERS: dict[str, _Writer] = {
     "write_known": _write_known,
     "write_spare": _write_spare,
     "guess_peaks": _guess_peaks,
-    "pick_own": _pick_own,
-    "match_own": _match_own,
-    "weigh_own": _weigh_own,
     "write_guessed": functools.partial(_guessed, store=_STORE),
     "sum_guessed": functools.partial(_guessed, store=""),
     "close_rows": _close_rows,
+    **own.WRITERS,
 }
