@@ -92,6 +92,15 @@ def compared(got, plain, args, factor=2.5, loss=2e-5):
     assert abs(got[0].double() - found[0][0]) <= loss * found[0][0].abs() + 1e-4
 
 
+def alike(got, expected):
+    """A loss and its gradients, as 16 bits may differ; NaN where they are."""
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-3, equal_nan=True)
+    for own, other in zip(got[1:], expected[1:], strict=True):
+        assert torch.equal(own.isnan(), other.isnan())
+        size = other.float().nan_to_num().abs().max()
+        torch.testing.assert_close(own.float(), other.float(), rtol=0.02, atol=0.01 * float(size), equal_nan=True)
+
+
 def plain_head(target, bias):
     def loss(x, w):
         s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
@@ -194,11 +203,7 @@ def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     assert used == GUESSED
     monkeypatch.setattr(epilogue, "on", lambda device: False)
     expected = pulled(function, (x, w), "10MB")
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-3, equal_nan=True)
-    for own, other in zip(got[1:], expected[1:], strict=True):
-        assert torch.equal(own.isnan(), other.isnan())
-        size = other.float().nan_to_num().abs().max()
-        torch.testing.assert_close(own.float(), other.float(), rtol=0.02, atol=0.01 * float(size), equal_nan=True)
+    alike(got, expected)
 
 
 def test_known_weights_in_a_few_bytes(seed, used):
