@@ -25,7 +25,7 @@ PLAN = KernelPlan(RUN, DEPTH, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
 # indices 0.76 (0.80), 1024 0.84 (0.87), 2048 0.92 (0.95), 4096 0.95 (1.01); 128256 × 4096 over 2048 0.91 (0.91), over
 # 4096 0.94 (1.11). A loss of 4096 features in 1100 MB took 0.98 of its products where it took 1.02 with the vendor's
-# sums over 4096, in turns with them; in blocks of calls of one kind both took 1.01 in one run, 1.02 and 1.03 in another.
+# sums over 4096, in turns with them; in blocks of calls of one kind both took 1.01, or 1.02 and 1.03.
 SHORTEST, LONGEST = 512, 4096
 ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8
 NARROWEST = 768  # features: over 2048 0.97 (1.02), over 1024 0.91 (0.94); 512 1.04 (1.08) and 0.97 (1.01)
