@@ -10,6 +10,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engine.triton import KernelPlan
 
 BY_TURNS = {"cols": KernelPlan(128, 128, 4, 2, parts=1, boxes=2)}
+BY_THREE = {"cols": KernelPlan(192, 64, 4, 2, parts=1, boxes=2)}
 
 
 def made(M, N, batch=(2,), size=1.0, seed=0):
@@ -120,6 +121,8 @@ CASES = [
     Case("falling", lambda: _rising(-1), {"scale": 1.0}),
     Case("low", _low, {"scale": 1.0, "documents": torch.arange(300) // 110}),
 ]
+
+CAPPED = [c for c in CASES if "softcap" in c.options and not {"causal", "dropout_p"} & set(c.options)]  # three groups
 
 
 @mr.op

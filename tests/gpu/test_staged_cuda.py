@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import launch, staged, use_plan
-from tests.staged import BY_TURNS, CASES, SLANTED, check, check_nan, check_slanted, made
+from tests.staged import BY_THREE, BY_TURNS, CAPPED, CASES, SLANTED, check, check_nan, check_slanted, made
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
@@ -35,6 +35,13 @@ def test_against_float64(case, kernels):
     with use_plan(BY_TURNS), mr.use(engine="triton"):
         check(case, "cuda")
     assert [k.staged for k in kernels if k.name != "side"] == [True]
+
+
+@pytest.mark.parametrize("case", CAPPED[PART::PARTS], ids=repr)
+def test_three_groups_against_float64(case, kernels):
+    with use_plan(BY_THREE), mr.use(engine="triton"):
+        check(case, "cuda")
+    assert [("counts(" in k.text, k.staged) for k in kernels if k.name != "side"] == [(True, True)]
 
 
 @pytest.mark.parametrize("name", list(SLANTED)[PART::PARTS])

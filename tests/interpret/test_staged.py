@@ -7,6 +7,7 @@ import math
 import pathlib
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,24 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
+from monoidreduce.engine.triton.text.sharing import THREE
+from monoidreduce.plan.defaults import CAPPED as CAPPED_TILE
+from monoidreduce.plan.defaults import STAGED
 from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls
-from tests.staged import BY_TURNS, SLANTED, check, check_nan, check_slanted
+from tests.staged import BY_THREE, BY_TURNS, CAPPED, SLANTED, check, check_nan, check_slanted
 from tests.staged import CASES as TRIED
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
 DOCUMENTS = torch.arange(300) // 60
+
+
+def described(**options):
+    """The spec of an attention's forward."""
+    seen, real = [], staged.kernel
+    with mock.patch.object(staged, "kernel", lambda spec, *a, **k: seen.append(spec) or real(spec, *a, **k)):
+        first(**options)
+    return seen[0]
 
 
 def first(dtype=torch.bfloat16, d=128, plans=BY_TURNS, capability=90, inputs=None, **options):
@@ -154,9 +166,10 @@ def test_a_distance_is_a_line_in_whole_tiles(options, count):
 
 @pytest.fixture
 def by_turns(monkeypatch, request):
-    """Attention's forward runs by turns, on the machine, in tiles of as many columns as are asked for; that it did is
-    looked at."""
-    seen, wide = [], replace(BY_TURNS["cols"], block_folded=getattr(request, "param", 128))
+    """Attention's forward runs by turns, on the machine, in tiles of as many columns as are asked for, or as a plan
+    says; that it did is looked at."""
+    asked = getattr(request, "param", 128)
+    seen, wide = [], asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
     monkeypatch.setattr(staged, "on", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
     with machine.instead_of(launch, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
@@ -167,6 +180,51 @@ def by_turns(monkeypatch, request):
 @pytest.mark.parametrize("case", TRIED, ids=repr)
 def test_against_float64(case, by_turns):
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("by_turns", [BY_THREE], indirect=True, ids=["three"])
+@pytest.mark.parametrize("case", CAPPED, ids=repr)
+def test_three_groups_against_float64(case, by_turns):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("by_turns", [BY_THREE], indirect=True, ids=["three"])
+def test_nan_and_infinity_stay_in_their_rows_by_three_groups(by_turns):
+    check_nan("cpu", softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_three"),
+    [
+        ({"softcap": 30.0}, True),
+        ({}, False),
+        ({"softcap": 30.0, "causal": True}, False),
+        ({"softcap": 30.0, "dropout_p": 0.1, "seed": 3}, False),
+        ({"softcap": 30.0, "dtype": torch.float16}, False),  # a maximum runs
+    ],
+    ids=lambda o: ", ".join(map(str, o)) or "plain" if isinstance(o, dict) else str(o),
+)
+def test_three_groups_are_for_soft_caps(options, by_three):
+    spec = described(**options)
+    three = staged.kernel(spec, sharing=THREE)
+    assert (three is not None) == by_three
+    assert not by_three or (three.text.count("(computes, (") == 3 and "counts(" not in staged.kernel(spec).text)
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "tile"),
+    [
+        (4096, 64, CAPPED_TILE),
+        (4096, 8, STAGED),  # 176 instances: most processors would have nothing to do in the second round
+        (64, 132, None),
+        (16384, 16, CAPPED_TILE),
+    ],
+)
+def test_three_groups_are_taken_where_processors_are_busy(length, count, tile, monkeypatch):
+    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(staged, "processors", lambda device: 132)
+    assert staged.tile(described(softcap=30.0), torch.device("cpu"), length, count, True) == tile
+    assert staged.tile(described(), torch.device("cpu"), length, count, True) == (tile and STAGED)
 
 
 @pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)

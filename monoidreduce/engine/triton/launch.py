@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan.defaults import PAIRED, STAGED, Tile
+from ...plan.defaults import PAIRED, Tile
 from ...program.expr import Expr
 from ...program.lower import Fold
 from .. import hardware
@@ -60,7 +60,7 @@ def execute(call: Call) -> Callable[..., None] | None:
     module = source.load(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
-    options |= staged.OPTIONS if call.kernel.staged and not call.kernel.alone else {}
+    options |= staged.options(call.plan) if call.kernel.staged and not call.kernel.alone else {}
     with source.on(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
         compiled = ahead.launched(kernel, grid, call.arguments, constants | options)
@@ -121,16 +121,16 @@ class Launch:
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
             return PAIRED[paired.wide(self.spec)] if count == 1 and paired.fits(spec, device, length) else None
-        if staged.fits(spec, device, count * length):
-            return STAGED
-        return grouped.tile(spec, device, count * length, self.sizes.cols % 2 == 0)
+        even = self.sizes.cols % 2 == 0
+        return staged.tile(spec, device, length, count, even) or grouped.tile(spec, device, count * length, even)
 
     def _by_turns(self) -> emit.Kernel | None:
         if self.spec.deep:
             return paired.kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = staged.kernel(self.spec, even, aligned) if staged.takes(self.plan, self.sizes.device) else None
+        mine, sharing = staged.takes(self.plan, self.sizes.device), staged.sharing(self.plan)
+        made = staged.kernel(self.spec, even, aligned, sharing) if mine else None
         return made or grouped.taken(self.spec, self.plan, even)
 
     @property

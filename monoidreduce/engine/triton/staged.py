@@ -3,6 +3,7 @@
 A softmax-weighted sum of vectors takes half as long to raise its powers as to multiply, so the two must run side by
 side. One warp copies blocks of the folded side into rings in shared memory. Two groups of four warps own half a kept
 tile each: a group starts a tile's scores and the sums of the tile before, and weighs the scores while the sums run.
+Where a tanh is bent there are three, which leave the matrix units time to add up a row's weights too (``THREE``).
 
 The arithmetic of pairs is that of every kernel, in the same text: ``tl`` is here Gluon's language, which has its words.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...plan.defaults import CAPPED, STAGED, Tile
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from . import skip, source
@@ -26,6 +28,7 @@ from .text import emit, staged_text
 from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
+from .text.sharing import THREE, TWO, Sharing
 from .text.slant import Slant, slant
 from .text.tossed import Toss, toss
 from .text.totals import factored
@@ -33,10 +36,20 @@ from .text.turns import fetched, in_gluon, inside, scalars, visits
 from .text.values import Values, is_one
 
 _OWNED = 64  # indices of a group of four warps
-OPTIONS = {"maxnreg": 168}  # when the kernel starts; then the copying warp leaves most of its own to the others
 _RINGS = 2  # of numbers, at most: shared memory has room for no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
+_BUSY = 0.9  # of the processors, on average, where three groups share an instance
 _WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
+
+
+def sharing(plan: KernelPlan) -> Sharing:
+    """Who shares the tiles of a plan."""
+    return THREE if plan.block_kept == THREE.groups * _OWNED else TWO
+
+
+def options(plan: KernelPlan) -> dict[str, int]:
+    """What the compiler is told of such a kernel."""
+    return {"maxnreg": sharing(plan).most}
 
 
 @functools.cache
@@ -49,16 +62,22 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    return plan.boxes == 2 and plan.block_kept == 2 * _OWNED and plan.num_warps == 4 and on(device)
+    kept = plan.block_kept == sharing(plan).groups * _OWNED
+    return plan.boxes == 2 and kept and plan.num_warps == 4 and on(device)
 
 
-def fits(spec: Spec, device: torch.device, length: int) -> bool:
-    """Whether a fold with this many kept indices in all has such a kernel, keeps the device busy, and gains by it.
+def tile(spec: Spec, device: torch.device, length: int, count: int, even: bool) -> Tile | None:
+    """The tile of so many folds of this many kept indices each; None where they have no such kernel, leave the device
+    idle, or do not gain by it.
 
     Measured on an H200: walks as short as those within documents end before they pay for their beginning (0.44 ms,
     else 0.28)."""
-    gains = not (spec.bounds and asked(spec.fold))
-    return on(device) and gains and length >= 2 * _OWNED * processors(device) and kernel(spec) is not None
+    gains, many = not (spec.bounds and asked(spec.fold)), processors(device)
+    if not on(device) or not gains or count * length < 2 * _OWNED * many or kernel(spec) is None:
+        return None
+    instances = -(-length // (THREE.groups * _OWNED)) * count
+    busy = instances / (-(-instances // many) * many)
+    return CAPPED if busy >= _BUSY and kernel(spec, even, sharing=THREE) is not None else STAGED
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,7 @@ def leaves(spec: Spec) -> Leaves | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel | None:
+def kernel(spec: Spec, even: bool = True, aligned: bool = True, sharing: Sharing = TWO) -> emit.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether folded indices come two by two, so that coins can; ``aligned``: whether one folded tile has the
@@ -102,7 +121,7 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel |
     plain = emit.kernel(spec)
     if plain.shifts:
         return None
-    v = _Values(spec)
+    v = _Values(spec, sharing)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
     weight = factored(part).weight
     v.ringed, v.toss = _ringed(spec), toss(weight, spec) if even and spec.over == "cols" else None
@@ -111,6 +130,8 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel |
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
     whole = known(soft.reduction.args[0], truths)
     bent, tilted = bend(soft, whole) if near else None, slant(soft, whole) if near and aligned else None
+    if sharing is THREE and (not bent or v.toss or spec.bounds):
+        return None
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
@@ -138,11 +159,14 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel |
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), bool(v.toss))
+    fields |= sharing.told(soft.name, fields)
     fields["loop"] = _loop(soft, bent, bool(bent or tilted), bool(v.toss), fields)
-    used = "".join([fields["held"], fields["weights"], fields["last"], fields["loop"], arithmetic])
+    used = "".join([*(fields[k] for k in ("held", "weights", "last", "loop", "counted")), arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
-    fields["own"] = own.format(least=(v.toss.least if v.toss else 0) * 0x10001, narrow=spec.narrow, pair=pair)
+    least = (v.toss.least if v.toss else 0) * 0x10001
+    fields["own"] = own.format(least=least, narrow=spec.narrow, pair=pair, ring=sharing.ring)
+    fields["sides"] = "\n".join(staged_text.SIDE.format(**fields, side=k) for k in range(sharing.groups))
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *in_gluon(helpers), body])
@@ -192,6 +216,11 @@ class _Values(Values):
     ringed: tuple[Expr, ...] = ()
     toss: Toss | None = None  # what decides on weights; its factor is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
+    later = False  # whether it is one of whole tiles, after the first
+
+    def __init__(self, spec: Spec, sharing: Sharing):
+        super().__init__(spec)
+        self.sharing = sharing
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -209,7 +238,8 @@ class _Values(Values):
         return "wide_lane", None
 
     def added(self, name: str) -> str:
-        return f"lanes({name})"
+        late = self.later and self.sharing.counts
+        return f"late({name}, {name.removesuffix('weight')}total)" if late else f"lanes({name})"
 
     def divided(self, block: str, name: str) -> str:
         left = literal(self.toss.factor if self.toss else 1.0)
@@ -230,7 +260,7 @@ def _turn(
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
-    v.alone = alone
+    v.alone, v.later = alone, not (masked or first)
     soft.guessing = near
     logit, value = (known(a, truths) for a in soft.reduction.args)
     if near and first:
@@ -267,20 +297,20 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
 
 def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
-    ringed, names = v.ringed, [str(e.attrs[0]) for e in v.ringed]
+    ringed, names, ring = v.ringed, [str(e.attrs[0]) for e in v.ringed], v.sharing.ring
     kept, made, begun = [], [], []
     for x, e in zip(names, ringed, strict=True):
         kept += [
             f"{x}_ring.index(slot).store({x}{' >> 1' if v.toss and e is v.toss.mark else ''})",
             f"mbarrier.arrive({x}_full.index(slot))",
         ]
-        room = f"tl.{spec.type_of[e]}, [2, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
+        room = f"tl.{spec.type_of[e]}, [{ring}, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
         made.append(f"{x}_ring = tl.allocate_shared_memory({room})")
-        made.append(f"{x}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())")
+        made.append(f"{x}_full = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())")
         begun.append(f"mbarrier.init({x}_full.index(k), count=1)")
     return {
         "rings": "".join(f", {x}_ring, {x}_full" for x in names),
-        "fetched": "".join(f"\n        {line}" for line in fetched(spec, ringed, 4)),
+        "fetched": "".join(f"\n        {line}" for line in fetched(spec, ringed, 8 // ring)),
         "kept": "".join(f"\n        {line}" for line in kept),
         "made": "".join(f"    {line}\n" for line in made),
         "begun": "".join(f"\n        {line}" for line in begun),

@@ -1,8 +1,8 @@
 """The text of a staged kernel, with room for its names and for the arithmetic of its pairs (``staged.py`` fills it in).
 
 ``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with, ``{x2}``: those that are summed, ``{n}``: the
-softmax. ``copies`` runs in one warp, ``computes`` in two groups of four, each with one SIDE of the kept tile. A ring's
-``full`` barriers say that a block came, its ``empty`` ones that both groups are done with it; their phase is the parity
+softmax. ``copies`` runs in one warp, ``computes`` in groups of four, each with one SIDE of the kept tile. A ring's
+``full`` barriers say that a block came, its ``empty`` ones that all groups are done with it; their phase is the parity
 of the round.
 """
 
@@ -36,10 +36,10 @@ LANES = """    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
 
 # Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
+_RINGS = "room, spare, came{ones}, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
 
 # What a group does where a guess of the maximum stood in for the running one.
-JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+JUDGED = """    {n}_total = tl.convert_layout({found}, tl.SliceLayout(1, SCORES))
 
     # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
     if not ({near}):
@@ -69,14 +69,14 @@ WHOLE = "    # whole tiles: the scores of each beside the sums of the one before
 LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
 LOOP = """    for turn in range(1, wholes):
         score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
-{taken}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
-        score = warpgroup_mma_wait(1, deps=[score])
-        mbarrier.arrive({x1}_empty.index(turn % 2))
+{taken}{counted}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
+        score = warpgroup_mma_wait({behind}, deps=[score])
+        mbarrier.arrive({x1}_empty.index(turn % {ring}))
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
 {whole}{held}
-        {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
-        mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk}
+        {n}_mean0, {count}{operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {count}{operand}])
+        mbarrier.arrive({x2}_empty.index((turn - 1) % {ring})){shrunk}
         weights = {weights}"""
 
 # What only some kernels need, by name.
@@ -85,8 +85,8 @@ OWN = {
 @gluon.jit
 def numbers(ring, full, turn, LAYOUT: tl.constexpr):
     # of a tile's folded indices; their place is given back with the block that is summed
-    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
-    return ring.index(turn % 2).load(LAYOUT)
+    mbarrier.wait(full.index(turn % {ring}), (turn // {ring}) & 1)
+    return ring.index(turn % {ring}).load(LAYOUT)
 """,
     # where conditions cut tiles
     "packed": """
@@ -126,6 +126,25 @@ def weighed(total):
         is_pure=False,
         pack=2,
     )
+""",
+    # where totals are products: additions of the last columns alone are left, since those come last, for ``weighed``
+    "late": """
+@gluon.jit
+def latter(block):
+    first, second = tl.split(tl.permute(tl.reshape(block, [block.shape[0], 2, block.shape[1] // 2]), [0, 2, 1]))
+    return second
+
+
+@gluon.jit
+def late(block, like):
+    # sums over the last eighth of the columns
+    return tl.convert_layout(lanes(latter(latter(latter(block)))), like.type.layout)
+""",
+    "counts": """
+@gluon.jit
+def counts(weights, ones, total, LAYOUT: tl.constexpr):
+    # begin to add the weights of a tile, eight times over, since products have no fewer columns
+    return warpgroup_mma(tl.convert_layout(weights, LAYOUT), ones.permute((1, 0)), total, is_async=True)
 """,
     "bounded": BOUNDED,
     "slanted": SLANTED,
@@ -171,8 +190,8 @@ def copies(
 {opening}
     for turn in range(0, visits):
         start = ({at_any}) * FOLDED
-        slot = turn % 2
-        phase = (turn // 2) & 1{fetched}
+        slot = turn % {ring}
+        phase = (turn // {ring}) & 1{fetched}
         mbarrier.wait({x1}_empty.index(slot), phase ^ 1)
         mbarrier.expect({x1}_full.index(slot), {x1}_box.block_type.nbytes)
         copy({x1}_box, [{spot1}start, 0], {x1}_full.index(slot), {x1}_ring.index(slot))
@@ -184,16 +203,16 @@ def copies(
 @gluon.jit
 def scores(kept, ring, full, turn, blank):
     # begin the products of a tile's block with the kept vectors
-    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
-    block = ring.index(turn % 2).reshape([blank.shape[1], {width}])
+    mbarrier.wait(full.index(turn % {ring}), (turn // {ring}) & 1)
+    block = ring.index(turn % {ring}).reshape([blank.shape[1], {width}])
     return warpgroup_mma(kept, block.permute((1, 0)), blank, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def sums(weights, ring, full, turn, total):
     # begin to add the weighted vectors of a tile
-    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
-    return warpgroup_mma(weights, ring.index(turn % 2).reshape([weights.shape[1], {width}]), total, is_async=True)
+    mbarrier.wait(full.index(turn % {ring}), (turn // {ring}) & 1)
+    return warpgroup_mma(weights, ring.index(turn % {ring}).reshape([weights.shape[1], {width}]), total, is_async=True)
 
 
 @gluon.jit
@@ -209,9 +228,9 @@ def computes(
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # four warps own one side of the kept tile
-__LAYOUTS__
+__LAYOUTS__{counts}
 {opening}
-    tile = tile * 2 + SIDE
+    tile = tile * {groups} + SIDE
 __LANES__
 {before}
     room, spare, came = room.index(SIDE), spare.index(SIDE), came.index(SIDE)
@@ -221,7 +240,7 @@ __LANES__
     # running values
     blank = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
 {begin}
-    {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+    {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS){zeros}
 
     # the first tile
     turn = 0
@@ -241,17 +260,17 @@ __LANES__
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
             score = scores(room, {x1}_ring, {x1}_full, turn, blank)
-{taken_other}            {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
-            score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive({x1}_empty.index(turn % 2))
+{taken_other}{counted_other}            {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
+            score = warpgroup_mma_wait({behind}, deps=[score])
+            mbarrier.arrive({x1}_empty.index(turn % {ring}))
             start = ({at_other}) * FOLDED
             folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
             folded_in = folded_at < folded_size
 {other}
-            {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
-            mbarrier.arrive({x2}_empty.index((turn - 1) % 2)){shrunk_other}
+            {n}_mean0, {count}{operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {count}{operand}])
+            mbarrier.arrive({x2}_empty.index((turn - 1) % {ring})){shrunk_other}
             weights = {weights}
-    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums({last}, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
+{counted_last}    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums({last}, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
 {judged}
     # results
 {results}
@@ -263,39 +282,36 @@ def {name}(
     __CONSTANTS__,
 ):
     room = tl.allocate_shared_memory(
-        {narrow}, [2, KEPT // 2, {width}], tl.NVMMASharedLayout.get_default_for([KEPT // 2, {width}], {narrow})
+        {narrow}, [{groups}, {own_kept}, {width}], tl.NVMMASharedLayout.get_default_for([{own_kept}, {width}], {narrow})
     )
-    {x1}_ring = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
-    {x2}_ring = tl.allocate_shared_memory({narrow}, [2] + {x2}_box.block_type.shape, {x2}_box.layout)
-    spare = tl.allocate_shared_memory({narrow}, [2] + {x1}_box.block_type.shape, {x1}_box.layout)
-    came = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    {x1}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    {x1}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    {x2}_full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    {x2}_empty = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-{made}    for k in tl.static_range(2):{begun}
+    {x1}_ring = tl.allocate_shared_memory({narrow}, [{ring}] + {x1}_box.block_type.shape, {x1}_box.layout)
+    {x2}_ring = tl.allocate_shared_memory({narrow}, [{ring}] + {x2}_box.block_type.shape, {x2}_box.layout)
+    spare = tl.allocate_shared_memory({narrow}, [{groups}] + {x1}_box.block_type.shape, {x1}_box.layout)
+    came = tl.allocate_shared_memory(tl.int64, [{groups}, 1], mbarrier.MBarrierLayout())
+    {x1}_full = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())
+    {x1}_empty = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())
+    {x2}_full = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())
+    {x2}_empty = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())
+{made}    for k in tl.static_range({ring}):{begun}
         mbarrier.init({x1}_full.index(k), count=1)
         mbarrier.init({x2}_full.index(k), count=1)
-        mbarrier.init({x1}_empty.index(k), count=2)
-        mbarrier.init({x2}_empty.index(k), count=2)
+        mbarrier.init({x1}_empty.index(k), count={groups})
+        mbarrier.init({x2}_empty.index(k), count={groups})
+    for k in tl.static_range({groups}):
         mbarrier.init(came.index(k), count=1)
     fence_async_shared()
     tl.warp_specialize([
-        (computes, (
-{names},
-    __RINGS__,
-    0, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
-        )),
-        (computes, (
-{names},
-    __RINGS__,
-    1, KEPT // 2, FOLDED, INT, PRECISION, RAGGED,
-        )),
+{sides}
         (copies, (
 {names},
     __RINGS__,
     0, KEPT, FOLDED, INT, PRECISION, RAGGED,
         )),
-    ], [4, 1], [232, 40])
+    ], [{fours}1], [{registers}])
 """.replace("__RINGS__", _RINGS)
+SIDE = """        (computes, (
+{names},
+    __RINGS__,
+    {side}, {own_kept}, FOLDED, INT, PRECISION, RAGGED,
+        )),""".replace("__RINGS__", _RINGS)
 KERNEL = KERNEL.replace("__CONSTANTS__", _CONSTANTS).replace("__LAYOUTS__", LAYOUTS).replace("__LANES__", LANES)
