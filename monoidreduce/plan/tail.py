@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_ROUND = 128  # columns of a panel are a multiple of this where there are more
+_ROUND, _HALF = 128, 64  # columns of a panel are a multiple of one of these where there are more
 _LEAST = 16  # columns of the least panel
 _ALIGN = 256  # bytes: where panels and totals may begin
 _MORE = 512  # columns that a panel would have more, for what it costs beside them: row totals are read and written
@@ -88,7 +88,7 @@ def tail(
     rest = (rows.number - rows.lent) * rows.each
     apart = rest <= room * 3 // 4
     own = min((room - rest if apart else room) // max(1, column), cols, most)
-    own = own // _ROUND * _ROUND or own // _LEAST * _LEAST
+    own = own // _ROUND * _ROUND or own // _HALF * _HALF or own // _LEAST * _LEAST
     begin = cols * line if apart else (cols * line - rest) // _ALIGN * _ALIGN
     first = begin // line  # the columns from here on are met twice
     if not own or first < cols // 2:

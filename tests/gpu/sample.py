@@ -119,7 +119,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("perceptron, float32", ((59, 32), (111, 32), (111, 48)), ops.mlp, SINGLE),
     Case("cross-entropy", ((59, 32), (111, 32)), labelled),
     Case("wide cross-entropy", ((65, 600), (129, 600)), labelled),
-    Case("wide cross-entropy, weights stowed", ((200, 600), (3000, 600)), stowed),
+    Case("wide cross-entropy, weights stowed", ((100, 600), (3000, 600)), stowed),
     Case("wide cross-entropy, float32", ((65, 600), (129, 600)), labelled, SINGLE),
     Case("five nearest", ((100, 3), (57, 3)), nearest, SINGLE),
     Case("kernel sum", ((100, 3), (57, 3), (57, 1)), smoothed, SINGLE),

@@ -17,6 +17,7 @@ LARGE = [
     (32_768, 1024, 32_768 * 2, Rows(32_768, 0, 0), 64_000_000),
     (50_257, 1536, 1000 * 6, Rows(1000, 384, 768 * 4), 300_000),
     (5000, 600, 59 * 2, Rows(59, 0, 300 * 4), 4000),
+    (2048, 1536, 2048 * 6, Rows(2048, 2048, 0), 1_000_000),  # 81 columns, of which 64 are taken
 ]
 
 
@@ -27,6 +28,7 @@ def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, rows, room, fi
     rest = (rows.number - rows.lent) * rows.each
     assert plan is not None and plan.lent == rows.lent
     assert plan.own * column + (rest if plan.totals is None else 0) <= room
+    assert plan.own % (64 if plan.own >= 64 else 16) == 0  # as a panel's rows are rounded up: no byte more
     free = cols * line if plan.totals is None else plan.totals
     assert plan.totals is None or plan.totals + rest <= cols * line
     done = {"cols": 0, "rows": 0}

@@ -34,6 +34,8 @@ from .looked import look
 from .stowed import Stowed
 from .sums import Sums
 
+_ALIGNED = 16  # columns of a panel that has fewer than ``ALIGN``: what copies rows wants 16 bytes
+
 
 class KernelStep(Sums):
     """Stages done by kernels; see :class:`monoidreduce.engine.panel.Step`."""
@@ -79,8 +81,7 @@ class KernelStep(Sums):
         self.heres: dict[tuple[int, int], Sizes] = {}
 
     def _buffer(self, kind: torch.dtype) -> Tensor:
-        width = -(-self.panel.cols // ALIGN) * ALIGN
-        return torch.empty(self.panel.rows, width, dtype=kind, device=self.sizes.device)
+        return torch.empty(self.panel.rows, _pitch(self.panel.cols), dtype=kind, device=self.sizes.device)
 
     def walk_panels(self) -> Iterable[tuple[slice, slice]]:
         if self.panel.tail is not None:
@@ -135,7 +136,7 @@ class KernelStep(Sums):
 
     def _inside(self, host: Tensor, at: int, rows: int, cols: int) -> dict[Any, Tensor]:
         """A panel's buffers in the memory of something else."""
-        found, width = {}, -(-cols // ALIGN) * ALIGN
+        found, width = {}, _pitch(cols)
         for key, kind in self.kinds.items():
             size = rows * width * kind.itemsize
             found[key] = host[at : at + size].view(kind).view(rows, width)
@@ -143,7 +144,7 @@ class KernelStep(Sums):
         return found
 
     def _panel_size(self, rows: int, cols: int) -> int:
-        return sum(rows * -(-cols // ALIGN) * ALIGN * kind.itemsize for kind in self.kinds.values())
+        return sum(rows * _pitch(cols) * kind.itemsize for kind in self.kinds.values())
 
     # A group of stages of one panel
 
@@ -320,6 +321,12 @@ class KernelStep(Sums):
                 if state is not None:
                     results[place] = state if over == "cols" else combine.closed(r, state)
         return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
+
+
+def _pitch(cols: int) -> int:
+    """Numbers from one row of a panel to the next. Few columns are not rounded up to what a budget has no room for."""
+    step = ALIGN if cols >= ALIGN else _ALIGNED
+    return -(-cols // step) * step
 
 
 _MOST = 256
