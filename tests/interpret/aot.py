@@ -194,7 +194,7 @@ CASES = [
             cross_entropy,
             lambda t, d=d: (*_pairs(d, 1)(t), torch.zeros(256, dtype=torch.int64), *_pairs(d, 1)(t)),
         )
-        for d in (128, 256)
+        for d in (64, 128, 256)
     ),
     Case("contrastive 128", contrastive, _pairs(128)),
     Case("contrastive 256", contrastive, _pairs(256), lean=False),

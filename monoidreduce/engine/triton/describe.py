@@ -145,6 +145,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
 
 
+def busy(instances: int, many: int) -> float:
+    """The share of so many processors that are busy on average, where each runs one instance at a time."""
+    return instances / (-(-instances // many) * many)
+
+
 @functools.lru_cache(maxsize=1024)
 def asked(fold: Fold) -> tuple[Expr, ...]:
     """The leaves that the conditions look at."""

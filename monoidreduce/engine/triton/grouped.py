@@ -42,8 +42,7 @@ def tile(spec: Spec, device: torch.device, length: int, even: bool = True) -> Ti
     found, many = parts(spec), describe.processors(device)
     kept = owned(found)
     instances = -(-length // kept)
-    busy = instances / (-(-instances // many) * many)
-    enough = 2 * instances > many if found[0].alone else busy >= _BUSY[len(found)]
+    enough = 2 * instances > many if found[0].alone else describe.busy(instances, many) >= _BUSY[len(found)]
     return (kept, OWNED, 4, 2) if enough else None
 
 

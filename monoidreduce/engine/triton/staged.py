@@ -21,7 +21,7 @@ from ...plan.defaults import CAPPED, STAGED, Tile
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from . import skip, source
-from .describe import asked, processors
+from .describe import asked, busy, processors
 from .plan import KernelPlan
 from .spec import Spec
 from .text import emit, staged_text
@@ -76,8 +76,7 @@ def tile(spec: Spec, device: torch.device, length: int, count: int, even: bool) 
     if not on(device) or not gains or count * length < 2 * _OWNED * many or kernel(spec) is None:
         return None
     instances = -(-length // (THREE.groups * _OWNED)) * count
-    busy = instances / (-(-instances // many) * many)
-    return CAPPED if busy >= _BUSY and kernel(spec, even, sharing=THREE) is not None else STAGED
+    return CAPPED if busy(instances, many) >= _BUSY and kernel(spec, even, sharing=THREE) is not None else STAGED
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,7 @@ class Stowed:
             sums[done:].zero_()
         if fused.task.late is not None and fused.task.late.target is not None:
             whole._launch("match_own", [picked], values)
-        unused = [guesses, 0], [guesses, guesses]
-        ends = [picked, *unused[0], factors, *unused[1], marks]
+        ends = [picked, guesses, 0, factors, guesses, guesses, marks]  # what stands in own columns is not asked for
         whole._launch("close_rows", [*numbers, guesses, tops, sums, padded, *ends], values, tiles)
         known = {name: t.unsqueeze(0) for name, t in zip(fused.task.names, numbers, strict=True)}
         for ready, panel, own in written:

@@ -110,7 +110,7 @@ def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
     return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight), _STORE)
 
 
-def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str], store: str = "") -> list[str]:
+def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
     name = v.inner[_key(task)]
     first = [line for line in first if not (deep.rounds(v.spec) and line == deep.rounded(name))]  # but by halves
