@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine.registry import FOLDERS
+from monoidreduce.engine.registry import NAMES
 from tests.layers import ZOO
 from tests.layers_compare import assert_equal, assert_error_rule, cast, is_float, run
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 LAYERS = ZOO[PART::PARTS]
-ENGINES = sorted(set(FOLDERS) - {"auto"})
+ENGINES = sorted(set(NAMES) - {"auto"})
 SIZES = [(59, 111), (257, 128)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
