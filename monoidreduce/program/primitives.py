@@ -37,9 +37,6 @@ class Primitive:
     triton: str = ""  # the same in a kernel: {0}, {1} ... the arguments, attributes by name, helpers from the engine
 
 
-_GUMBEL = "gumbel(ticket({0}, {1}, {2}, {3}).to({4}))"
-
-
 def _no_gradient(count: int) -> Callable[..., tuple]:
     return lambda g, y, *args, **attributes: (None,) * count
 
@@ -323,7 +320,7 @@ _ROWS = [
     _P("word", philox.word, _no_gradient(3), lambda *_: (-(2**31), 2**31 - 1), "int", triton="word({0}, {1}, {2})"),
     _P("mark", philox.mark, _no_gradient(2), lambda *_: (-(2**31), 2**31 - 1), "int", triton="mark({0}, {1})"),
     _P("coin", philox.coin, _no_gradient(3), lambda *_: (0, philox.COINS - 1), "int", triton="coin({0}, {1}, {2})"),
-    _P("gumbel", philox.gumbel, _no_gradient(4), lambda *_: (-3, 23), triton=_GUMBEL),
+    _P("gumbel", philox.gumbel, _no_gradient(4), lambda *_: (-3, 23), triton="gumbel({0}, {1}, {2}, {3}, {4})"),
     _P("uniform", philox.uniform, _no_gradient(4), lambda *_: (0.0, 1.0), triton="uniform({0}, {1}, {2}, {3})"),
 ]
 

@@ -93,6 +93,10 @@ def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     return out
 
 
+def drawn(x: Tensor, w: Tensor) -> Tensor:
+    return ops.linear_sample(x, w, 7)[0]
+
+
 def nearest(x: Tensor, y: Tensor) -> Tensor:
     return ops.knn(x, y, 5).values
 
@@ -120,6 +124,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
     Case("cross-entropy", ((59, 32), (111, 32)), labelled),
     Case("wide cross-entropy", ((65, 600), (129, 600)), labelled),
     Case("wide cross-entropy, weights stowed", ((100, 600), (3000, 600)), stowed),
+    Case("a class drawn, of many features", ((133, 600), (600, 600)), drawn, backward=False),
     Case("wide cross-entropy, float32", ((65, 600), (129, 600)), labelled, SINGLE),
     Case("five nearest", ((100, 3), (57, 3)), nearest, SINGLE),
     Case("kernel sum", ((100, 3), (57, 3), (57, 1)), smoothed, SINGLE),

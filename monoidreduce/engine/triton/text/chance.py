@@ -58,19 +58,24 @@ def coin(row, mark, block):
     return ((blended(row, block) * mark.to(tl.uint32)) >> 17).to(tl.int32)
 
 
-def ticket(seed, batch, i, j):
-    # as a coin, with a step of its own for each row; (word + 1/2) / 2**32, in float32 whatever the arithmetic
+def lot(seed, batch, i, j):
+    # as a coin, with a step of its own for each row; (word + 1/2) / 2**32, which may be rounded to 1
     wide = tl.full((), 0, tl.int64) + seed
     low, high, number = wide.to(tl.uint32), (wide >> 32).to(tl.uint32), batch.to(tl.uint32)
     begin = mixed(hashed(low, high, number) + i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
     step = mixed(hashed(number, low, high) + i.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)) | 1
     word = begin + j.to(tl.uint32) * step
     word = turned(turned(word, 16, tl.full((), 0x21F0AAAD, tl.uint32)), 15, tl.full((), 0xD35A2D97, tl.uint32))
-    return tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.9999999403953552)
+    return word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
 
 
-def gumbel(u):
-    return -tl.log(-log1p(-u))
+def ticket(seed, batch, i, j):
+    # in float32 whatever the arithmetic
+    return tl.minimum(lot(seed, batch, i, j), 0.9999999403953552)
+
+
+def gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
+    return -tl.log(-log1p(-ticket(seed, batch, i, j).to(FLOAT)))
 
 
 def quick_log2(x):
@@ -82,8 +87,9 @@ def quick_log2(x):
     return m * s + (bits.to(tl.float32) * 1.1920928955078125e-07 - 128.7941589355469)
 
 
-def quick_gumbel(u):
+def quick_gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
     # exact to 2e-4, which is little beside logits of 16 bits; a GPU's own logarithms take twice the instructions
+    u = ticket(seed, batch, i, j)
     near = u * (1.0 + u * (1.0 / 2.0 + u * (1.0 / 3.0 + u * (1.0 / 4.0))))
     far = quick_log2(1.0 - u) * -0.6931471805599453
     return quick_log2(tl.where(u < 0.0625, near, far)) * -0.6931471805599453
@@ -94,10 +100,12 @@ def native_log2(x):
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-def native_gumbel(u):
-    # exact to 5e-5: a logarithm near 1 is exact to 2e-7 of 1, which is 4e-5 of it at 1 - 1 / 256
+def native_gumbel(seed, batch, i, j, FLOAT: tl.constexpr):
+    # exact to 5e-5: a logarithm near 1 is exact to 2e-7 of 1, which is 4e-5 of it at 1 - 1 / 256; but for the least,
+    # one in ten thousand (below -2.2), which may be one step of u off: none is infinite, and there is no comparison
+    u = lot(seed, batch, i, j)
     near = u * (1.0 + u * 0.5)
-    far = native_log2(1.0 - u) * -0.6931471805599453
+    far = native_log2(1.0 - u * 0.9999999403953552) * -0.6931471805599453
     return native_log2(tl.where(u < 0.00390625, near, far)) * -0.6931471805599453
 
 

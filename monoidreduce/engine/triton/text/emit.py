@@ -330,7 +330,7 @@ def _loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], 
     ]
     always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
     return [
-        f"for t in range({begin}, {stop}):",
+        f"for t in {deep.walk(spec)}:".format(begin, stop),
         f"    start = {at.format('t')} * FOLDED",
         *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
         "    folded_at = start + tl.arange(0, FOLDED)",
