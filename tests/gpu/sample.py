@@ -30,6 +30,7 @@ KERNELS = (
     "side",
     "row_dot",
     "_guessed",
+    "guess_peaks",
     "_own",
     "close_rows",
     "scale_rows",

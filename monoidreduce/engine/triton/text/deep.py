@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .values import Values
 
 DEPTH = 64  # features at a time
-STRIPS = 8  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
+STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
 FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
 _FITS = 35 * 2**20  # bytes of kept vectors that stay in the cache of an H200 whatever is walked besides
 _NEAR = 10 * 2**20  # and of those that run at the same time, where there are more

@@ -236,6 +236,8 @@ class Values(Blocks):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
         if e.op == "mul" and e.dtype == "bool":
             return f"{args[0]} & {args[1]}"
+        if e.op in ("div", "reciprocal") and self._divides_exactly(e):
+            return f"tl.div_rn({', '.join(args if e.op == 'div' else ('1.0', *args))})"
         if e.op == "uniform":
             return f"{p.triton.format(*args)}.to({self.float})"
         if e.op == "gumbel":
@@ -243,6 +245,12 @@ class Values(Blocks):
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
+
+    def _divides_exactly(self, e: Expr) -> bool:
+        """A GPU's own float32 form may be off by two units of the last place, torch's by half of one: a logit that was
+        divided so has weights of three times the error. One number for all pairs (a bandwidth) is not worth it."""
+        single = self.spec.compute == "float32" and not self.spec.narrow and all(a.dtype == "float" for a in e.args)
+        return single and (e.args[-1].rows or e.args[-1].cols)
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
