@@ -8,12 +8,14 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import ops
+from monoidreduce.engine import hardware
 from monoidreduce.engine.triton import KernelPlan, staged, use_plan
 from monoidreduce.engine.triton.wide import contract
 from tests.alone import ALONE
@@ -94,6 +96,13 @@ def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     return out
 
 
+def in_float32(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """A sum by the vendor's product, in float32: racecheck breaks off at some of 16 bits, with nobody else's kernel
+    around (``torch.mm`` of (2304, 100) and (100, 600) in bfloat16, of which memcheck has nothing to say)."""
+    product = weights.float() @ vectors.float()
+    out.copy_(out.float() + product if add else product)
+
+
 def drawn(x: Tensor, w: Tensor) -> Tensor:
     return ops.linear_sample(x, w, 7)[0]
 
@@ -134,9 +143,10 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
 
 def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    for case in CASES[share::shares]:
-        print(case.name, flush=True)
-        case.run()
+    with mock.patch.object(hardware, "contract_into", in_float32):
+        for case in CASES[share::shares]:
+            print(case.name, flush=True)
+            case.run()
     torch.cuda.synchronize()
     print("done")
 
