@@ -8,7 +8,7 @@ import monoidreduce as mr
 from monoidreduce.engine import panel
 from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, plan, use_plan
 from monoidreduce.engine.triton.spec import Spec
-from monoidreduce.engine.triton.text import deep
+from monoidreduce.engine.triton.text import chance, deep
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -92,13 +92,43 @@ def test_two_products_of_other_features(seed):
     torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_samples_are_those_of_every_engine(seed):
-    x, w = vectors(12, 90, 300, seed)
-    with mr.use(engine="triton", strict=True), use_plan(PLANS):
+def test_a_gpu_s_gumbel_numbers(monkeypatch):
+    """The form with NVIDIA's logarithm, which the interpreter does not have, by torch's: none is infinite, and all but
+    the least are exact."""
+    words = torch.cat([torch.arange(1000), 2**32 - 1 - torch.arange(1000), torch.randint(2**32, (200_000,))])
+    u = words.float() * 2.0**-32 + 2.0**-33
+    monkeypatch.setattr(chance, "tl", torch)
+    monkeypatch.setattr(chance, "native_log2", torch.log2)
+    monkeypatch.setattr(chance, "lot", lambda *place: u)
+    got = chance.native_gumbel(0, 0, 0, 0, torch.float32).double()
+    exact = -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24).double()))
+    off = (got - exact).abs()
+    assert u.max() == 1 and got.isfinite().all()
+    assert off[exact > -2.2].max() < 5e-5 and off.max() < 0.05
+
+
+@pytest.mark.parametrize(("features", "plans"), [(300, PLANS), (264, BOXED)])
+def test_samples_are_those_of_every_engine(features, plans, seed):
+    x, w = vectors(12, 90, features, seed)
+    with mr.use(engine="triton", strict=True), use_plan(plans):
         got = draw(x, w, 5)
     with mr.use(engine="reference"):
         expected = draw(x.double(), w.double(), 5)
     torch.testing.assert_close(got, expected)
+
+
+def test_one_fold_walks_tiles_and_features_in_one_loop(monkeypatch, seed):
+    """Where tensor descriptors copy; two folds at once have no registers for it."""
+    texts, execute = [], launch.execute
+    monkeypatch.setattr(launch, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    x, w = vectors(12, 90, 264, seed)
+    with mr.use(engine="triton", strict=True):
+        for plans in (PLANS, BOXED):
+            with use_plan(plans):
+                draw(x, w, 5)
+                head(x, w, torch.zeros(12).long(), torch.zeros(90).half())
+    folds = [text for text in texts if "fold_over_cols" in text]
+    assert ["flatten=True" in text for text in folds] == [False, False, True, False]
 
 
 def test_strided_vectors_and_rows_that_see_nothing(seed):
