@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import early
+from monoidreduce.engine import early, hardware
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, pieces, plan, source, staged, use_plan
 from monoidreduce.engine.triton.wide import contract, epilogue
@@ -254,6 +254,10 @@ class Compiled:
     lean: bool
 
 
+def _nothing(*given: object) -> None:
+    """A product of the vendor's, of which nobody looks at the numbers."""
+
+
 def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
     """The launches of a case, forward and backward, none of them made."""
     import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
@@ -267,6 +271,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(launch, "execute", found.append),
         mock.patch.object(source, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
+        mock.patch.multiple(hardware, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
