@@ -247,13 +247,14 @@ def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
             for name, whos in _pickers(x, w).items():
                 if not clock():
                     return
+                work, calls = f"{name} M{M} D{D} V{V}", list(whos.values())
                 try:
-                    took = queued(list(whos.values()), 40, warm=3)
+                    took = queued(calls, 40, warm=3)
                 except Exception as error:
-                    show({"work": name, "who": "all", "problem": f"{type(error).__name__}: {str(error)[:300]}"})
+                    show({"work": work, "who": "all", "problem": f"{type(error).__name__}: {str(error)[:300]}"})
                     continue
                 for (who, call), ms in zip(whos.items(), took, strict=True):
-                    row: dict[str, Any] = {"work": f"{name} M{M} D{D} V{V}", "who": who, "ms": round(ms, 3)}
+                    row: dict[str, Any] = {"work": work, "who": who, "ms": round(ms, 3)}
                     found = call()
                     if name != "Gumbel sampling":  # what was picked is the best, to the rounding of a logit
                         best = exact.topk(found.shape[-1] if found.dim() > 1 else 1).values[:, -1]
@@ -261,7 +262,7 @@ def picks(clock: Callable[[], bool], show: Callable[[dict], None]) -> None:
                         row["errors"] = [float((best - least).clamp(min=0).max())]
                     row["MB"], row["from rest ms"] = round(extra_memory(call), 1), round(from_rest(call), 3)
                     if who == "ours":
-                        row["in blocks"] = round(in_blocks(call, list(whos.values())[1]), 3)
+                        row["in blocks"] = round(in_blocks(call, calls[1]), 3)
                     show(row)
         del exact
 

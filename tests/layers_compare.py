@@ -48,6 +48,16 @@ def flatten(result: Any) -> list[Tensor]:
     return [t for part in (result.values() if isinstance(result, dict) else result) for t in flatten(part)]
 
 
+def there(function: Callable) -> Callable:
+    """The function with its tensors moved to a GPU and its results moved back: gradients return the same way."""
+
+    def call(*args: Any) -> list[Tensor]:
+        moved = [a.cuda() if isinstance(a, Tensor) else a for a in args]
+        return [t.cpu() for t in flatten(function(*moved))]
+
+    return call
+
+
 def cast(args: Sequence[Any], dtype: torch.dtype) -> tuple:
     return tuple(a.to(dtype) if is_float(a) else a for a in args)
 

@@ -12,7 +12,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engine.registry import NAMES
 from tests.layers import ZOO
-from tests.layers_compare import assert_equal, assert_error_rule, cast, flatten, is_float, run
+from tests.layers_compare import assert_equal, assert_error_rule, cast, is_float, run, there
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,25 +24,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DRAWS = 40  # by which a layer is judged that two find wanting
 
 
-def on_gpu(args):
-    return tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def back(result):
-    return type(result)({k: v.cpu() for k, v in result.values.items()}, {k: v.cpu() for k, v in result.grads.items()})
-
-
-def gpu_run(function, args):
-    """A layer, or its plain form, on the GPU, with the same cotangents as on the CPU."""
-    return back(run(lambda *given: [t.cpu() for t in flatten(function(*on_gpu(given)))], args))
-
-
 def by(engine, layer):
     def call(*args):
         with mr.use(engine=engine):
             return layer.op(*args)
 
-    return call
+    return there(call)
 
 
 def plain(layer):
@@ -50,7 +37,14 @@ def plain(layer):
         with torch.device("cuda"):  # there it counts its rows and columns
             return layer.dense(*args)
 
-    return call
+    return there(call)
+
+
+def trial(layer, engine, dtype, size, number):
+    """Ours, and plain torch, both on the GPU, and the truth."""
+    args = layer.make(*size, torch.Generator().manual_seed(number), dtype)
+    assert any(is_float(a) for a in args)
+    return run(by(engine, layer), args), run(plain(layer), args), run(layer.dense, cast(args, torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")  # an engine says what it has no kernel for
@@ -58,17 +52,8 @@ def plain(layer):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layer", LAYERS, ids=repr)
 def test_layer_within_the_error_rule(layer, engine, dtype):
-    for M, N in SIZES:
-        trials = []
-
-        def draw(M=M, N=N, trials=trials):
-            args = layer.make(M, N, torch.Generator().manual_seed(len(trials)), dtype)
-            assert any(is_float(a) for a in args)
-            truth = run(layer.dense, cast(args, torch.float64))
-            trials.append((gpu_run(by(engine, layer), args), gpu_run(plain(layer), args), truth))
-
-        draw()
-        draw()
+    for size in SIZES:
+        trials = [trial(layer, engine, dtype, size, number) for number in range(2)]
         if dtype is torch.float64:
             for ours, _, truth in trials:
                 assert_equal(ours, truth)
@@ -76,16 +61,15 @@ def test_layer_within_the_error_rule(layer, engine, dtype):
         try:
             assert_error_rule(trials)
         except AssertionError:  # the largest of few errors, and which of two near equals is picked, are luck: draw more
-            while len(trials) < DRAWS:
-                draw()
-            assert_error_rule(trials)
+            more = (trial(layer, engine, dtype, size, number) for number in range(2, DRAWS))
+            assert_error_rule([*trials, *more])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_repeats_bit_for_bit(engine):
     layer = next(entry for entry in ZOO if entry.differentiable)
     args = layer.make(257, 511, torch.Generator().manual_seed(0), torch.float32)
-    first = gpu_run(by(engine, layer), args)
+    first = run(by(engine, layer), args)
     for _ in range(20):
-        again = gpu_run(by(engine, layer), args)
+        again = run(by(engine, layer), args)
         assert all(torch.equal(a, again.all()[name]) for name, a in first.all().items())

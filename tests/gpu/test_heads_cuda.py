@@ -4,22 +4,12 @@ import pytest
 import torch
 
 from tests.heads import FUNCTIONS, RICH, by_name, draw, split
-from tests.layers_compare import assert_equal, assert_error_rule, flatten, is_float, run
+from tests.layers_compare import assert_equal, assert_error_rule, is_float, run, there
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEVICE = "cuda"
 HEADS = pytest.mark.parametrize(("name", "sample"), [pytest.param(*RICH[i], id=i) for i in RICH])
-
-
-def there(function):
-    """The function with its tensors moved to the GPU and its results moved back: gradients return the same way."""
-
-    def call(*args):
-        moved = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-        return [t.cpu() for t in flatten(function(*moved))]
-
-    return call
 
 
 @pytest.mark.filterwarnings("ignore::monoidreduce.errors.FallbackWarning")  # probabilities of every pair have no kernel

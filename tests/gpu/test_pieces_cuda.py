@@ -11,7 +11,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import launch, pieces
-from tests.layers_compare import assert_error_rule, cast, run
+from tests.layers_compare import assert_error_rule, cast, run, there
 from tests.pieces import WORKS, gaussian, near, shapes
 
 if torch.cuda.get_device_capability() < (9, 0):
@@ -36,11 +36,6 @@ def split(monkeypatch):
 
 def on_gpu(make, seed):
     return tuple(t.cuda() for t in make(torch.Generator().manual_seed(seed)))
-
-
-def there(function):
-    """A function of tensors on the CPU, computed on the GPU."""
-    return lambda *given: function(*(t.cuda() for t in given)).cpu()
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3"])

@@ -213,7 +213,7 @@ CASES = [
     Case("wide cross-entropy, 256 rows", cross_entropy, _labelled(784, 4096, 256)),
     Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
     Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
-    Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096), lean=False),
+    Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),
     Case("wide cross-entropy, stowed", stowed, _labelled(784, 4096, 256), hopper=True),
     Case("wide cross-entropy, stowed, 3200", stowed, _labelled(3200, 4096, 256), lean=False, hopper=True),
     Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
@@ -232,7 +232,7 @@ CASES = [
     ),
     # tile functions of a user's own
     Case("handmade attention 64", handmade.LAYERS["attention"].kernels.apply, _qkv(64)),
-    Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64), lean=False),
+    Case("handmade mlp 64", handmade.LAYERS["mlp"].kernels.apply, _qkv(64)),
     Case("handmade loss 64", handmade.LAYERS["loss"].kernels.apply, _handmade_loss),
 ]
 

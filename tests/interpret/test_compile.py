@@ -19,7 +19,8 @@ from tests.interpret.aot import CASES, FAMILIES, calls
 # is lower where Triton finds it compiled already, and the assembler alone is asked again.
 SPILLS = {"attention 128": 256, "causal attention 128": 264, "capped attention 64": 256, "cross-entropy 256": 128}
 SPILLS |= {"wide cross-entropy": 128, "wide contrastive": 64}  # of tiles that are compared with labels
-SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, stowed": 8}  # none with Triton 3.6
+SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in little memory": 52}  # none with Triton 3.6
+SPILLS |= {"wide cross-entropy, stowed": 8}  # nor here
 SPILLS |= {"dropped attention 128": 400}  # its forward; with Triton 3.6 that spills 28, its column gradients 4
 SPILLS |= {"capped attention 128": 76}  # with Triton 3.6 16, outside of its loops
 SPILLS |= {"wide cross-entropy, 256 rows": 64}  # where tiles are wide; else none

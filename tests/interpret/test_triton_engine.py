@@ -374,3 +374,21 @@ def test_random_programs(shard, monkeypatch):
     with use_plan({"cols": tiny, "rows": tiny}):
         for k in range(10):
             program_of(random.Random(100 * shard + k).randbytes(100)).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "exact"),
+    [
+        ("key_temperature_attention", torch.float32, True),
+        ("key_temperature_attention", torch.bfloat16, False),  # as exact as 16 bits are
+        ("cauchy_kernel", torch.float32, True),
+        ("softcap_attention", torch.float32, False),  # by one number for all pairs
+    ],
+)
+def test_float32_is_divided_exactly_where_the_divisor_differs(name, dtype, exact, seed, monkeypatch):
+    texts, execute = [], launch.execute
+    monkeypatch.setattr(triton, "_READY", {})
+    monkeypatch.setattr(launch, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    with mr.use(engine="triton"):
+        BY_NAME[name].op(*BY_NAME[name].args(5, 9, seed, dtype))
+    assert texts and any("tl.div_rn(" in text for text in texts) == exact

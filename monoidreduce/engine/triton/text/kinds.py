@@ -265,8 +265,8 @@ class Best(Kind):
         ]
 
     def _here(self, x: Expr) -> str:
-        """Where a tile's best is: what is no number is best. Sums, which NVIDIA's have one of, are compared bit by bit:
-        half the instructions, which a sample has no others to hide behind."""
+        """Where a tile's best is: what is no number is best. NVIDIA's sums make only one such, so those with noise are
+        compared bit by bit: half the instructions, and a sample's hide behind no others."""
         new, tile = f"{self.name}_new", f"{self.name}_tile[:, None]"
         if self.v.spec.native and x.op == "add" and any(a.op == "gumbel" for a in x.args):
             return f"{new}.to(tl.int32, bitcast=True) == {tile}.to(tl.int32, bitcast=True)"
