@@ -77,8 +77,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 
 # where copies and products take turns: two groups of four warps, 64 indices each
 STAGED: Tile = (128, 128, 4, 2)
-# the same by three groups, where a tanh is bent
-CAPPED: Tile = (192, 64, 4, 2)
 # and of products of many features, narrow and wide
 PAIRED: dict[bool, Tile] = {False: (256, 128, 4, 1), True: (256, 192, 4, 1)}
 

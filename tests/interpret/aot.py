@@ -329,7 +329,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    options |= staged.options(call.plan) if call.kernel.staged and not call.kernel.alone else {}
+    options |= launch.compiler_options(call.kernel, call.plan)
     ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     said = io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

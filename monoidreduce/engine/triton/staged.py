@@ -3,7 +3,6 @@
 A softmax-weighted sum of vectors takes half as long to raise its powers as to multiply, so the two must run side by
 side. One warp copies blocks of the folded side into rings in shared memory. Two groups of four warps own half a kept
 tile each: a group starts a tile's scores and the sums of the tile before, and weighs the scores while the sums run.
-Where a tanh is bent there are three, which leave the matrix units time to add up a row's weights too (``THREE``).
 
 The arithmetic of pairs is that of every kernel, in the same text: ``tl`` is here Gluon's language, which has its words.
 """
@@ -17,18 +16,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...plan.defaults import CAPPED, STAGED, Tile
+from ...plan.defaults import STAGED, Tile
 from ...program.contract import contractions
 from ...program.expr import Expr, topological
 from . import skip, source
-from .describe import asked, busy, processors
+from .describe import asked, processors
 from .plan import KernelPlan
 from .spec import Spec
 from .text import emit, staged_text
 from .text.bent import NAMES, Bend, bend
 from .text.exponents import literal
 from .text.kinds import Soft, known, make
-from .text.sharing import THREE, TWO, Sharing
 from .text.slant import Slant, slant
 from .text.tossed import Toss, toss
 from .text.totals import factored
@@ -38,18 +36,16 @@ from .text.values import Values, is_one
 _OWNED = 64  # indices of a group of four warps
 _RINGS = 2  # of numbers, at most: shared memory has room for no more
 _LEAST = 2.0**-80  # totals above this were not rounded to nothing
-_BUSY = 0.9  # of the processors, on average, where three groups share an instance
+_GROUPS = 2  # consumer warp groups of an instance
+_RING = 2  # tiles of each operand in flight
+_MOST = 168  # registers of a thread when the kernel starts
+_REGISTERS = "232, 40"  # then: of the second consumer group, and of the copying warp; the first group has the rest
 _WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
 
 
-def sharing(plan: KernelPlan) -> Sharing:
-    """Who shares the tiles of a plan."""
-    return THREE if plan.block_kept == THREE.groups * _OWNED else TWO
-
-
-def options(plan: KernelPlan) -> dict[str, int]:
+def options() -> dict[str, int]:
     """What the compiler is told of such a kernel."""
-    return {"maxnreg": sharing(plan).most}
+    return {"maxnreg": _MOST}
 
 
 @functools.cache
@@ -62,11 +58,10 @@ def on(device: torch.device) -> bool:
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    kept = plan.block_kept == sharing(plan).groups * _OWNED
-    return plan.boxes == 2 and kept and plan.num_warps == 4 and on(device)
+    return plan.boxes == 2 and plan.block_kept == _GROUPS * _OWNED and plan.num_warps == 4 and on(device)
 
 
-def tile(spec: Spec, device: torch.device, length: int, count: int, even: bool) -> Tile | None:
+def tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
     """The tile of so many folds of this many kept indices each; None where they have no such kernel, leave the device
     idle, or do not gain by it.
 
@@ -75,8 +70,7 @@ def tile(spec: Spec, device: torch.device, length: int, count: int, even: bool) 
     gains, many = not (spec.bounds and asked(spec.fold)), processors(device)
     if not on(device) or not gains or count * length < 2 * _OWNED * many or kernel(spec) is None:
         return None
-    instances = -(-length // (THREE.groups * _OWNED)) * count
-    return CAPPED if busy(instances, many) >= _BUSY and kernel(spec, even, sharing=THREE) is not None else STAGED
+    return STAGED
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def leaves(spec: Spec) -> Leaves | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec, even: bool = True, aligned: bool = True, sharing: Sharing = TWO) -> emit.Kernel | None:
+def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> emit.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
     ``even``: whether folded indices come two by two, so that coins can; ``aligned``: whether one folded tile has the
@@ -120,17 +114,17 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True, sharing: Sharing
     plain = emit.kernel(spec)
     if plain.shifts:
         return None
-    v = _Values(spec, sharing)
+    v = _Values(spec)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
     weight = factored(part).weight
     v.ringed, v.toss = _ringed(spec), toss(weight, spec) if even and spec.over == "cols" else None
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
     truths, near = skip.preferred(spec.fold) if spec.bounds else {}, soft.level
+    soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
+    soft.compensates = near and soft.rounded[0]
     whole = known(soft.reduction.args[0], truths)
     bent, tilted = bend(soft, whole) if near else None, slant(soft, whole) if near and aligned else None
-    if sharing is THREE and (not bent or v.toss or spec.bounds):
-        return None
     turns = {
         "first": (8, _turn(soft, {}, True, near, first=True)),
         "first_whole": (8, _turn(soft, truths, False, near, first=True)),
@@ -142,9 +136,6 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True, sharing: Sharing
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
     fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v)
-    helpers = emit._copied("\n".join([fields["opening"], arithmetic]))
-    if re.search(r"tl\.(philox|PropagateNan)", "\n".join([arithmetic, *helpers])):  # words that Gluon has not
-        return None
     names, unspecialized = emit._arguments(spec, list(plain.leaves), 0)
     names += NAMES if bent else ()
     fields |= {name: inside(lines, by) for name, (by, lines) in turns.items()}
@@ -158,16 +149,18 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True, sharing: Sharing
     }
     fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
     fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), bool(v.toss))
-    fields |= sharing.told(soft.name, fields)
     fields["loop"] = _loop(soft, bent, bool(bent or tilted), bool(v.toss), fields)
-    used = "".join([*(fields[k] for k in ("held", "weights", "last", "loop", "counted")), arithmetic])
+    used = "".join([*(fields[k] for k in ("held", "weights", "last", "loop")), arithmetic])
     own = "\n".join(text for name, text in staged_text.OWN.items() if f"{name}(" in used)
     pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
     least = (v.toss.least if v.toss else 0) * 0x10001
-    fields["own"] = own.format(least=least, narrow=spec.narrow, pair=pair, ring=sharing.ring)
-    fields["sides"] = "\n".join(staged_text.SIDE.format(**fields, side=k) for k in range(sharing.groups))
+    fields["own"] = own.format(least=least, narrow=spec.narrow, pair=pair, ring=_RING)
+    fields["sides"] = "\n".join(staged_text.SIDE.format(**fields, side=k) for k in range(_GROUPS))
     fields["judged"] = staged_text.JUDGED.format(**fields) if near else ""
     body = staged_text.KERNEL.format(**fields)
+    helpers = emit._copied(body)
+    if re.search(r"tl\.(philox|PropagateNan)", "\n".join([body, *helpers])):  # words that Gluon has not
+        return None
     text = "\n".join([emit._header(spec, list(plain.leaves), staged_text.IMPORTS), *in_gluon(helpers), body])
     return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
 
@@ -215,11 +208,6 @@ class _Values(Values):
     ringed: tuple[Expr, ...] = ()
     toss: Toss | None = None  # what decides on weights; its factor is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
-    later = False  # whether it is one of whole tiles, after the first
-
-    def __init__(self, spec: Spec, sharing: Sharing):
-        super().__init__(spec)
-        self.sharing = sharing
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
@@ -235,10 +223,6 @@ class _Values(Values):
 
     def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
         return "wide_lane", None
-
-    def added(self, name: str) -> str:
-        late = self.later and self.sharing.counts
-        return f"late({name}, {name.removesuffix('weight')}total)" if late else f"lanes({name})"
 
     def divided(self, block: str, name: str) -> str:
         left = literal(self.toss.factor if self.toss else 1.0)
@@ -259,8 +243,8 @@ def _turn(
     v, n = soft.v, soft.name
     assert isinstance(v, _Values)
     v.loop(masked)
-    v.alone, v.later = alone, not (masked or first)
-    soft.guessing = near
+    v.alone = alone
+    soft.guessing, soft.restarted = near, alone
     logit, value = (known(a, truths) for a in soft.reduction.args)
     if near and first:
         soft.guess((logit,))
@@ -283,20 +267,27 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
         f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
         f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
     ]
+    largest = [f"{n}_largest = lane_largest(blank)"] if soft.compensates else []
+    rounding = [
+        f"{n}_rounding = rounding({n}_largest.to(tl.float32, bitcast=True), tl.{soft.v.spec.narrow})",
+        f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
+    ]
     held = f" & {bent.held()}" if bent else ""
     shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
     return {
         "n": n,
-        "begin": inside([f"{n}_total = lanes(blank)"] if soft.level else running, 4),
+        "begin": inside([f"{n}_total = lanes(blank)", *largest] if soft.level else running, 4),
         "shrunk": "" if soft.level else f"\n{inside([shrunk], 8)}",
         "shrunk_other": "" if soft.level else f"\n{inside([shrunk], 12)}",
+        "compensated": f"{inside(rounding, 4)}\n" if soft.compensates else "",
+        "exact": f"{' ' * 8}{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})\n" if soft.compensates else "",
         "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}){held} | (kept_at >= kept_size)"),
     }
 
 
 def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
-    ringed, names, ring = v.ringed, [str(e.attrs[0]) for e in v.ringed], v.sharing.ring
+    ringed, names, ring = v.ringed, [str(e.attrs[0]) for e in v.ringed], _RING
     kept, made, begun = [], [], []
     for x, e in zip(names, ringed, strict=True):
         kept += [
@@ -366,5 +357,10 @@ def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
         "across": str(width // 8),
         "down": str(256 // width),
         "narrow": f"tl.{spec.narrow}",
+        "groups": str(_GROUPS),
+        "own_kept": f"KEPT // {_GROUPS}",
+        "fours": "4, " * (_GROUPS - 1),
+        "registers": _REGISTERS,
+        "ring": str(_RING),
         "opening": inside([*scalars(spec), *ranges], 4),
     }

@@ -59,8 +59,8 @@ class Bend:
         v.inside += [
             f"{n}_bow = {score} * {score} + {shift}",
             f"{n}_weight = tl.exp2(({score} * {gain}) * ({n}_bow * {n}_bow + {base}) - {n}_top[:, None])",
-            f"{n}_total += {v.added(f'{n}_weight')}",
         ]
+        self.soft.add_weights()
 
     def chosen(self) -> str:
         """1 where the first tile's total, as large for every tile, shows that the polynomial holds, with room on both

@@ -34,6 +34,22 @@ def unseen(x):
     return tl.where(x == float("-inf"), float("inf"), x)
 
 
+def lanes(block):
+    # sums over what a thread holds of a row; its four threads are added at the end
+    return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)
+
+
+def lane_largest(weight):
+    # the largest weight that a thread holds of a row, as bits: one instruction compares three integers
+    bits = tl.reshape(weight.to(tl.int32, bitcast=True), [weight.shape[0], weight.shape[1] // 8, 4, 2])
+    return tl.max(tl.max(bits, 1), 2)
+
+
+def rounding(weight, NARROW: tl.constexpr):
+    # what rounding takes off a weight
+    return weight - weight.to(NARROW).to(tl.float32)
+
+
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 

@@ -172,6 +172,7 @@ def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[
         last = "tl.where(whole > 0, whole_last, again_last)" if runs else "whole_last"
         first = f"tl.maximum({first}, tl.minimum(tile * KEPT // FOLDED, {last} - 1))"
     return [
+        *(line for r in soft for line in r.before_whole_tiles()),
         f"# the maximum of {what} stands in for the running one in all of them",
         f"if {some}:",
         f"    start = {first} * FOLDED",
@@ -186,6 +187,7 @@ def _judged(spec: Spec, reductions: list[Kind], soft: list[kinds.Soft]) -> list[
         return []
     state = [line.split(" = ", 1) for r in reductions for line in r.start() if "_late = " not in line]
     return [
+        *(line for r in soft for line in r.after_whole_tiles()),
         f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
         *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
         *_FAR[spec.bounds or spec.split],

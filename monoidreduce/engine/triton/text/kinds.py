@@ -78,6 +78,12 @@ class Soft(Kind):
     weights have the range of float32 on both sides. Where one is out of it (later logits lie 2¹⁰⁰ above), which the
     total shows, the program instance begins again.
 
+    A weight is rounded to 16 bits for its product. Measured from the running maximum the largest weight is exactly 1;
+    measured from a guess it is rounded too, and where it outweighs all others the mean would inherit its error. So the
+    largest weights are noted (``largest``: one for each thread that holds a part of the row), and what rounding took
+    off them is taken off the divisor as well: numerator and divisor hold the same weights, and the error cancels. The
+    logsumexp is of the exact total.
+
     With 16-bit products the maximum is kept times log2(e), so that a weight is one multiply-subtract and one exp2; in
     float32 the difference is taken first, so that large logits keep their digits.
     """
@@ -91,6 +97,15 @@ class Soft(Kind):
         ]
         self.level = self.v.spec.guess and self._level()
         self.guesses = self.level and not self._short()
+        self.rounded = [self._is_rounded(m, x) for m, x in zip(self.means, self.reduction.args[1:], strict=True)]
+        self.compensates = self.guesses and any(self.rounded)
+        self.restarted = False  # whether this loop has begun again with a running maximum
+
+    def _is_rounded(self, mean: Total, value: Expr) -> bool:
+        """Whether a mean's weights, and nothing but them, are rounded to 16 bits for a matrix product."""
+        parts = [factored(c) for c in contractions(value, self.over)]
+        plain = [is_one(c.weight) and not c.walk and c.vector is not None and c.vector.op == "leaf" for c in parts]
+        return all(plain) and not mean.tiny
 
     def _level(self) -> bool:
         """Whether one tile is like another: no data of the folded axis, such as a bias, raises logits.
@@ -118,6 +133,19 @@ class Soft(Kind):
             f'{n}_top = tl.where(tl.abs({n}_top) == float("inf"), 0.0, {n}_top)',
         ]
 
+    def before_whole_tiles(self) -> list[str]:
+        """What whole tiles add to where a guess stands in for the maximum: numbers of each thread's own."""
+        n = self.name
+        largest = [f"{n}_largest = tl.zeros([KEPT, 4], tl.int32)"] if self.compensates else []
+        return [f"{n}_total = tl.zeros([KEPT, 4], {self.v.float})", *largest]
+
+    def after_whole_tiles(self) -> list[str]:
+        """The same of each row."""
+        n = self.name
+        largest = f"rounding({n}_largest.to(tl.float32, bitcast=True), tl.{self.v.spec.narrow})"
+        rounding = [f"{n}_rounding = tl.sum({largest}, 1)"] if self.compensates else []
+        return [f"{n}_total = tl.sum({n}_total, 1)", *rounding]
+
     def guessed(self, also: str = "") -> str:
         """Whether no weight is out of range, and what else is asked of a total; NaN is not in range."""
         near = f"({self.name}_total < {literal(_MOST)})"
@@ -127,6 +155,7 @@ class Soft(Kind):
     def start(self) -> list[str]:
         n, kind = self.name, self.v.float
         lines = [f'{n}_top = tl.full([KEPT], float("-inf"), {kind})', f"{n}_total = tl.zeros([KEPT], {kind})"]
+        lines += [f"{n}_rounding = tl.zeros([KEPT], {kind})"] if self.compensates else []
         return lines + [line for m in self.means for line in m.start()]
 
     @property
@@ -157,10 +186,8 @@ class Soft(Kind):
     def _weigh(self, s: str, factor: str) -> None:
         n, power = self.name, "tl.exp2" if self.fast else "tl.exp"
         if self.guessing:
-            self.v.inside += [
-                f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])",
-                f"{n}_total += {self.v.added(f'{n}_weight')}",
-            ]
+            self.v.inside.append(f"{n}_weight = {power}({s}{factor} - {n}_top[:, None])")
+            self.add_weights()
             return
         self.v.inside += [
             f"{n}_new = tl.maximum({n}_top, tl.max({s}, 1){factor})",
@@ -170,6 +197,18 @@ class Soft(Kind):
             f"{n}_total = {n}_total * {n}_shrink + tl.sum({n}_weight, 1)",
             f"{n}_top = {n}_new",
         ]
+        if self.compensates and not self.restarted:
+            self.v.inside += [
+                f"{n}_most = tl.max({n}_weight.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)",
+                f"{n}_rounding = {n}_rounding * {n}_shrink + rounding({n}_most, tl.{self.v.spec.narrow})",
+            ]
+
+    def add_weights(self) -> None:
+        """Add a tile's weights, measured from a guess, to the total."""
+        n = self.name
+        self.v.inside.append(f"{n}_total += lanes({n}_weight)")
+        if self.compensates:
+            self.v.inside.append(f"{n}_largest = tl.maximum({n}_largest, lane_largest({n}_weight))")
 
     def _logit(self, logit: Expr) -> tuple[str, str]:
         """The name of a whole block of logits, and the text that multiplies them, if anything does."""
@@ -192,10 +231,13 @@ class Soft(Kind):
             f"{n}_log = tl.log({n}_total)",
             f"{n}_seen = tl.where({n}_total == 0.0, 1.0, {n}_total)  # a row that sees nothing has mean 0",
         ]
+        if self.compensates:
+            self.v.inside.append(f"{n}_rounded = {n}_seen - {n}_rounding  # the total of the weights as multiplied")
         results: list[tuple[list[str], Any]] = [([f"{n}_log + {n}_peak"], None)]
-        for m in self.means:
+        for m, rounded in zip(self.means, self.rounded, strict=True):
             block = m.feature is not None and not m.tiny
-            texts = [self.v.divided(t, f"{n}_seen") if block else f"{t} / {n}_seen" for t in m.result()]
+            by = f"{n}_rounded" if self.compensates and rounded else f"{n}_seen"
+            texts = [self.v.divided(t, by) if block else f"{t} / {by}" for t in m.result()]
             results.append((texts, m.feature))
         return [*results, ([f"{n}_log"], None), ([f"{n}_peak"], None)]
 

@@ -36,8 +36,8 @@ class Slant:
         v.inside += [
             f"{n}_base = -{n}_top - {rise} * (kept_at - start).to(tl.float32)",
             f"{n}_weight = tl.exp2({score} * {self.factor} + slanted({n}_base, {rise}, {score}))",
-            f"{n}_total += {v.added(f'{n}_weight')}",
         ]
+        self.soft.add_weights()
 
 
 def slant(soft: Soft, logit: Expr) -> Slant | None:

@@ -36,16 +36,16 @@ LANES = """    kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, SCORES)).to(INT)
 
 # Arguments are given one by one: from a tuple the compiler learns neither which are constants nor what divides them.
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)
-_RINGS = "room, spare, came{ones}, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
+_RINGS = "room, spare, came, {x1}_ring, {x2}_ring, {x1}_full, {x1}_empty, {x2}_full, {x2}_empty{rings}"
 
 # What a group does where a guess of the maximum stood in for the running one.
-JUDGED = """    {n}_total = tl.convert_layout({found}, tl.SliceLayout(1, SCORES))
-
+JUDGED = """    {n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+{compensated}
     # where a weight was out of range, or all of a row's too small, everything begins again with a running maximum
     if not ({near}):
         {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
         {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
-        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+{exact}        {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
         for turn in range(0, visits):
             start = ({at_any}) * FOLDED
             folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
@@ -69,13 +69,13 @@ WHOLE = "    # whole tiles: the scores of each beside the sums of the one before
 LOADED = "    {x0}_block = room.load(tl.DotOperandLayout(0, SCORES, 2))  # the kept vectors are in registers"
 LOOP = """    for turn in range(1, wholes):
         score = scores({kept_block}, {x1}_ring, {x1}_full, turn, blank)
-{taken}{counted}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
-        score = warpgroup_mma_wait({behind}, deps=[score])
+{taken}        {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0){ahead}
+        score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive({x1}_empty.index(turn % {ring}))
         start = ({at_whole}) * FOLDED
         folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
 {whole}{held}
-        {n}_mean0, {count}{operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {count}{operand}])
+        {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
         mbarrier.arrive({x2}_empty.index((turn - 1) % {ring})){shrunk}
         weights = {weights}"""
 
@@ -126,25 +126,6 @@ def weighed(total):
         is_pure=False,
         pack=2,
     )
-""",
-    # where totals are products: additions of the last columns alone are left, since those come last, for ``weighed``
-    "late": """
-@gluon.jit
-def latter(block):
-    first, second = tl.split(tl.permute(tl.reshape(block, [block.shape[0], 2, block.shape[1] // 2]), [0, 2, 1]))
-    return second
-
-
-@gluon.jit
-def late(block, like):
-    # sums over the last eighth of the columns
-    return tl.convert_layout(lanes(latter(latter(latter(block)))), like.type.layout)
-""",
-    "counts": """
-@gluon.jit
-def counts(weights, ones, total, LAYOUT: tl.constexpr):
-    # begin to add the weights of a tile, eight times over, since products have no fewer columns
-    return warpgroup_mma(tl.convert_layout(weights, LAYOUT), ones.permute((1, 0)), total, is_async=True)
 """,
     "bounded": BOUNDED,
     "slanted": SLANTED,
@@ -216,19 +197,13 @@ def sums(weights, ring, full, turn, total):
 
 
 @gluon.jit
-def lanes(block):
-    # sums over what a thread holds of a row; its four threads are added at the end
-    return tl.sum(tl.sum(tl.reshape(block, [block.shape[0], block.shape[1] // 8, 4, 2]), 1), 2)
-
-
-@gluon.jit
 def computes(
 {names},
     __RINGS__,
     SIDE: tl.constexpr, __CONSTANTS__,
 ):
     # four warps own one side of the kept tile
-__LAYOUTS__{counts}
+__LAYOUTS__
 {opening}
     tile = tile * {groups} + SIDE
 __LANES__
@@ -240,7 +215,7 @@ __LANES__
     # running values
     blank = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
 {begin}
-    {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS){zeros}
+    {n}_mean0 = tl.zeros([KEPT, {width}], tl.float32, SUMS)
 
     # the first tile
     turn = 0
@@ -260,17 +235,17 @@ __LANES__
         # the others
         for turn in range(tl.maximum(wholes, 1), visits):
             score = scores(room, {x1}_ring, {x1}_full, turn, blank)
-{taken_other}{counted_other}            {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
-            score = warpgroup_mma_wait({behind}, deps=[score])
+{taken_other}            {n}_mean0 = sums({operand}, {x2}_ring, {x2}_full, turn - 1, {n}_mean0)
+            score = warpgroup_mma_wait(1, deps=[score])
             mbarrier.arrive({x1}_empty.index(turn % {ring}))
             start = ({at_other}) * FOLDED
             folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))
             folded_in = folded_at < folded_size
 {other}
-            {n}_mean0, {count}{operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {count}{operand}])
+            {n}_mean0, {operand} = warpgroup_mma_wait(0, deps=[{n}_mean0, {operand}])
             mbarrier.arrive({x2}_empty.index((turn - 1) % {ring})){shrunk_other}
             weights = {weights}
-{counted_last}    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums({last}, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
+    {n}_mean0 = warpgroup_mma_wait(0, deps=[sums({last}, {x2}_ring, {x2}_full, visits - 1, {n}_mean0)])
 {judged}
     # results
 {results}

@@ -84,10 +84,6 @@ class Values(Blocks):
         kind = {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[e.dtype]
         return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
 
-    def added(self, name: str) -> str:
-        """A block's sum over the folded side."""
-        return f"tl.sum({name}, 1)"
-
     def own_place(self, target: Expr) -> str:
         """A kept index's own folded index."""
         return self.number(target)
