@@ -128,7 +128,7 @@ def measure(kind: str, d: int, causal: bool, dtype: torch.dtype) -> dict[str, An
     from torch.nn.attention import SDPBackend
 
     q, k, v, g = inputs(kind, d, dtype)
-    exact = gradients(lambda *a: dense(*a, causal)[0], *(x.double() for x in (q, k, v, g)))
+    exact = gradients(lambda q, k, v: dense(q, k, v, causal)[0], *(x.double() for x in (q, k, v, g)))
     lse = dense(q.double(), k.double(), v.double(), causal)[1]
     calls = {
         "ours": lambda *a: ops.attention(*a, causal=causal),

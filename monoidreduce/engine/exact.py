@@ -57,8 +57,11 @@ def _told(program: Lowered, stays: tuple[bool, ...]) -> Lowered:
 
 @functools.lru_cache(maxsize=1024)
 def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, compute: torch.dtype) -> bool:
-    """Whether a fold is done in one kernel, and its gradients are sums of weights that products of our own write."""
+    """Whether a fold's products stay exact: it is a softmax-weighted mean of vectors, or it is done in one kernel and
+    its gradients are sums of weights that products of our own write."""
     fold, features = p.fold, {letter: WIDEST + wide for letter, wide in letters}
+    if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
+        return True  # such a forward never rounds its logits, so its gradients may not either
     if not deep.fits(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
     wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
