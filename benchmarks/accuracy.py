@@ -29,8 +29,8 @@ LENGTH, HEADS = 2048, 8
 NAMES = "output", "dq", "dk", "dv"
 
 
-def _direction(d: int) -> Tensor:
-    u = torch.randn(d, device="cuda")
+def _direction(q: Tensor) -> Tensor:
+    u = torch.randn(q.shape[-1], device=q.device)
     return u / u.norm()
 
 
@@ -45,21 +45,21 @@ def _times_eight(q: Tensor, k: Tensor) -> None:
 
 def _rising(q: Tensor, k: Tensor) -> None:
     """Logits rise along the columns: the running maximum changes in every tile."""
-    u = _direction(q.shape[-1])
+    u = _direction(q)
     q += 4 * u
     k += 30 * u * torch.linspace(-1, 1, k.shape[-2], device=k.device)[:, None]
 
 
 def _sink(q: Tensor, k: Tensor) -> None:
     """The first column takes most of every row's weight, as the first token of a language model does."""
-    u = _direction(q.shape[-1])
+    u = _direction(q)
     q += 6 * u
     k[..., 0, :] += 40 * u
 
 
 def _late_spike(q: Tensor, k: Tensor) -> None:
     """One late column takes nearly all of the weight of the rows that see it."""
-    u = _direction(q.shape[-1])
+    u = _direction(q)
     q += 6 * u
     k[..., -100, :] += 40 * u
 
@@ -85,10 +85,10 @@ DATA: dict[str, Callable[[Tensor, Tensor], None]] = {
 }
 
 
-def inputs(kind: str, d: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cuda") -> list[Tensor]:
     """q, k, v and the cotangent of the output."""
     torch.manual_seed(0)
-    q, k, v, g = (torch.randn(1, HEADS, LENGTH, d, device="cuda") for _ in range(4))
+    q, k, v, g = (torch.randn(shape, device=device) for _ in range(4))
     DATA[kind](q, k)
     return [x.to(dtype) for x in (q, k, v, g)]
 
@@ -127,7 +127,7 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> dict[str, tuple[float, f
 def measure(kind: str, d: int, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     from torch.nn.attention import SDPBackend
 
-    q, k, v, g = inputs(kind, d, dtype)
+    q, k, v, g = inputs(kind, (1, HEADS, LENGTH, d), dtype)
     exact = gradients(lambda q, k, v: dense(q, k, v, causal)[0], *(x.double() for x in (q, k, v, g)))
     lse = dense(q.double(), k.double(), v.double(), causal)[1]
     calls = {

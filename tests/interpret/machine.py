@@ -145,7 +145,7 @@ class Machine:
             program_id=lambda axis: self.program,
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
-            cast=lambda x, kind: x,
+            cast=lambda x, kind, bitcast=False: x.view(kind) if bitcast else x,
             arange=lambda a, b, layout: torch.arange(a, b, dtype=torch.int32),
             full=lambda shape, value, kind, layout=None: torch.full(shape, value, dtype=kind),
             zeros=lambda shape, kind, layout: torch.zeros(shape, dtype=kind),

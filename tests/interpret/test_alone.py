@@ -3,7 +3,6 @@
 They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
 """
 
-import pathlib
 import re
 from dataclasses import replace
 
@@ -20,8 +19,7 @@ from tests.alone import ALONE, DROPPED, OPTIONS, SIZES, check, pulled
 from tests.grouped import OTHERS
 from tests.interpret import machine
 from tests.interpret.aot import Case, calls
-
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "alone_dropout.py.txt"
+from tests.interpret.golden import compare
 
 
 def columns(op=ops.attention, dtype=torch.bfloat16, d=128, plans=None, capability=90, n=300, **options):
@@ -57,10 +55,7 @@ def test_others_are_scheduled_by_the_compiler(options):
 
 
 def test_the_text_is_the_same_in_every_run():
-    text = columns(**DROPPED).kernel.text
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    compare("alone_dropout", columns(**DROPPED).kernel.text)
 
 
 def test_the_first_sum_needs_one_score():

@@ -3,7 +3,6 @@
 The ready-made layers always; the others, which take minutes, with the slow tests.
 """
 
-import functools
 import json
 import os
 import subprocess
@@ -47,10 +46,15 @@ def chosen(capability, ready):
     return mine[::2] if capability == 80 and ready else mine
 
 
-@functools.cache
+def _private(folder):
+    """Caches of a process's own, empty: what the compiler says of a kernel must not depend on what it met before."""
+    caches = {"MONOIDREDUCE_CACHE": "ours", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "other"}
+    return {name: f"{folder}/{where}" for name, where in caches.items()} | {"PYTHONWARNINGS": "ignore"}
+
+
 def compiled(capability, ready, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"MONOIDREDUCE_CACHE": f"{folder}/{capability}", "PYTHONWARNINGS": "ignore"}
+    environment |= _private(folder)
     names = [c.name for c in chosen(capability, ready)]
     command = [sys.executable, "-m", "tests.interpret.aot", f"cuda:{capability}", *names]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -81,7 +85,7 @@ def test_kernels_compile(capability, ready, tmp_path):
 def test_small_kernels_compile(capability, tmp_path):
     """Those that no program writes: nothing spills."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"MONOIDREDUCE_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    environment |= _private(tmp_path)
     command = [sys.executable, "-m", "tests.interpret.small", f"cuda:{capability}"]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr[-3000:]

@@ -3,7 +3,6 @@
 They are compiled in ``test_compile.py``, and run where they are meant to in ``tests/gpu``.
 """
 
-import pathlib
 import re
 from dataclasses import replace
 
@@ -19,8 +18,7 @@ from monoidreduce.program.expr import node
 from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, PLAIN, RELAY, check, check_infinite, check_plain, made
 from tests.interpret import machine
 from tests.interpret.aot import Case, calls
-
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+from tests.interpret.golden import compare
 
 
 def launched(op=ops.gated_mlp, dtype=torch.bfloat16, d=128, plans=None, capability=90, count=4, n=300, **options):
@@ -127,10 +125,7 @@ def test_a_score_that_is_no_factor_leaves_the_sums_in_two_kernels():
     ],
 )
 def test_the_text_is_the_same_in_every_run(name, call):
-    text, golden = call().kernel.text, GOLDEN / f"{name}.py.txt"
-    if not golden.exists():
-        golden.write_text(text)
-    assert text == golden.read_text()
+    compare(name, call().kernel.text)
 
 
 def test_one_score_is_a_factor_and_the_rest_is_sent():

@@ -4,7 +4,6 @@ They are compiled in ``test_compile.py``, and run where they are meant to in ``t
 """
 
 import math
-import pathlib
 import re
 from dataclasses import replace
 from unittest import mock
@@ -13,18 +12,17 @@ import pytest
 import torch
 
 import monoidreduce as mr
+from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
 from monoidreduce.engine import triton as engine
 from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
-from monoidreduce.engine.triton.text.sharing import THREE
-from monoidreduce.plan.defaults import CAPPED as CAPPED_TILE
 from monoidreduce.plan.defaults import STAGED
 from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls
-from tests.staged import BY_THREE, BY_TURNS, CAPPED, SLANTED, check, check_nan, check_slanted
+from tests.interpret.golden import compare
+from tests.staged import BY_TURNS, CAPPED, SLANTED, check, check_nan, check_peaked, check_slanted
 from tests.staged import CASES as TRIED
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "staged_attention.py.txt"
 DOCUMENTS = torch.arange(300) // 60
 
 
@@ -126,12 +124,10 @@ def test_a_row_of_queries_with_other_strides_has_one():
 
 
 def test_the_text_of_a_staged_kernel():
-    """Readable, complete, and the same in every process: change it knowingly (delete the file to write it anew)."""
+    """Readable, complete, and the same in every process: change it knowingly."""
     (case,) = (c for c in CASES if c.name == "causal attention 128")
     text = calls(case, 90, BY_TURNS)[0].kernel.text
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    compare("staged_attention", text)
 
 
 def test_the_polynomial_is_tanh_as_far_as_it_reaches_and_rises_everywhere():
@@ -182,49 +178,23 @@ def test_against_float64(case, by_turns):
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("by_turns", [BY_THREE], indirect=True, ids=["three"])
 @pytest.mark.parametrize("case", CAPPED, ids=repr)
-def test_three_groups_against_float64(case, by_turns):
+def test_soft_caps_against_float64(case, by_turns):
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("by_turns", [BY_THREE], indirect=True, ids=["three"])
-def test_nan_and_infinity_stay_in_their_rows_by_three_groups(by_turns):
-    check_nan("cpu", softcap=30.0)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", DATA)
+def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns):
+    check_peaked(kind, "cpu", causal=causal)
 
 
-@pytest.mark.parametrize(
-    ("options", "by_three"),
-    [
-        ({"softcap": 30.0}, True),
-        ({}, False),
-        ({"softcap": 30.0, "causal": True}, False),
-        ({"softcap": 30.0, "dropout_p": 0.1, "seed": 3}, False),
-        ({"softcap": 30.0, "dtype": torch.float16}, False),  # a maximum runs
-    ],
-    ids=lambda o: ", ".join(map(str, o)) or "plain" if isinstance(o, dict) else str(o),
-)
-def test_three_groups_are_for_soft_caps(options, by_three):
-    spec = described(**options)
-    three = staged.kernel(spec, sharing=THREE)
-    assert (three is not None) == by_three
-    assert not by_three or (three.text.count("(computes, (") == 3 and "counts(" not in staged.kernel(spec).text)
-
-
-@pytest.mark.parametrize(
-    ("length", "count", "tile"),
-    [
-        (4096, 64, CAPPED_TILE),
-        (4096, 8, STAGED),  # 176 instances: most processors would have nothing to do in the second round
-        (64, 132, None),
-        (16384, 16, CAPPED_TILE),
-    ],
-)
-def test_three_groups_are_taken_where_processors_are_busy(length, count, tile, monkeypatch):
+@pytest.mark.parametrize(("length", "count", "tile"), [(4096, 64, STAGED), (4096, 8, STAGED), (64, 132, None)])
+def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     monkeypatch.setattr(staged, "on", lambda device: True)
     monkeypatch.setattr(staged, "processors", lambda device: 132)
-    assert staged.tile(described(softcap=30.0), torch.device("cpu"), length, count, True) == tile
-    assert staged.tile(described(), torch.device("cpu"), length, count, True) == (tile and STAGED)
+    for spec in (described(softcap=30.0), described()):
+        assert staged.tile(spec, torch.device("cpu"), length, count) == tile
 
 
 @pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)

@@ -7,7 +7,6 @@ gets bfloat16 wrong.
 import contextlib
 import math
 import os
-import pathlib
 import random
 import stat
 import threading
@@ -26,6 +25,7 @@ from monoidreduce.engine.triton import KernelPlan, launch, recent, skip, source,
 from monoidreduce.engine.triton.text import emit
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expr import index
+from tests.interpret.golden import compare
 from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import assert_equal, assert_error_rule, cast, run
 from tests.programs import program_of
@@ -40,7 +40,6 @@ SLOW = {
     "maxsim",
     "chamfer",
 }  # the interpreter folds pairs one by one, or batches by the dozen
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -287,12 +286,8 @@ def test_idle_tiles_are_not_visited(seed):
 
 
 def test_the_text_of_a_kernel():
-    """Readable, complete, and the same in every process: change it knowingly (delete the file to write it anew)."""
-    text = _text(BY_NAME["causal_attention"].op, 20)
-    path = GOLDEN / "causal_attention.py.txt"
-    if not path.exists():
-        path.write_text(text)
-    assert text == path.read_text()
+    """Readable, complete, and the same in every process: change it knowingly."""
+    compare("causal_attention", _text(BY_NAME["causal_attention"].op, 20))
 
 
 def _text(op, f):

@@ -269,7 +269,7 @@ def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
     ]
     largest = [f"{n}_largest = lane_largest(blank)"] if soft.compensates else []
     rounding = [
-        f"{n}_rounding = rounding({n}_largest.to(tl.float32, bitcast=True), tl.{soft.v.spec.narrow})",
+        f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), tl.{soft.v.spec.narrow})",
         f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
     ]
     held = f" & {bent.held()}" if bent else ""

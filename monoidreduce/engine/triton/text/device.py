@@ -41,7 +41,7 @@ def lanes(block):
 
 def lane_largest(weight):
     # the largest weight that a thread holds of a row, as bits: one instruction compares three integers
-    bits = tl.reshape(weight.to(tl.int32, bitcast=True), [weight.shape[0], weight.shape[1] // 8, 4, 2])
+    bits = tl.reshape(tl.cast(weight, tl.int32, bitcast=True), [weight.shape[0], weight.shape[1] // 8, 4, 2])
     return tl.max(tl.max(bits, 1), 2)
 
 

@@ -142,7 +142,7 @@ class Soft(Kind):
     def after_whole_tiles(self) -> list[str]:
         """The same of each row."""
         n = self.name
-        largest = f"rounding({n}_largest.to(tl.float32, bitcast=True), tl.{self.v.spec.narrow})"
+        largest = f"rounding(tl.cast({n}_largest, tl.float32, bitcast=True), tl.{self.v.spec.narrow})"
         rounding = [f"{n}_rounding = tl.sum({largest}, 1)"] if self.compensates else []
         return [f"{n}_total = tl.sum({n}_total, 1)", *rounding]
 
@@ -199,7 +199,7 @@ class Soft(Kind):
         ]
         if self.compensates and not self.restarted:
             self.v.inside += [
-                f"{n}_most = tl.max({n}_weight.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)",
+                f"{n}_most = tl.cast(tl.max(tl.cast({n}_weight, tl.int32, bitcast=True), 1), tl.float32, bitcast=True)",
                 f"{n}_rounding = {n}_rounding * {n}_shrink + rounding({n}_most, tl.{self.v.spec.narrow})",
             ]
 
