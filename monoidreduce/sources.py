@@ -106,6 +106,10 @@ class Chunks:
     def __len__(self) -> int:
         return -(-len(self.arrays[0]) // self.size)
 
+    def __repr__(self) -> str:
+        what = ", ".join(str(getattr(a.array, "filename", None) or type(a.array).__name__) for a in self.arrays)
+        return f"mr.chunks({what}, size={self.size})"
+
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         if self.device is not None and self.device.type == "cuda":
             return _prefetched(self._cut(), self.device)

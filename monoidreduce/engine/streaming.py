@@ -21,6 +21,7 @@ from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.normal import is_pass
 from . import combine
+from .checksum import Chunk
 from .combine import State
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .ranks import parts
@@ -28,7 +29,6 @@ from .ranks.parts import Engine, Part
 from .ranks.shard import Axis, Shard
 from .ranks.sharded import as_gradient
 
-Chunk = tuple[int, int, dict[str, Any]]  # first column, how many, and the column arguments by name
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]
 
