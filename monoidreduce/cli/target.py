@@ -179,8 +179,8 @@ def _module(where: str) -> ModuleType:
 def _installed(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         is_path = "/" in name or "\\" in name or name.startswith(".")
-        kind = "a path that does not end in .py" if is_path else "neither a .py file nor the name of a module"
-        raise CommandError(f"{name[:80]!r} is {kind}. {_HINT}")
+        more = " (a file's path ends in .py)" if is_path else ""
+        raise CommandError(f"{name[:200]!r} is neither a .py file nor an importable module{more}. {_HINT}")
     try:
         return importlib.import_module(name)
     except ImportError as error:

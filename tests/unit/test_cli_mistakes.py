@@ -120,10 +120,10 @@ def test_a_monoid_that_raises(folder, name, words):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("../x:y", "'../x' is a path that does not end in .py"),
-        ("./layers:attention", "'./layers' is a path that does not end in .py"),
+        ("../x:y", "'../x' is neither a .py file nor an importable module (a file's path ends in .py)"),
+        ("./layers:attention", "'./layers' is neither a .py file nor an importable module"),
         ("..:y", "Give FILE.py:NAME"),
-        ("/nowhere/x:y", "does not end in .py"),
+        ("/nowhere/x:y", "a file's path ends in .py"),
         ("a..b:c", "Give FILE.py:NAME"),
         ("fails:x", "fails cannot be imported"),
         ("fails.py:x", "fails.py, line 2: ZeroDivisionError"),
