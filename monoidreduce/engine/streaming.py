@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import StreamError
-from ..program.expr import Expr, index, size, topological
+from ..program.expr import Expr, size, topological
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.normal import is_pass
@@ -56,12 +56,6 @@ class Walk:
         for f in (f for p in self.program.passes for f in p.feeds if f.cols):
             if any(e.op == "reduce" for e in topological([f])):
                 raise StreamError(detail="a column value depends on a fold", fix="Give all columns at once")
-
-    @property
-    def placed(self) -> bool:
-        """Whether it matters how columns are numbered."""
-        found = [e for p in self.program.passes for e in topological([*p.fold.reductions, *p.feeds])]
-        return any(e is index("col") or (e.op == "reduce" and e.attrs[0] in ("best", "topk", "pick")) for e in found)
 
     def needs_count(self, p: Pass) -> bool:
         return size("cols") in topological([*p.fold.reductions, *p.feeds, *p.fold.scales])
