@@ -235,7 +235,7 @@ class Op(compiled.Compiled):
         >>> nearest.stream(corpus[3:5]).over(mr.chunks(corpus, size=4)).tolist()
         [3, 4]
         """
-        columns = {n: p.optional for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
+        columns = {n: p for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
         if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
             raise ArgumentError(
@@ -243,8 +243,7 @@ class Op(compiled.Compiled):
                 fix=f"It is declared as {self!r}",
             )
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        asks = any(isinstance(v, Tensor) and v.requires_grad for v in given.values())
-        return Stream(functools.partial(self._streamed, given), columns, asks)
+        return Stream(functools.partial(self._streamed, given), columns, given)
 
     def _streamed(self, given: Mapping[str, Any], chunk: Mapping[str, Any]) -> Prepared:
         traced, bound, sizes, out = self._prepare((), {**given, **chunk}, whole=False)

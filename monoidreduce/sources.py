@@ -7,7 +7,9 @@ its own fills the pinned buffers, so that the copies never wait for what the cal
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import queue
 import sys
 import threading
@@ -19,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ShapeError, StreamError
+from .errors import ArgumentError, DTypeError, MonoidReduceError, ShapeError, StreamError
 
 SIZE = 65536  # columns a chunk: a few tiles, and little against any memory
 BYTES = 2**27  # of a chunk for a GPU: what is done between two chunks (1.5 ms for a search) is hidden behind its copy
@@ -40,7 +42,8 @@ def chunks(
     ``device`` chunks arrive there through pinned memory, the next one while the present one is used; what lies in
     pinned memory already is copied from there. Unless told, a chunk has 65536 columns, on a GPU 128 MiB of them.
 
-    Raises ArgumentError, ShapeError or StreamError for what cannot be read.
+    Raises ArgumentError, ShapeError, DTypeError or, for a file that is damaged, StreamError; also while reading, for
+    one that is cut short or changed meanwhile.
 
     >>> import torch
     >>> [c[0].tolist() for c in chunks(torch.arange(5.0), size=2)]
@@ -88,11 +91,15 @@ class _Along:
 
     def __init__(self, array: Any, axis: int):
         self.array, self.axis = array, axis % len(array.shape)
+        if isinstance(array, numpy.ndarray):
+            _check_type(array)
 
     def __len__(self) -> int:
         return int(self.array.shape[self.axis])
 
     def __getitem__(self, which: slice) -> Any:
+        if isinstance(self.array, numpy.memmap):
+            _check_mapped(self.array)
         stop = slice(which.start, min(which.stop, len(self)))
         return self.array[(*(slice(None),) * self.axis, stop)] if self.axis else self.array[stop]
 
@@ -105,6 +112,10 @@ class Chunks:
 
     def __len__(self) -> int:
         return -(-len(self.arrays[0]) // self.size)
+
+    def __repr__(self) -> str:
+        what = ", ".join(str(getattr(a.array, "filename", None) or type(a.array).__name__) for a in self.arrays)
+        return f"mr.chunks({what}, size={self.size})"
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         if self.device is not None and self.device.type == "cuda":
@@ -127,7 +138,50 @@ def _opened(given: Any, names: list[str]) -> list[Any]:
         raise ArgumentError(detail=f"{path.name} is no file of {', '.join(_READERS)}", fix="Read it to an array first")
     if not path.exists():
         raise ArgumentError(detail=f"there is no file {path}", fix="Give the path of one")
-    return reader(path, names)
+    if path.is_dir():
+        raise ArgumentError(detail=f"{path} is a folder", fix="Give the path of a file")
+    with _reading(path):
+        return reader(path, names)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever numpy, safetensors or pyarrow say of a file that they cannot read, as our own error with its name."""
+    try:
+        yield
+    except (MonoidReduceError, MemoryError):
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StreamError(
+            detail=f"{path} cannot be read as {path.suffix}: {said}",
+            fix="The file is damaged, cut short or of another kind: write it again, or check who may read it",
+        ) from error
+
+
+def _check_type(array: numpy.ndarray) -> None:
+    try:
+        torch.from_numpy(numpy.empty(0, array.dtype))
+    except (TypeError, ValueError):  # texts, objects, another byte order
+        where = getattr(array, "filename", None)
+        raise DTypeError(
+            detail=f"{where or 'an array'} holds {array.dtype.name} ({array.dtype.str}), which torch has no type for",
+            fix="Convert it to a type of torch first, in the machine's own byte order",
+        ) from None
+
+
+def _check_mapped(array: numpy.memmap) -> None:
+    """Whether a mapped file is still as long as it was: to read behind its end would kill the process (SIGBUS)."""
+    mapped = getattr(array, "_mmap", None)
+    if mapped is None:
+        return
+    needed = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + len(mapped)
+    if mapped.size() < needed:
+        raise StreamError(
+            detail=f"{array.filename} has been cut short while it was read: it has {mapped.size()} bytes, "
+            f"and had at least {needed}",
+            fix="Write it again, and let nobody change it meanwhile",
+        )
 
 
 def _npy(path: Path, names: list[str]) -> list[Any]:
@@ -141,11 +195,22 @@ class _Safetensor:
         self.path, self.name = path, name
         self.shape = tuple(self._slice().get_shape())
 
+    @property
+    def filename(self) -> Path:
+        return self.path
+
     def _slice(self) -> Any:
         return _safetensors()(str(self.path), framework="pt").get_slice(self.name)
 
     def __getitem__(self, which: Any) -> Tensor:
-        return self._slice()[which]
+        with _reading(self.path):  # opened anew for each chunk: it may have changed
+            found = self._slice()
+            if tuple(found.get_shape()) != self.shape:
+                raise StreamError(
+                    detail=f"{self.name} in {self.path} had the shape {self.shape}, and has {found.get_shape()} now",
+                    fix="Let nobody change the file while it is read",
+                )
+            return found[which]
 
 
 def _safetensors() -> Any:
@@ -165,7 +230,7 @@ class _ParquetColumn:
     """One column of a file; the group of rows that was read last is kept, for the next chunk."""
 
     def __init__(self, path: Path, name: str):
-        self.file, self.name = _parquet().ParquetFile(path), name
+        self.file, self.filename, self.name = _parquet().ParquetFile(path), path, name
         counts = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
         self.kept: tuple[int, Any] = (-1, None)
@@ -179,9 +244,12 @@ class _ParquetColumn:
 
     def _group(self, g: int) -> Any:
         if self.kept[0] != g:
-            column = self.file.read_row_group(g, columns=[self.name]).column(0).combine_chunks()
-            values = column.to_numpy(zero_copy_only=False)
-            self.kept = g, numpy.stack(list(values)) if values.dtype == object else values
+            with _reading(self.filename):
+                column = self.file.read_row_group(g, columns=[self.name]).column(0).combine_chunks()
+                values = column.to_numpy(zero_copy_only=False)
+                values = numpy.stack(list(values)) if values.dtype == object else values
+            _check_type(values)
+            self.kept = g, values
         return self.kept[1]
 
 

@@ -1,13 +1,15 @@
 """Columns that do not fit in memory, or are not there yet: a fold fed chunk by chunk, stopped, resumed and merged.
 
-The rows and the state stay; a chunk of columns comes, is folded where it stands in the whole, and goes. Gradients need
-a second look at every chunk, so they ask for a source that can be read again. A source is any iterable of chunks (a
-tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and files.
+The rows and the state stay; a chunk of columns comes, is folded where it stands in the whole, and goes. A state knows
+which columns it covers, as intervals of global column numbers, so that streams merge in any order and no column is
+counted twice. Gradients need a second look at every chunk, so they ask for a source that can be read again. A source is
+any iterable of chunks (a tensor, or a tuple or dict of tensors); ``sources.py`` makes them of arrays and files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +17,17 @@ import torch
 from torch import Tensor
 
 from .engine import streaming
+from .engine.checksum import Readings, row_checksums
 from .engine.combine import State
 from .engine.evaluate import Sizes
 from .engine.ranks import agree
 from .engine.ranks.parts import results as closed
 from .engine.streaming import Chunk, OnGradient, Walk
 from .errors import ArgumentError, StreamError
-from .sources import progress
+from .program.declare import Parameter
+from .sources import Chunks, progress
+
+Ranges = tuple[tuple[int, int], ...]  # disjoint intervals [start, stop) of column numbers, in order, none adjacent
 
 
 @dataclass(frozen=True)
@@ -50,19 +56,41 @@ class Stream:
     True
     """
 
-    def __init__(self, prepare: Callable[[Mapping[str, Any]], Prepared], columns: Mapping[str, bool], asks: bool):
-        self._prepare, self._columns, self._asks = prepare, columns, asks
+    def __init__(
+        self,
+        prepare: Callable[[Mapping[str, Any]], Prepared],
+        columns: Mapping[str, Parameter],
+        rows: Mapping[str, Any],
+    ):
+        self._prepare, self._columns, self._rows = prepare, columns, rows
         self._prepared: Prepared | None = None
         self._last: tuple[dict[str, Any], Prepared] | None = None  # of what kind the last chunk was
+        self._empty: dict[str, Any] | None = None  # a chunk of no columns, of the kind of those folded
         self._states: list[State] | None = None
-        self._resumed = ""
-        self.start = self.stop = 0
+        self._ranges: Ranges = ()
+        self._next = 0  # the number of the next column
+        self._placed = False  # whether starting() said so, and no column has come since
+
+    @property
+    def ranges(self) -> Ranges:
+        """The columns folded so far, as disjoint intervals ``(start, stop)`` in order."""
+        return self._ranges
+
+    @property
+    def start(self) -> int:
+        """The number of the first column folded, or of the one that will be."""
+        return self._ranges[0][0] if self._ranges else self._next
+
+    @property
+    def stop(self) -> int:
+        """The number that the next column gets."""
+        return self._next
 
     def starting(self, at: int) -> Stream:
-        """The same, with its first column numbered ``at``: a part of a longer stream, to be merged."""
-        if self._states is not None:
-            raise StreamError(detail="columns have been folded already", fix="Number the first column before any")
-        self.start = self.stop = at
+        """The same, with its next column numbered ``at``: a part of a longer stream, or a gap to be filled."""
+        if isinstance(at, bool) or not hasattr(at, "__index__") or at < 0:
+            raise ArgumentError(detail=f"starting was given at = {at!r}", fix="Give a whole number from 0")
+        self._next, self._placed = operator.index(at), True
         return self
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -70,63 +98,76 @@ class Stream:
         named = self._named(kwargs if kwargs and not args else args)
         with torch.no_grad():
             prepared = self._ready(named)
-            chunk = self._chunk(prepared, named, self.stop)
+            chunk = self._chunk(prepared, named, self._next)
+            ranges = _joined(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
             walk, p = prepared.walk, _only(prepared.walk)
             leaves = walk.leaves(p, walk.kept(p, {}, None), chunk, None)
             self._states = streaming.merged(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
-        self.stop += chunk[1]
+        self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 
     def merge(self, other: Stream) -> Stream:
-        """Take in what another stream has folded of other columns."""
-        if other._states is None or other._prepared is None:
+        """Take in what another stream of the same op and rows has folded of other columns, in any order.
+
+        The next column is then numbered after the last one of both, unless ``starting`` has just said otherwise.
+        Columns that both have folded, another op and other rows are a StreamError, and leave both as they were.
+        """
+        if not isinstance(other, Stream):
+            raise ArgumentError(detail=f"merge was given {type(other).__name__}", fix="Give another op.stream(...)")
+        if other._states is None or other._prepared is None or other._empty is None:
             return self
-        if self._states is None:
-            self._prepared, self._states, self.start, self.stop = (
-                other._prepared,
-                other._states,
-                other.start,
-                other.stop,
-            )
-            return self
-        prepared = other._prepared
-        _same(self._prepared.name if self._prepared is not None else self._resumed, prepared.name)
-        placed = prepared.walk.placed
-        if placed and max(self.start, other.start) < min(self.stop, other.stop):
-            raise StreamError(
-                detail=f"columns {self.start} to {self.stop} and {other.start} to {other.stop} share numbers, which "
-                "this op asks for",
-                fix="Number the parts of a stream with .starting(at=...)",
-            )
-        first, second = (self, other) if self.start <= other.start else (other, self)
-        assert second._states is not None
-        self._states = streaming.merged(_only(prepared.walk).fold, first._states, second._states)
-        seen = self.stop - self.start + other.stop - other.start
-        self.start = min(self.start, other.start)
-        self.stop = self.start + seen
+        if other._rows is not self._rows:
+            _same_rows(row_checksums(other._rows), self._rows, "the streams to be merged")
+        with torch.no_grad():
+            prepared = self._ready(other._empty, other._prepared.name)
+            ranges = _joined(self._ranges, other._ranges)
+            fold = _only(prepared.walk).fold
+            if self._states is None:
+                self._states = list(other._states)
+            else:
+                first, second = (self, other) if self.start <= other.start else (other, self)
+                self._states = streaming.merged(fold, first._states, second._states or [])
+        self._ranges = ranges
+        if ranges and not self._placed:
+            self._next = max(self._next, ranges[-1][1])
         return self
 
     def result(self) -> Any:
-        """What the op would have returned for all columns so far, without gradients."""
+        """What the op would have returned for all columns so far, without gradients.
+
+        Where columns are still missing in between, the result is that of the columns that were folded: indices are
+        column numbers of the whole stream, and means and counts are over the columns that were folded.
+        """
         if self._states is None or self._prepared is None:
             raise StreamError(detail="no columns have been folded", fix="Call update first, if only with no columns")
         walk = self._prepared.walk
         with torch.no_grad():
             found = closed(_only(walk).fold, self._states)
-            return self._prepared.form(*walk.finish({0: found}, self.stop - self.start))
+            return self._prepared.form(*walk.finish({0: found}, sum(b - a for a, b in self._ranges)))
 
-    def over(self, source: Iterable[Any], *, gradients: OnGradient | None = None, quiet: bool = False) -> Any:
+    def over(
+        self,
+        source: Iterable[Any],
+        *,
+        gradients: OnGradient | None = None,
+        quiet: bool = False,
+        verify: bool = True,
+    ) -> Any:
         """Read a whole source of chunks; the result, differentiable for the rows where they ask for it.
 
         A gradient reads the source again: chunks that ask for one get theirs added to ``.grad``, and
         ``gradients(first column, {name: gradient})`` is called for each. A program of several passes reads it once for
         each, and what it calls with is then to be added up. At a terminal a bar shows how far it is, unless ``quiet``.
+
+        A later reading that differs from the first is a StreamError: the number of columns is always compared, and
+        with ``verify`` a checksum of every chunk (where there can be a second reading; it costs two reads of the
+        chunk's memory each time).
         """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
         _alone()
         reader = iter(source)
         if reader is source:
-            if torch.is_grad_enabled() and (self._asks or gradients is not None):
+            if torch.is_grad_enabled() and (self._rows_ask() or gradients is not None):
                 raise StreamError(
                     detail=f"a gradient needs to read the source twice, but {type(source).__name__} is read only once",
                     fix="Give a list, a DataLoader or mr.chunks(...), or call it under torch.no_grad()",
@@ -142,10 +183,16 @@ class Stream:
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
         begun = [_resumed([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
+        asked = torch.is_grad_enabled() and (self._rows_ask() or gradients is not None or columns_ask)
+        readings = Readings(_source_name(source), asked or _reads_again(prepared.walk), verify)
+        at_once = gradients is not None or columns_ask  # a chunk's gradient is not given to another chunk
         del first, named, reader
 
         def read() -> Iterator[Chunk]:
-            at = self.start
+            return readings.watch(chunks(), at_once)
+
+        def chunks() -> Iterator[Chunk]:
+            at = self._next
             for values in progress(begun.pop() if begun else source, quiet, count):
                 chunk = self._chunk(prepared, self._named(values), at)
                 at += chunk[1]
@@ -158,20 +205,39 @@ class Stream:
     # Stop and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """All that must be kept to go on later, or elsewhere: plain tensors and numbers."""
-        name = self._prepared.name if self._prepared is not None else self._resumed
-        states = None if self._states is None else [[t.clone() for t in s] for s in self._states]
-        return {"program": name, "start": self.start, "stop": self.stop, "states": states}
+        """All that must be kept to go on later, or elsewhere: plain tensors and numbers.
+
+        The rows are not kept, but a checksum of each: a state is resumed with the rows that it was made with.
+        """
+        return {
+            "program": self._prepared.name if self._prepared is not None else "",
+            "start": self.start,
+            "stop": self.stop,
+            "ranges": [list(r) for r in self._ranges],
+            "rows": row_checksums(self._rows),
+            "columns": None if self._empty is None else dict(self._empty),
+            "states": None if self._states is None else [[t.clone() for t in s] for s in self._states],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Stream:
-        """Go on from where ``state_dict`` was taken: to the bit as if nothing had happened."""
+        """Go on from where ``state_dict`` was taken: to the bit as if nothing had happened.
+
+        A state of another op, of other options or of other rows is a StreamError.
+        """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Load into a fresh op.stream(...)")
-        missing = {"program", "start", "stop", "states"} - set(state)
+        missing = {"program", "start", "stop", "ranges", "rows", "columns", "states"} - set(state)
         if missing:
-            raise StreamError(detail=f"the state lacks {', '.join(sorted(missing))}", fix="Give what state_dict() gave")
-        self._resumed, self.start, self.stop = str(state["program"]), int(state["start"]), int(state["stop"])
-        self._states = None if state["states"] is None else [[t.clone() for t in s] for s in state["states"]]
+            raise StreamError(
+                detail=f"the state lacks {', '.join(sorted(missing))}",
+                fix="Give what state_dict() gave; a state of an older version holds too little, so fold anew",
+            )
+        _same_rows(state["rows"], self._rows, "the saved state and this stream")
+        if state["states"] is not None:
+            self._ready(state["columns"], str(state["program"]))
+            self._states = [[t.clone() for t in s] for s in state["states"]]
+        self._ranges = tuple((int(a), int(b)) for a, b in state["ranges"])
+        self._next = int(state["stop"])
         return self
 
     # Chunks
@@ -179,7 +245,7 @@ class Stream:
     def _named(self, values: Any) -> dict[str, Any]:
         if isinstance(values, Tensor):
             values = (values,)
-        needed = [n for n, optional in self._columns.items() if not optional]
+        needed = [n for n, p in self._columns.items() if not p.optional]
         if isinstance(values, Mapping):
             wrong = (set(values) - set(self._columns)) | (set(needed) - set(values))
         elif isinstance(values, tuple | list) and len(values) in (len(needed), len(self._columns)):
@@ -195,7 +261,9 @@ class Stream:
             )
         return dict(values)
 
-    def _ready(self, named: Mapping[str, Any]) -> Prepared:
+    def _ready(self, named: Mapping[str, Any], name: str = "") -> Prepared:
+        """What is known of the op for chunks like this one, made by the first and then kept; with ``name``, it must be
+        the program of that name."""
         _alone()
         if self._prepared is None:
             prepared = self._prepare(named)
@@ -205,9 +273,21 @@ class Stream:
                     detail="this op asks for the number of columns before they have all come",
                     fix="Use .over(source) with a source that can be read again",
                 )
-            _same(self._resumed or prepared.name, prepared.name)
+            _same(name or prepared.name, prepared.name)
             self._prepared = prepared
+            self._empty = {n: self._without_columns(n, v) for n, v in named.items()}
+        _same(name or self._prepared.name, self._prepared.name)
         return self._prepared
+
+    def _without_columns(self, name: str, value: Any) -> Any:
+        """A column argument of no columns, which says all that a program asks of one: type, features and batch."""
+        if not isinstance(value, Tensor):
+            return value
+        tail = self._columns[name].tail
+        return value.detach().narrow(value.dim() - len(tail) + tail.index("cols"), 0, 0).clone()
+
+    def _rows_ask(self) -> bool:
+        return any(isinstance(v, Tensor) and v.requires_grad for v in self._rows.values())
 
     def _chunk(self, prepared: Prepared, named: Mapping[str, Any], at: int) -> Chunk:
         """A chunk checked against the first one, its tensors given all batch dimensions; one like the last is right."""
@@ -249,3 +329,43 @@ def _same(name: str, other: str) -> None:
             detail="the columns, rows or options do not fit those folded so far",
             fix="Keep one op, one set of rows, and chunks of one type and one number of features",
         )
+
+
+def _same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:
+    own = row_checksums(rows)
+    different = sorted(n for n in set(sums) | set(own) if sums.get(n) != own.get(n))
+    if different:
+        raise StreamError(
+            detail=f"{who} have other values of {', '.join(different)}, so their states do not belong together",
+            fix="Give op.stream(...) the very rows and numbers that the state was made with",
+        )
+
+
+def _joined(ranges: Ranges, more: Ranges) -> Ranges:
+    """The columns of both; a column that is in both is an error."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(r for r in (*ranges, *more) if r[0] < r[1]):
+        if found and start < found[-1][1]:
+            raise StreamError(
+                detail=f"columns {_shown(ranges)} and {_shown(more)} share numbers {start} to "
+                f"{min(stop, found[-1][1])}: the same columns would be folded twice",
+                fix="Fold every column once, and number the parts of a stream with .starting(at=...)",
+            )
+        if found and start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _shown(ranges: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{start} to {stop}" for start, stop in ranges)
+
+
+def _source_name(source: Any) -> str:
+    return str(source) if isinstance(source, Chunks) else f"the source ({type(source).__name__})"
+
+
+def _reads_again(walk: Walk) -> bool:
+    """Whether a source is read more than once even without gradients."""
+    return len(walk.program.passes) > 1 or any(walk.needs_count(p) for p in walk.program.passes)

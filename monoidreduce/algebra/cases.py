@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from monoidreduce.algebra import domains
 from monoidreduce.algebra.fields import Domain, Function, List, Matrix, Scalar
 from monoidreduce.algebra.monoid import Monoid
 
@@ -30,6 +31,7 @@ class Family:
     gradient: bool
     specials: bool = False  # half of the numbers of a field are its domain's special values
     identities: bool = False  # half of the elements are the identity
+    ties: bool = False  # numbers are drawn from a few, so that many are equal
 
 
 def _normal(factor: float) -> Draw:
@@ -47,7 +49,7 @@ def _spread(gen: Generator, shape: tuple[int, ...]) -> Tensor:
 
 FAMILIES = (
     Family("ordinary numbers", _normal(2.0), gradient=True),
-    Family("ties and zeros", _ties, gradient=False),
+    Family("ties and zeros", _ties, gradient=False, ties=True),
     Family("identities", _normal(2.0), gradient=True, identities=True),
     Family("special values", _normal(2.0), gradient=True, specials=True),
     Family("large numbers", _normal(1e5), gradient=True),
@@ -99,8 +101,9 @@ def domain_of(monoid: type[Monoid], name: str, given: Mapping[str, Any]) -> Doma
     """
     if name in given:
         return given[name] if isinstance(given[name], Domain) else None
-    if name in monoid.domain:
-        return monoid.domain[name]
+    own = domains.field_domains(monoid)
+    if name in own:
+        return own[name] if isinstance(own[name], Domain) else None
     identity = monoid.fields()[name].identity
     infinite = isinstance(identity, float) and math.isinf(identity)
     return Domain(specials=(identity,) if infinite else ())
@@ -153,14 +156,12 @@ def _element(
     length: int,
     fields: Mapping[str, Any],
 ) -> Any:
-    values: dict[str, Any] = {}
-    for name, field in monoid.fields().items():
-        if field.marker is Function:
-            values[name] = _affine(gen)
-            continue
-        inner = {Scalar: (1,), Matrix: (size, size), List: (length,)}.get(field.marker, (size,))
-        values[name] = _numbers(monoid, name, family, gen, (*batch, *inner), fields)
-    x = monoid.legal(monoid(**values))
+    if domains.is_sampled(monoid):
+        x = _sampled(monoid, family, gen, batch, size, length, fields)
+    elif domains.is_related(monoid):
+        x = _accepted(monoid, family, gen, batch, size, length, fields)
+    else:
+        x = _independent(monoid, family, gen, batch, size, length, fields)
     if not family.identities:
         return x
     identity = monoid.identity(x)
@@ -174,6 +175,68 @@ def _element(
     return monoid(**chosen)
 
 
+class NoExampleError(Exception):
+    """A predicate accepted none of the states that were drawn."""
+
+
+def _sampled(
+    monoid: type[Monoid], family: Family, gen: Generator, batch: tuple[int, ...], size: int, length: int, fields: Any
+) -> Any:
+    """States from the class's own sampler; of a product, each factor's from its own."""
+    draw = domains.sampler(monoid)
+    if draw is not None:
+        found = draw(gen, batch, size)
+        values = found.asdict() if isinstance(found, Monoid) else dict(found)
+        return monoid(**{n: v.double() if v.dtype is torch.float32 else v for n, v in values.items()})
+    joined: dict[str, Any] = {}
+    for part, names in zip(monoid.components, monoid.component_fields, strict=True):
+        given = {old: fields[new] for old, new in names.items() if new in fields}
+        piece = _element(part, replace(family, identities=False), gen, batch, size, length, given)
+        joined |= {new: getattr(piece, old) for old, new in names.items()}
+    return monoid(**joined)
+
+
+def _accepted(
+    monoid: type[Monoid], family: Family, gen: Generator, batch: tuple[int, ...], size: int, length: int, fields: Any
+) -> Any:
+    """States that the class's predicate accepts, among many that are drawn."""
+    if not batch:
+        for _ in range(1000):
+            x = _independent(monoid, family, gen, batch, size, length, fields)
+            if bool(domains.reachable(x, 0)):
+                return x
+        raise NoExampleError
+    (count,) = batch
+    found: list[Any] = []
+    for _ in range(16):
+        x = _independent(monoid, family, gen, (64 * count,), size, length, fields)
+        accepted = domains.reachable(x, 1)
+        found.append(monoid(**{n: t[accepted] for n, t in x.asdict().items()}))
+        if sum(len(next(iter(f.asdict().values()))) for f in found) >= count:
+            return monoid(**{n: torch.cat([getattr(f, n) for f in found])[:count] for n in monoid.fields()})
+    raise NoExampleError
+
+
+def _independent(
+    monoid: type[Monoid],
+    family: Family,
+    gen: Generator,
+    batch: tuple[int, ...],
+    size: int,
+    length: int,
+    fields: Mapping[str, Any],
+) -> Any:
+    """Every field by itself, then made legal."""
+    values: dict[str, Any] = {}
+    for name, field in monoid.fields().items():
+        if field.marker is Function:
+            values[name] = _affine(gen)
+            continue
+        inner = {Scalar: (1,), Matrix: (size, size), List: (length,)}.get(field.marker, (size,))
+        values[name] = _numbers(monoid, name, family, gen, (*batch, *inner), fields)
+    return monoid.legal(monoid(**values))
+
+
 def _numbers(
     monoid: type[Monoid], name: str, family: Family, gen: Generator, shape: tuple[int, ...], fields: Mapping[str, Any]
 ) -> Tensor:
@@ -181,12 +244,16 @@ def _numbers(
         return torch.rand(shape, generator=gen) < 0.5
     domain = domain_of(monoid, name, fields)
     if domain is None:
-        return torch.as_tensor(fields[name](gen, shape))
+        draw = fields[name] if name in fields else domains.field_domains(monoid)[name]
+        return torch.as_tensor(draw(gen, shape))
     if name in monoid.integers:
         least = int(max(domain.low, -3.0))
         return torch.randint(least, int(min(domain.high, least + 6)) + 1, shape, generator=gen)
     if math.isfinite(domain.low) and math.isfinite(domain.high):
-        x = domain.low + (domain.high - domain.low) * torch.rand(shape, generator=gen, dtype=torch.float64)
+        part = torch.rand(shape, generator=gen, dtype=torch.float64)
+        if family.ties:
+            part = (part * 5).floor() / 4
+        x = domain.low + (domain.high - domain.low) * part
     else:
         x = family.draw(gen, shape)
         outside = (x < domain.low) | (x > domain.high)
@@ -236,4 +303,4 @@ def _whole(gen: Generator, below: int) -> int:
     return int(torch.randint(0, below, (), generator=gen))
 
 
-__all__ = ["FAMILIES", "Case", "Family", "domain_of", "draw_case", "mapped", "scale_of"]
+__all__ = ["FAMILIES", "Case", "Family", "NoExampleError", "domain_of", "draw_case", "mapped", "scale_of"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from monoidreduce.algebra.fields import List, describe
 from monoidreduce.algebra.monoid import Monoid
+from monoidreduce.algebra.probe import probe
 from monoidreduce.algebra.shaping import as_fields, lift, lower, normal_dim
 from monoidreduce.algebra.tree import combined, fold_axis, with_identity
 from monoidreduce.errors import ArgumentError
@@ -35,7 +36,8 @@ def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> A
     The fields of the result have the shape of one element. 16-bit numbers are folded in float32.
 
     Plain torch: ``fold(Sum, x, dim).v`` is ``x.sum(dim)``; ``fold(LogWSum, {"z": z, "v": v}).v`` is ``softmax(z) @ v``.
-    Raises ArgumentError, ShapeError or DeviceError, before any work.
+    Raises ArgumentError, ShapeError or DeviceError, before any work; and MonoidLawError, with an example, for a monoid
+    that plainly breaks a law (looked at once for each class; say with ``domain`` which states it has).
 
     >>> import torch
     >>> from monoidreduce.algebra.catalogue import LogWSum, Sum
@@ -48,6 +50,7 @@ def fold(monoid: Any, xs: Any, dim: int | None = None, *, like: Any = None) -> A
     """
     if not (isinstance(monoid, type) and issubclass(monoid, Monoid) and monoid.fields()):
         raise ArgumentError(detail=f"fold needs a monoid class, got {monoid!r}", fix="Pass a subclass of Monoid")
+    probe(monoid)
     if isinstance(xs, (Monoid, Mapping, Tensor)):
         dim = -1 if dim is None else dim
         given = as_fields(monoid, xs, dim)

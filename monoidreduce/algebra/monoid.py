@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from monoidreduce.algebra import domains
 from monoidreduce.algebra.approx import all_close
 from monoidreduce.algebra.derive import vjp
 from monoidreduce.algebra.fields import Domain, Field, Function, List, Matrix, Scalar, Vector, describe, read_fields
@@ -61,8 +62,9 @@ class Monoid(metaclass=MonoidType):
     elementwise: ClassVar[bool] = False  # combine acts on each component alone: a Vector may stand for a Scalar
     tensor_only: ClassVar[bool] = False  # the bodies need shapes, so symbols cannot go through them
     integers: ClassVar[tuple[str, ...]] = ()  # fields that hold whole numbers: counts and positions
-    domain: ClassVar[Mapping[str, Domain]] = {}  # which values a field may take, where not all
+    domain: ClassVar[Any] = {}  # which states can be reached, where not all: see domains.py
     components: ClassVar[tuple[type[Monoid], ...]] = ()  # of a product: its factors
+    component_fields: ClassVar[tuple[Mapping[str, str], ...]] = ()  # of each factor: its field -> the product's
     has_gradient: ClassVar[bool] = False
     gradient_road: ClassVar[str] = "none"  # "pullback", "remove" or "none"
     fold_tile: ClassVar[Any] = None  # optional: fold_tile(x, dim), all of one axis at once (dim >= 0)
@@ -236,7 +238,8 @@ def _check_declaration(cls: type[Monoid]) -> None:
             detail=f"{cls.__name__} has fields ({describe(cls._fields)}) but no combine",
             fix="Define combine(a, b), which returns a new element",
         )
-    for what, names in (("integers", cls.integers), ("domain", cls.domain)):
+    domains.check(cls)
+    for what, names in (("integers", cls.integers), ("domain", domains.field_domains(cls))):
         for name in names:
             if name not in cls._fields:
                 raise DeclarationError(

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from monoidreduce.algebra.approx import approximately
+from monoidreduce.algebra.domains import field_domains
 from monoidreduce.algebra.fields import Field, Function
 from monoidreduce.algebra.tree import fold_axis
 from monoidreduce.errors import ArgumentError
@@ -93,7 +94,8 @@ def _product(parts: tuple[Any, ...]) -> Any:
         "elementwise": all(part.elementwise for part in parts),
         "tensor_only": any(part.tensor_only for part in parts),
         "integers": tuple(new for part, old, new in owners() if old in part.integers),
-        "domain": {new: part.domain[old] for part, old, new in owners() if old in part.domain},
+        "component_fields": tuple(renamed),
+        "domain": {new: field_domains(part)[old] for part, old, new in owners() if old in field_domains(part)},
         "combine": combine,
         "legal": legal,
         "approx": approx,

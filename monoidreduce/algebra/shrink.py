@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from monoidreduce.algebra.cases import Case, domain_of, mapped
+from monoidreduce.algebra.domains import is_sampled
 from monoidreduce.algebra.fields import Function, List, Matrix, Vector
 from monoidreduce.algebra.monoid import Monoid
 
@@ -46,6 +47,8 @@ def _simpler(case: Case, fields: Mapping[str, Any], fewer: bool) -> Iterator[Cas
         identity = monoid.identity(x)
         if _weight(identity) < _weight(x):
             yield _with_element(case, k, identity)
+    if is_sampled(monoid):  # only the sampler knows which numbers go together
+        return
     yield from _fewer_features(case)
     for k, x in enumerate(case.elements):
         for simpler in _rounder(x, fields):

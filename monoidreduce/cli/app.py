@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from .._version import __version__
+from ..engine.recover import ran_out
 from ..errors import MonoidReduceError
 from . import terminal
 from .bench import COMMAND as BENCH
@@ -34,6 +36,7 @@ COMMANDS: tuple[Command, ...] = (DEMO, CHECK, EXPLAIN, BENCH, PROFILE, TUNE, CAC
 _NOISE = (
     "mkldnn_matmul failed",  # said with thirty lines of addresses on CPUs without bfloat16; the result is right
 )
+_TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow", "invalid size")
 PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
 
@@ -47,6 +50,11 @@ def run(argv: Sequence[str]) -> int:
         return _mistake(error.format_message())
     except (CommandError, MonoidReduceError) as error:
         return _mistake(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error) and not any(words in str(error) for words in _TOO_LARGE):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        return _mistake(f"out of memory{f' (of {asked[1]})' if asked else ''}. Give smaller sizes, or fewer features")
     except (KeyboardInterrupt, click.Abort):
         print("monoidreduce: interrupted", file=sys.stderr)
         return 130

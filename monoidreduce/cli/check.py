@@ -7,11 +7,11 @@ from typing import Any
 import click
 import torch
 
-from ..errors import MonoidReduceError
+from ..errors import MonoidLawError, MonoidReduceError
 from . import checks, options, subject, terminal
 from .checks import BAD, CHECKS, LARGE, RAGGED, Trials, Verdict
 from .command import Answer, Command
-from .target import Target, load
+from .target import Target, load, users_code
 
 
 def run(
@@ -30,10 +30,11 @@ def run(
     beside plain torch's. Exit code 1 if anything fails.
     """
     found = load(target)
-    if found.is_monoid:
-        verdicts = checks.of_monoid(found.thing, cases)
-    else:
-        verdicts = _of_layer(found, sizes or RAGGED, large, cases, device, given)
+    with users_code(found.file):  # a combine or a layer that raises
+        if found.is_monoid:
+            verdicts = checks.of_monoid(found.thing, cases)
+        else:
+            verdicts = _of_layer(found, sizes or RAGGED, large, cases, device, given)
     code = int(any(v.answer == BAD for v in verdicts))
     data = {"target": target, "passed": not code, "checks": [vars(v) for v in verdicts]}
     return Answer(data, lambda console: terminal.verdicts(console, target, verdicts), code)
@@ -48,7 +49,10 @@ def _of_layer(
         return [Verdict("trace", BAD, str(error))]
     trials = Trials(layer, tuple(sizes), large, device)
     verdicts = []
-    monoids = checks.monoids_of(layer)
+    try:
+        monoids = checks.monoids_of(layer)
+    except MonoidLawError as error:  # so plainly broken that the op refuses it
+        return [Verdict(f"laws of {error.details['monoid']}", BAD, str(error))]
     with terminal.progress(len(monoids) + len(CHECKS)) as begin:
         for monoid in monoids:
             begin(f"laws of {monoid.__name__}")

@@ -27,7 +27,7 @@ from .layers import SEED
 from .memory import Profile
 from .numbers import geometric, short
 from .subject import Subject
-from .target import users_code
+from .target import check_takes, users_code
 from .trial import Outcome
 
 GOOD, BAD, NOT_TRIED = "ok", "FAILED", "not tried"
@@ -99,6 +99,8 @@ class Trials:
 
     def dense(self, *args: Any) -> Any:
         assert self.subject.dense is not None  # asked by whoever calls
+        if self.subject.by_hand:
+            check_takes(self.subject.dense, args, "--dense")
         return self.subject.dense(*args)
 
 

@@ -16,6 +16,17 @@ DTYPES = {
 }  # fmt: skip
 
 
+MOST = 10**15  # of anything that is counted: more is a slip of the finger, and torch counts in 64 bits
+
+
+def whole(text: str) -> int | None:
+    """A whole number from 1 to MOST, None where the text is none."""
+    text = text.strip()
+    if not text.isdecimal() or len(text) > len(str(MOST)):  # before int, which refuses thousands of digits
+        return None
+    return number if 1 <= (number := int(text)) <= MOST else None
+
+
 class DTypeType(click.ParamType):
     """The name of a floating type."""
 
@@ -38,9 +49,11 @@ class SizeType(click.ParamType):
         if isinstance(value, tuple):
             return value
         parts = value.lower().replace("×", "x").split("x")
-        if len(parts) > 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-            self.fail(f"{value!r} is no size. Give ROWSxCOLS, such as 1024x4096, or one number for both", param, ctx)
-        return int(parts[0]), int(parts[-1])
+        found = [n for n in map(whole, parts) if n is not None]
+        if len(parts) > 2 or len(found) < len(parts):
+            shown = f"{value!r:.80} is no size"
+            self.fail(f"{shown}. Give ROWSxCOLS, such as 1024x4096, or one number for both", param, ctx)
+        return found[0], found[-1]
 
 
 class FeaturesType(click.ParamType):
@@ -54,9 +67,11 @@ class FeaturesType(click.ParamType):
         found = {}
         for part in value.split(","):
             letter, _, count = part.rpartition("=")
-            if not count.strip().isdecimal() or int(count) < 1 or (not letter.strip() and "=" in part):
-                self.fail(f"{part!r} is no size of features. Give one number, or letters as in f=64,d=32", param, ctx)
-            found[letter.strip()] = int(count)
+            size = whole(count)
+            if size is None or (not letter.strip() and "=" in part):
+                shown = f"{part!r:.80} is no size of features"
+                self.fail(f"{shown}. Give one number from 1 to 10^15, or letters as in f=64,d=32", param, ctx)
+            found[letter.strip()] = size
         return found
 
 
@@ -92,7 +107,7 @@ class DeviceType(click.ParamType):
         return device
 
 
-COUNT = click.IntRange(min=1)
+COUNT = click.IntRange(min=1, max=MOST)
 
 TARGET = click.Argument(["target"], metavar="FILE.py:NAME")
 SETTINGS = click.Option(

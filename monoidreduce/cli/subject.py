@@ -19,7 +19,7 @@ from . import naive
 from .command import CommandError
 from .draw import Recipe, Sizes, recipe
 from .layers import NAMED, SEED, Layer, Size
-from .target import Target, load, users_code
+from .target import Target, check_takes, load, users_code
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def _given(target: Target, makes: Callable[..., Any]) -> Callable[..., tuple[Any
 
     def make(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
+        check_takes(makes, (rows, cols), "--inputs")
         found = makes(rows, cols)
         if not isinstance(found, tuple | list):
             raise CommandError(f"{makes.__name__} returned a {type(found).__name__}. Return a tuple of arguments")

@@ -10,9 +10,11 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -87,9 +89,25 @@ def users_code(file: str) -> Iterator[None]:
         raise
     except BaseException as error:
         line = _line(error, file)
-        if line is None:
+        if line is not None:
+            raise CommandError(f"{file}, line {line}: {described(error)}") from None
+        elsewhere = _last_frame_of_user(error)
+        if elsewhere is None:
             raise
-        raise CommandError(f"{file}, line {line}: {described(error)}") from None
+        raise CommandError(f"{elsewhere}: {described(error)}") from None
+
+
+def check_takes(function: Callable[..., Any], args: Sequence[Any], option: str) -> None:
+    """Whether a user's function can be called with so many arguments; else one message says what it is to take."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(function, "__name__", str(function))
+        raise CommandError(f"{name}, which {option} names, is called with {len(args)} arguments: {error}") from None
 
 
 def described(error: BaseException) -> str:
@@ -108,6 +126,17 @@ def _line(error: BaseException, file: str) -> int | None:
     return lines[-1] if lines else None
 
 
+def _last_frame_of_user(error: BaseException) -> str | None:
+    """Where an error came out of a file that is neither ours nor installed: one that the target imports."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = [Path(__file__).parents[1], *(Path(p).resolve() for p in folders)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = _resolved(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(p) for p in installed):
+            return f"{frame.filename}, line {frame.lineno}"
+    return None
+
+
 def _resolved(file: str) -> Path:
     return Path(file).resolve()
 
@@ -116,9 +145,12 @@ def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         return _installed(where)
     path = Path(where)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise CommandError(f"the file {where} {kind}. {_HINT}")
+    try:
+        there, folder = path.is_file(), path.is_dir()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise CommandError(f"there is no file {where[:80]!r}: {_reason(error)}. {_HINT}") from None
+    if not there:
+        raise CommandError(f"the file {where} {'is a folder' if folder else 'does not exist'}. {_HINT}")
     spec = importlib.util.spec_from_file_location(f"_target_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise CommandError(f"{where} cannot be read as Python. {_HINT}")
@@ -145,10 +177,23 @@ def _module(where: str) -> ModuleType:
 
 
 def _installed(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        is_path = "/" in name or "\\" in name or name.startswith(".")
+        more = " (a file's path ends in .py)" if is_path else ""
+        raise CommandError(f"{name[:200]!r} is neither a .py file nor an importable module{more}. {_HINT}")
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise CommandError(f"{name} is neither a .py file nor an importable module ({error}). {_HINT}") from None
+    except MonoidReduceError as error:
+        raise CommandError(f"{name} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # its own lines failed
+        where = _last_frame_of_user(error)
+        raise CommandError(f"{name} cannot be imported: {f'{where}: ' if where else ''}{described(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _names(module: ModuleType) -> list[str]:

@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "green", "FAILED": "bold red", "not tried": "dim", "missing": "yellow"}
 
 
+class _Console(Console):
+    """Leaves a reader that went away to ``app.run``: rich would exit with 1, which says that a check failed."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """A rich console on stdout, or on stderr."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return _Console(stderr=stderr, highlight=False, soft_wrap=False)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ no part of it, so a new temperature is the same plan.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import BudgetError, NoGradientError
+from ..plan import budget
 from ..program.declare import Parameter
 from ..program.expr import Expr, topological
+from ..program.gradient import gradient
 from ..program.lower import lower
 from ..program.trace import Traced
-from . import exact, known, outline, recover, reference, registry
+from . import exact, known, outline, panel, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
+from .gradients import asks
 from .planning.roads import Roads
 from .script import inputs
 from .tapes.frozen import freezes
 from .tapes.replay import Program
 from .tapes.rewind import totals
 from .tapes.steps import Steps
+from .walks import as_program
 
 
 class Form(NamedTuple):
@@ -99,12 +105,38 @@ class Plan:
 
     def of(self, *inputs: Any) -> list[Tensor]:
         """The same, of the values as the program is given them."""
-        found = recover.typed(self.run, inputs, self.sizes)
+        try:
+            found = recover.typed(self.run, inputs, self.sizes)
+        except BudgetError as error:
+            raise _enough(error, self.traced, inputs, self.sizes) from None
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
                 found[k] = _as_given(value, self.outputs[k], self.sizes)
         return found
+
+
+def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
+    """The same error, naming an amount in which all passes of the call fit, and of its backward where one may follow.
+
+    A pass knows only its own need; the call would be refused again by the next one.
+    """
+    own = error.details.get("bytes")
+    if not isinstance(own, int):  # of tiles, whose least is the same for every pass
+        return error
+    maker = registry.stepper(registry.engine(), sizes.device)
+    one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
+    kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
+    folds = [p.fold for p in lower(traced.outputs).passes]
+    if torch.is_grad_enabled() and asks(inputs):
+        for fold in list(folds):
+            asked = tuple(e.dtype == "float" for e in fold.leaves)
+            with contextlib.suppress(NoGradientError):
+                _, _, outputs = gradient(fold.pure, fold.leaves, asked, (True,) * len(fold.outputs))
+                folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
+    folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
+    bytes = max([own, *(panel.least(as_program(f), one, maker, kinds) for f in folds)])
+    return BudgetError(given=error.details["given"], least=budget.shown(bytes), bytes=bytes)
 
 
 def _walk(
@@ -114,9 +146,9 @@ def _walk(
     program = lower(traced.outputs)
     names, frozen = inputs(program), alike and freezes(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
-    asks = exact.asking(values)
-    program = exact.marked(program, asks, sizes)
-    calm = [n for n in names if program.exact and n not in {*numbers, *asks} and values[n].is_floating_point()]
+    asking = exact.asking(values)
+    program = exact.marked(program, asking, sizes)
+    calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
     rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
     run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows

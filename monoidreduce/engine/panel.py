@@ -1,9 +1,8 @@
 """The panel schedule: the vendor's products fill a panel of pairs, everything else is done to it where it lies.
 
-A *panel* is all pairs of a few rows. Passes that need of earlier ones only what is complete for these rows (results
-over columns) are done one after another on the same panel, its products computed once: so a loss whose cotangent is
-known takes its gradient while the panel is there. A pass that needs a result over rows starts a new walk. What is done
-to a panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/panel.py``).
+A *panel* is all pairs of a few rows. Passes that need only earlier results over columns run one after another on the
+same panel, with its products computed once; a pass that needs a result over rows starts a new walk. What is done to a
+panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``triton/wide/panel.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .eager.chunk import Chunk, FoldCode, code_of, slices
 from .eager.tilerun import Buffers
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .pick import run_pick
-from .walks import Walk, as_program, by_reduction, fed, paired, split_means, walks
+from .walks import Walk, as_program, by_reduction, fed, least_room, paired, row_numbers, split_means, walks
 
 ALIGN = 64  # elements: rows of a panel begin on a multiple
 
@@ -89,11 +88,14 @@ class Part(Protocol):
 
 
 def execute(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, maker: Maker, room: int = 0) -> list[Any]:
-    """Run a program of one batch element, walk by walk; its outputs in the evaluator's layout.
-
-    ``room``: bytes that panels may take, the budget's if left out.
-    """
+    """Run a program of one batch element, walk by walk; its outputs in the evaluator's layout. ``room``: bytes that
+    panels may take, the budget's if left out."""
     return maker.repeated(functools.partial(_walked, maker), program, inputs, sizes, room)
+
+
+def least(program: Lowered, sizes: Sizes, maker: Maker, kinds: set[torch.dtype]) -> int:
+    """Bytes in which a program can be run, its vectors being of ``kinds``."""
+    return least_room(split_means(program) if maker.splits else program, lambda w: maker(w, sizes, kinds).least())
 
 
 def _walked(maker: Maker, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
@@ -102,7 +104,11 @@ def _walked(maker: Maker, program: Lowered, inputs: Mapping[str, Any], sizes: Si
     needed = _under(program.outputs)
     for walk in walks(program):
         first = _Run(walk, whole, needed, maker, room)
-        for each in [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]:
+        runs = [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]
+        if not all(each.panel for each in runs):
+            bytes = least(program, sizes, maker, first.kinds)
+            raise BudgetError(given=budget.given(first.room), least=budget.shown(bytes), bytes=bytes)
+        for each in runs:
             each.run()
     return [whole(e) for e in program.outputs]
 
@@ -110,20 +116,6 @@ def _walked(maker: Maker, program: Lowered, inputs: Mapping[str, Any], sizes: Si
 @functools.lru_cache(maxsize=1024)
 def _under(outputs: tuple[Expr, ...]) -> frozenset[Expr]:
     return frozenset(topological(outputs))
-
-
-@functools.lru_cache(maxsize=1024)
-def _known(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The rows' numbers under what is fed that wait for nothing which panels bring, nor for vectors: they are computed
-    once for all rows."""
-    order = topological(feeds)
-    late = {e for e in order if e.op in ("reduce", "result") or e.feature is not None}
-    for e in order:  # arguments first
-        if not late.isdisjoint(e.args):
-            late.add(e)
-    known = [e for e in order if e.rows and not e.cols and e not in late]
-    used = {a for e in order if e not in known for a in e.args} | set(feeds)
-    return tuple(e for e in known if e in used)
 
 
 def is_wide(fold: Fold, sizes: Sizes) -> bool:
@@ -175,22 +167,21 @@ class _Run:
         feeds += [a for f in feeds if f.op == "dot" for a in f.args]
         self.fixed = {f: whole(f) for f in dict.fromkeys(feeds) if not f.rows}
         vectors = [v for f, v in self.fixed.items() if f.cols and f.feature is not None]
-        self.step = maker(walk, self.sizes, {v.dtype for v in vectors})
-        known = _known(tuple(feeds))
+        self.kinds = {v.dtype for v in vectors}
+        self.step = maker(walk, self.sizes, self.kinds)
+        known = row_numbers(tuple(feeds))
         self.step.before(known, whole)
         self.numbers = {f: whole(f) for f in known}
         self.panel: panels.Panels | None = panels.Panels(1, 1)
-        self.least, self.room = 0, room
+        self.room = room
         if self.sizes.rows and self.sizes.cols:
-            self.least = self.step.least()
-            self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.least)
+            self.room = room or budget.limit(lambda: hardware.free_memory(self.sizes.device), self.step.least())
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None
 
     def run(self) -> None:
-        if self.panel is None:
-            raise BudgetError(given=budget.shown(self.room), least=budget.shown(self.least))
+        assert self.panel is not None
         self.step.begin(self.panel)
         for rows, cols in self.step.walk_panels():
             part = _Part(self, rows, cols)
@@ -314,7 +305,8 @@ class TorchStep:
         pass
 
     def choose(self, room: int) -> panels.Panels | None:
-        self.room = min(max(plan.LEAST, room // 4), plan.ELEMENTS * plan.HELD)  # of the tiles
+        # A quarter for the tiles, less where one row of a panel needs it: what least() names must suffice.
+        self.room = min(max(plan.LEAST, min(room // 4, room - self.least() + plan.LEAST)), plan.ELEMENTS * plan.HELD)
         return panels.by_rows(self.sizes.rows, self.sizes.cols, self._pair(), room - self.room)
 
     def least(self) -> int:

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import StreamError
-from ..program.expr import Expr, index, size, topological
+from ..program.expr import Expr, size, topological
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered, Pass, lower
 from ..program.normal import is_pass
 from . import combine
+from .checksum import Chunk
 from .combine import State
 from .evaluate import Evaluator, Sizes, from_layout, to_layout
 from .ranks import parts
@@ -28,7 +29,6 @@ from .ranks.parts import Engine, Part
 from .ranks.shard import Axis, Shard
 from .ranks.sharded import as_gradient
 
-Chunk = tuple[int, int, dict[str, Any]]  # first column, how many, and the column arguments by name
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]
 
@@ -56,12 +56,6 @@ class Walk:
         for f in (f for p in self.program.passes for f in p.feeds if f.cols):
             if any(e.op == "reduce" for e in topological([f])):
                 raise StreamError(detail="a column value depends on a fold", fix="Give all columns at once")
-
-    @property
-    def placed(self) -> bool:
-        """Whether it matters how columns are numbered."""
-        found = [e for p in self.program.passes for e in topological([*p.fold.reductions, *p.feeds])]
-        return any(e is index("col") or (e.op == "reduce" and e.attrs[0] in ("best", "topk", "pick")) for e in found)
 
     def needs_count(self, p: Pass) -> bool:
         return size("cols") in topological([*p.fold.reductions, *p.feeds, *p.fold.scales])

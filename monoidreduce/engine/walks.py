@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,6 +69,12 @@ class Walk:
                 gathers = None if found else stage.gathers
                 found.append(Walk((Stage(fold, tuple(f for _, f in kept), results, gathers),)))
         return found if len(found) == 2 else []
+
+
+def least_room(program: Lowered, least: Callable[[Walk], int]) -> int:
+    """Bytes in which every walk of a program can be run, ``least(walk)`` being what one takes by itself; a walk whose
+    directions can be done apart is done so where it does not fit whole."""
+    return max([0, *(least(w) for walk in walks(program) for w in walk.apart() or [walk])])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,3 +189,16 @@ def paired(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[t
     for nodes, values in zip(by_reduction(stage.fold.reductions, stage.results).values(), results, strict=True):
         if values is not None:
             yield from zip(nodes, values, strict=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def row_numbers(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The numbers per row under ``feeds`` that depend on no reduction and no vector: computed once for all rows."""
+    order = topological(feeds)
+    late = {e for e in order if e.op in ("reduce", "result") or e.feature is not None}
+    for e in order:  # arguments first
+        if not late.isdisjoint(e.args):
+            late.add(e)
+    known = [e for e in order if e.rows and not e.cols and e not in late]
+    used = {a for e in order if e not in known for a in e.args} | set(feeds)
+    return tuple(e for e in known if e in used)

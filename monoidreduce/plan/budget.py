@@ -123,6 +123,16 @@ def limit(free: Callable[[], int], least: int = 0) -> int:
     return max(min(room, least), room // _parts.get())
 
 
+def given(size: int) -> str:
+    """Bytes that were given, as people write them; rounded down, so that too little never looks like enough."""
+    for unit in ("GB", "MB", "kB"):
+        one = _UNITS[unit.upper()]
+        if size >= 10 * one:
+            whole, thousandths = divmod(size * 1000 // one, 1000)
+            return f"{whole}.{thousandths:03d}".rstrip("0").rstrip(".") + unit
+    return f"{size}B"
+
+
 def shown(size: int) -> str:
     """Bytes as people write them; rounded up, so that what is shown suffices."""
     for unit in ("GB", "MB", "kB"):

@@ -37,7 +37,7 @@ def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = 
     room = room or budget.asked()
     if room is not None:
         if room < LEAST:
-            raise BudgetError(given=budget.shown(room), least=budget.shown(LEAST))
+            raise BudgetError(given=budget.given(room), least=budget.shown(LEAST))
         elements = min(elements, max(LEAST, room // budget.parts()) // HELD)
     elements = max(1, elements)
     r = min(max(1, rows), max(1, min(ROWS, elements)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..algebra import Monoid, Scalar
+from ..algebra.probe import probe
 from ..errors import ArgumentError, TraceError, UnreducedError
 from . import build
 from .draws import gumbel
@@ -321,6 +322,9 @@ def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
 def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 
+    A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is
+    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more.
+
     >>> import torch, monoidreduce as mr
     >>> @mr.op
     ... def total(x: mr.Row, y: mr.Col):
@@ -342,6 +346,7 @@ def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
             detail=f"{monoid.__name__} is not commutative, so its fold over pairs depends on the order of tiles",
             fix="Fold it in order with mr.fold",
         )
+    probe(monoid)
     exprs = []
     for name, (marker, _) in declared.items():
         e = expr_of(fields[name])

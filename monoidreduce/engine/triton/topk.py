@@ -165,7 +165,7 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     row = sizes.cols * kind.itemsize
     room = budget.limit(lambda: hardware.free_memory(sizes.device), row)
     if room < row:
-        raise BudgetError(given=budget.shown(room), least=budget.shown(row))
+        raise BudgetError(given=budget.given(room), least=budget.shown(row))
     step = min(sizes.rows, room // row)
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:
