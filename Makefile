@@ -17,10 +17,11 @@ help:  ## what there is to make
 # Redone only when what is to be installed changes. Our own build runs without isolation, so that the setuptools it
 # uses is the pinned one too.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "installing into $(VENV) (once; a minute or two)"
+	@echo "Setting up $(VENV): torch and about 140 packages, once. This takes two to five minutes; pip tells how far it is."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
-	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	@echo "$(VENV) is ready."
 	@touch $@
 
 setup: $(STAMP)  ## a virtual environment with everything, at the pinned versions
