@@ -1,0 +1,54 @@
+"""What autograd saves for a backward: the same tensors whatever is cached, and results that users may change in place.
+
+``torch.utils.checkpoint`` counts the tensors that a call saves and compares them with those of its recomputation, so a
+call may save only what its own backward reads. Graphs that the library builds for other purposes (estimating costs,
+measuring, deriving a pullback) are built under :func:`private_graphs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def private_graphs() -> contextlib.AbstractContextManager[Any]:
+    """A context in which graphs save their tensors directly: the caller's saved-tensor hooks do not see them.
+
+    Only the innermost pair of hooks is called, so hooks that do nothing hide the others."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # inside torch.func: there are none
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def own(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Results of an engine as outputs of an ``autograd.Function``, none of them a view.
+
+    Engines return views of their buffers, and torch refuses to change a view in place that a custom function made."""
+    return tuple([t.detach() if t._is_view() else t for t in results])
+
+
+def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
+    """``ctx.saved_tensors``, and whether the function's ``outputs`` among them (by position) still hold its results.
+
+    They do not where the user changed one in place (``y += 1``); a backward then recomputes them. An input that was
+    changed in place is torch's error, as ever."""
+    if getattr(ctx, "outputs_changed", False):
+        return ctx.saved_tensors, False
+    try:
+        return ctx.saved_tensors, True
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+    for k in outputs:  # torch does not compare the versions of what hooks unpack
+        ctx._raw_saved_tensors[k].register_hooks(_unchanged, _unchanged)
+    found = ctx.saved_tensors  # raises where it was an input
+    ctx.outputs_changed = True
+    return found, False
