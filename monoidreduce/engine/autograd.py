@@ -191,7 +191,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
-        context, leaves, results, _ = _kept(ctx, len(ctx.context.fold.outputs))
+        context, leaves, results = _kept(ctx, len(ctx.context.fold.outputs))[:3]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)

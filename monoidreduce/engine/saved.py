@@ -19,7 +19,7 @@ def private_graphs() -> contextlib.AbstractContextManager[Any]:
     """A context in which graphs save their tensors directly: the caller's saved-tensor hooks do not see them.
 
     Only the innermost pair of hooks is called, so hooks that do nothing hide the others."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # inside torch.func: there are none
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # inside torch.func
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
