@@ -105,7 +105,7 @@ class Plan:
         found = recover.typed(self.run, inputs, self.sizes)
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
-            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._is_view():
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
                 found[k] = _as_given(value, self.outputs[k], self.sizes)
         return found
 
@@ -209,6 +209,6 @@ def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Si
         return torch.full(shape, value, dtype=dtype, device=sizes.device)
     if value.shape != shape:
         value = value.expand(shape).clone(memory_format=torch.contiguous_format)
-    if value._is_view() and not value.requires_grad and straight():
+    if value._base is not None and not value.requires_grad and straight():
         value = value.detach()
     return value if value.dtype == dtype else value.to(dtype)

@@ -32,7 +32,7 @@ def own(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Results of an engine as outputs of an ``autograd.Function``, none of them a view.
 
     Engines return views of their buffers, and torch refuses to change a view in place that a custom function made."""
-    return tuple([t.detach() if t._is_view() else t for t in results])
+    return tuple([t if t._base is None else t.detach() for t in results])
 
 
 def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
