@@ -8,20 +8,28 @@ measuring, deriving a pullback) are built under :func:`private_graphs`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def private_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A context in which graphs save their tensors directly: the caller's saved-tensor hooks do not see them.
+@contextlib.contextmanager
+def private_graphs() -> Iterator[None]:
+    """A context for graphs of stand-in tensors on the CPU, which nothing that the caller asked of torch reaches.
 
-    Only the innermost pair of hooks is called, so hooks that do nothing hide the others."""
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # inside torch.func
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+    The caller's saved-tensor hooks do not see what they save: only the innermost pair of hooks is called, so hooks
+    that do nothing hide the others. Anomaly detection does not look at their numbers, which mean nothing. Tensors are
+    made on the CPU, whatever the default device is."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:  # None outside torch.func
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch.empty(0).device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def _unchanged(t: Tensor) -> Tensor:

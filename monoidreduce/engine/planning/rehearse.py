@@ -227,7 +227,7 @@ def rehearse(
     (the k of a top-k).
     """
     scale = Scale(sizes, most)
-    with torch.set_grad_enabled(backward), private_graphs(), _disable_current_modes():
+    with torch.set_grad_enabled(backward), _disable_current_modes(), private_graphs():
         given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
         with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes):
