@@ -138,7 +138,7 @@ def over(walk: Walk, read: Read, on_gradient: OnGradient | None, columns_ask: bo
             total = sum(count for _, count, _ in read())
         job = Job(walk, k, read, on_gradient, total)
         kept = walk.kept(p, walk.known(found), total)
-        anchor = torch.zeros((), requires_grad=on_gradient is not None or columns_ask)
+        anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
         total = job.total
     return walk.finish(found, total or 0)

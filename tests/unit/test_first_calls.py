@@ -43,6 +43,10 @@ def _dense_entropy(x, w, *_):
     return (-(p.exp() * p).sum(-1),)
 
 
+def labels(x, w):
+    return torch.arange(len(x), device=x.device) % len(w)
+
+
 LAYERS = [
     (lambda: fresh_op(), dense_form),
     (
@@ -55,8 +59,8 @@ LAYERS = [
         lambda x, p, q: (torch.tanh(x @ p.mT) @ q,),
     ),
     (
-        lambda: lambda x, w, _: (ops.linear_cross_entropy(x, w, torch.arange(len(x)) % len(w)),),
-        lambda x, w, _: (F.cross_entropy(x @ w.mT, torch.arange(len(x)) % len(w)),),
+        lambda: lambda x, w, _: (ops.linear_cross_entropy(x, w, labels(x, w)),),
+        lambda x, w, _: (F.cross_entropy(x @ w.mT, labels(x, w)),),
     ),
 ]
 
