@@ -27,6 +27,7 @@ from .arithmetic import ARITHMETIC, Arithmetic
 from .evaluate import Sizes
 from .gradients import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
 from .registry import FOLDERS
+from .saved import own, saved
 from .script import script
 from .sides import Side
 from .tapes.frozen import Pass, freezes
@@ -120,11 +121,11 @@ class _Straight(torch.autograd.Function):
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
         form = early.form(context.fold, leaves, context.sizes, context.engine)
         if form is None:
-            output = tuple(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            output = own(FOLDERS[context.engine](context.fold, leaves, context.sizes))
             _keep(ctx, context, leaves, output)
             return output
         found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
-        output = tuple(found[k] for k in form.own)
+        output = own([found[k] for k in form.own])
         _keep(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
@@ -140,23 +141,24 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        shown, rest = recover.twice(context.launches, (leaves,), context.sizes, context.fold)
+        found, rest = recover.twice(context.launches, (leaves,), context.sizes, context.fold)
+        shown = own(found)
         ctx.context, ctx.form, ctx.asked = context, None, asked.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
             ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
         ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
         ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)], *shown, *rest)
-        return tuple(shown)
+        return shown
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context, leaves, results = _kept(ctx)
+        context, leaves, results, unchanged = _kept(ctx, len(cotangents))
         given: list[Tensor | None] = [None] * len(context.fold.outputs)
         launches = context.launches
         for k, g in zip(launches.shown, cotangents, strict=True):
             given[k] = g
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not unchanged:
             with asked.again(ctx.asked):
                 results = list(run(context, leaves))
         else:
@@ -189,7 +191,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
-        context, leaves, results = _kept(ctx)
+        context, leaves, results = _kept(ctx, len(ctx.context.fold.outputs))[:3]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
@@ -238,15 +240,23 @@ def _keep(
     ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
 
-def _kept(ctx: Any) -> tuple[Context, list[Any], list[Tensor]]:
-    """The context, the leaves and the results; what was kept beside them for gradients comes after these."""
-    saved = iter(ctx.saved_tensors)
-    leaves = [c if c is not None else next(saved) for c in ctx.constants]
-    return ctx.context, leaves, list(saved)
+def _kept(ctx: Any, count: int) -> tuple[Context, list[Any], list[Tensor], bool]:
+    """The context, the leaves and the results; what was kept beside them for gradients comes after these.
+
+    ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
+    first = ctx.constants.count(None)  # tensors among the leaves
+    tensors, unchanged = saved(ctx, range(first, first + count))
+    rest = iter(tensors)
+    leaves = [c if c is not None else next(rest) for c in ctx.constants]
+    return ctx.context, leaves, list(rest), unchanged
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    _, leaves, results = _kept(ctx)
+    context, leaves, results, unchanged = _kept(ctx, len(cotangents))
+    if not unchanged:
+        with asked.again(ctx.asked):
+            results = list(run(context, leaves))
+        ctx.form = None  # the results alone: the gradients are the usual program of these
     return _pulled(ctx, leaves, results, cotangents)
 
 

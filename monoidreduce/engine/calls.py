@@ -26,7 +26,7 @@ from . import exact, known, outline, panel, recover, reference, registry
 from .arguments import padded
 from .autograd import walk, walked
 from .evaluate import Sizes, from_layout
-from .gradients import asks
+from .gradients import asks, straight
 from .planning.roads import Roads
 from .script import inputs
 from .tapes.frozen import freezes
@@ -74,6 +74,8 @@ class Plan:
         oracle = engine == "reference"
         names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
         run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
+        copied = _copied(traced.outputs)
+        run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
         return Plan(
             traced,
             sizes,
@@ -111,7 +113,7 @@ class Plan:
             raise _enough(error, self.traced, inputs, self.sizes) from None
         for k, (shape, dtype) in enumerate(self.outputs):
             value = found[k]
-            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
                 found[k] = _as_given(value, self.outputs[k], self.sizes)
         return found
 
@@ -210,15 +212,34 @@ def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) 
 
 def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
     """Results in the evaluator's layout as users hold them."""
-    pairs = zip(found, traced.outputs, strict=True)
+    pairs = zip(_apart(found, _copied(traced.outputs)), traced.outputs, strict=True)
     return [_as_given(from_layout(v, e), _shape(e, sizes, out), sizes) for v, e in pairs]
 
 
+@functools.lru_cache(maxsize=1024)
+def _copied(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
+    """The outputs that would be the memory of an input, or of another output: a user may change each in place."""
+    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _source(e).op == "input")
+
+
+def _source(e: Expr) -> Expr:
+    """What an output is at most a view of."""
+    return _source(e.args[0]) if e.op in ("cast", "component", "spread") else e
+
+
+def _apart(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
+    """Results of which some are copied."""
+    return [v.clone() if k in copied and isinstance(v, Tensor) else v for k, v in enumerate(found)]
+
+
 def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
-    """A result in its output's shape and type."""
+    """A result in its output's shape and type, which may be changed in place: no element stands for several, and it is
+    no view of an engine's buffer (torch would refuse one that was made under ``no_grad``)."""
     shape, dtype = output
     if not isinstance(value, Tensor):
-        value = torch.full((), value, dtype=dtype, device=sizes.device)
+        return torch.full(shape, value, dtype=dtype, device=sizes.device)
     if value.shape != shape:
-        value = value.expand(shape)
+        value = value.expand(shape).clone(memory_format=torch.contiguous_format)
+    if value._base is not None and not value.requires_grad and straight():
+        value = value.detach()
     return value if value.dtype == dtype else value.to(dtype)

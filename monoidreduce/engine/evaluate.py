@@ -188,7 +188,7 @@ class Evaluator:
         attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
         if not any(isinstance(a, Tensor) for a in args):  # numbers only: exact, and it stays a number
             kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
-            args = [torch.tensor(a, dtype=k) for a, k in zip(args, kinds, strict=True)]
+            args = [torch.tensor(a, dtype=k, device="cpu") for a, k in zip(args, kinds, strict=True)]
             if e.op == "cast":
                 return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
             return primitive.torch(*args, **attributes).item()

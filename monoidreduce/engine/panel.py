@@ -137,7 +137,7 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None,
     shape = torch.Size(sizes.batch)
     found = []
     for b in range(shape.numel()):
-        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(b), shape)) if sizes.batch else ()
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(b, device="cpu"), shape)) if sizes.batch else ()
         own = [v.expand((*shape, *v.shape[len(shape) :]))[at] if isinstance(v, Tensor) else v for v in leaves]
         values = execute(program, dict(zip(names, own, strict=True)), one, maker or TorchStep, room)
         found.append([_full(from_layout(v, e), e, one) for v, e in zip(values, program.outputs, strict=True)])

@@ -297,7 +297,8 @@ _OPEN: dict[str, Callable[..., Any]] = {
 def _computed(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Value:
     primitive = PRIMITIVES[e.op]
     with _disable_current_modes():  # these are numbers, not a part of what is being traced
-        args = [torch.tensor(v, dtype=_KINDS.get(x.dtype, torch.float64)) for v, x in zip(values, e.args, strict=True)]
+        kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
+        args = [torch.tensor(v, dtype=kind, device="cpu") for v, kind in zip(values, kinds, strict=True)]
         if e.op == "cast":
             return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
         return primitive.torch(*args, **dict(zip(primitive.attributes, e.attrs, strict=True))).item()

@@ -7,7 +7,7 @@ columns are those of the chunk at hand; so a gradient is one more reading of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from .ranks import parts
 from .ranks.parts import Engine, Part
 from .ranks.shard import Axis, Shard
 from .ranks.sharded import as_gradient
+from .saved import own, saved
 
 Read = Callable[[], Iterator[Chunk]]
 OnGradient = Callable[[int, dict[str, Tensor]], None]
@@ -131,7 +132,7 @@ def over(walk: Walk, read: Read, on_gradient: OnGradient | None, columns_ask: bo
             total = sum(count for _, count, _ in read())
         job = Job(walk, k, read, on_gradient, total)
         kept = walk.kept(p, walk.known(found), total)
-        anchor = torch.zeros((), requires_grad=on_gradient is not None or columns_ask)
+        anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
         total = job.total
     return walk.finish(found, total or 0)
@@ -142,18 +143,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, anchor: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-        p, walk = job.stage, job.walk
-        rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
-        states: list[State] | None = None
-        seen = 0
-        for chunk in job.read():
-            states = merged(p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total))
-            seen += chunk[1]
-            del chunk  # while the next one comes, nobody holds this one
-        if states is None:
-            raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
-        job.total = seen
-        results = tuple(parts.results(p.fold, states))
+        results = own(_folded(job, kept))
         ctx.job, ctx.constants = job, [None if isinstance(v, Tensor) else v for v in kept]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in results if not t.dtype.is_floating_point))
@@ -163,12 +153,29 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        saved = iter(ctx.saved_tensors)
-        kept = [
-            None if f.cols else c if c is not None else next(saved)
-            for f, c in zip(ctx.job.stage.feeds, ctx.constants, strict=True)
-        ]
-        return None, None, *_Backward(ctx.job, kept, list(saved), cotangents, ctx.needs_input_grad[2:]).run()
+        pairs = [*zip(ctx.job.stage.feeds, ctx.constants, strict=True)]
+        first = sum(not f.cols and c is None for f, c in pairs)  # tensors among what is kept
+        tensors, unchanged = saved(ctx, range(first, first + len(cotangents)))
+        rest = iter(tensors)
+        kept = [None if f.cols else c if c is not None else next(rest) for f, c in pairs]
+        results = list(rest) if unchanged else _folded(ctx.job, kept)
+        return None, None, *_Backward(ctx.job, kept, results, cotangents, ctx.needs_input_grad[2:]).run()
+
+
+def _folded(job: Job, kept: Sequence[Any]) -> list[Tensor]:
+    """The results of a pass: one reading of the source."""
+    p, walk = job.stage, job.walk
+    rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
+    states: list[State] | None = None
+    seen = 0
+    for chunk in job.read():
+        states = merged(p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total))
+        seen += chunk[1]
+        del chunk  # while the next one comes, nobody holds this one
+    if states is None:
+        raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
+    job.total = seen
+    return parts.results(p.fold, states)
 
 
 class _Backward:

@@ -227,7 +227,7 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any,
     bad = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
     if bool(bad.any()):
         at = int(bad.to(torch.uint8).argmax())
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), target.shape))
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), target.shape))
         place = (*place[:-1], place[-1] + first) if first else place
         fix = "" if classes else "weight has no rows, so there are no classes"
         raise LabelError(

@@ -58,7 +58,7 @@ def _fold_constants(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr:
         return const({"float": float, "int": int, "bool": bool}[attrs[0]](args[0].const))
     primitive = PRIMITIVES[name]
     kinds = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
-    tensors = [torch.tensor(a.const, dtype=kinds[a.dtype]) for a in args]
+    tensors = [torch.tensor(a.const, dtype=kinds[a.dtype], device="cpu") for a in args]
     return const(primitive.torch(*tensors, **dict(zip(primitive.attributes, attrs, strict=True))).item())
 
 

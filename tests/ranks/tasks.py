@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
@@ -48,6 +49,25 @@ def sharded(group: Any, case: Case) -> dict[str, Tensor]:
 
 def sharded_many(group: Any, cases: list[Case]) -> list[Any]:
     return [sharded(group, case) for case in cases]
+
+
+def changed(group: Any, rows: int) -> list[Tensor]:
+    """Gradients of this rank's columns: as they are, of results that were changed in place, and of a checkpoint."""
+    layer = BY_NAME["value_and_lse"]
+    q, *_ = layer.args(rows, 5, 3)  # the same on all ranks
+    _, k, v = layer.args(rows, 5 + group.rank(), 4 + group.rank())
+    k.requires_grad_()
+
+    def gradients(call: Any, change: bool) -> Tensor:
+        results = flatten(call(q, k, v))
+        for y in results if change else ():
+            y.mul_(2)
+        loss = sum((y / 2 if change else y).sin().sum() for y in results)
+        return torch.autograd.grad(loss, k)[0]
+
+    with mr.shard(cols=group):
+        first = gradients(lambda *given: checkpoint(layer.op, *given, use_reentrant=False), False)
+        return [first, gradients(layer.op, True), gradients(layer.op, False)]
 
 
 def causal_pairs(group: Any, length: int, order: str) -> int:

@@ -45,6 +45,12 @@ def test_every_layer_in_every_world(pool, layer, world, seed):
     check(pool, [*cases, *grids, replace(ring, slices="best")])
 
 
+def test_results_may_be_changed_in_place_or_checkpointed(pool):
+    for first, in_place, plain in pool.run("changed", 2, 23):
+        torch.testing.assert_close(first, plain)
+        torch.testing.assert_close(in_place, plain)
+
+
 PRECISE = ["causal_attention", "cross_entropy", "gelu_mlp", "gaussian_kernel_of_many_features", "biased_attention"]
 
 

@@ -178,9 +178,9 @@ def filled(v: Any, scale: Scale) -> Any:
         return v
     shape = [scale.down(n) for n in v.shape]
     if not v.is_floating_point():
-        return torch.zeros(shape, dtype=v.dtype)
+        return torch.zeros(shape, dtype=v.dtype, device="cpu")
     count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float64).mul_(0.6180339887).frac_().to(v.dtype).view(shape)
+    return torch.arange(count, dtype=torch.float64, device="cpu").mul_(0.6180339887).frac_().to(v.dtype).view(shape)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,8 @@ def _completed(one: Any, sizes: Sizes) -> int:
     with watched(scale, []) as alive:
         count = scale.down(parts)
         shapes = [form(r, k, small) for r, k in one.fold.outputs]
-        made = [torch.zeros((count, *shape) if parts > 1 else shape, dtype=dtype) for shape, dtype in shapes]
+        first = (count,) if parts > 1 else ()
+        made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if parts > 1:
             made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=united.room)
         for at in one.lists:
@@ -186,7 +187,7 @@ class _Meta(Alive):
             return kwargs.get("out", args[0])
         if torch.Tag.pointwise not in func.tags:
             return func(*args, **kwargs)
-        one = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype), (args, kwargs))
+        one = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype, device="cpu"), (args, kwargs))
         made: Tensor = func(*one[0], **one[1])
         return torch.empty(_broadcast(given), dtype=made.dtype, device=_META)
 

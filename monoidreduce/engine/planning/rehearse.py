@@ -27,6 +27,7 @@ from .. import hardware, library, registry, triton
 from ..arithmetic import ARITHMETIC, Arithmetic, Run
 from ..autograd import REHEARSAL
 from ..evaluate import Form, Sizes
+from ..saved import private_graphs
 from .alive import Alive
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
@@ -226,7 +227,7 @@ def rehearse(
     (the k of a top-k).
     """
     scale = Scale(sizes, most)
-    with torch.set_grad_enabled(backward), _disable_current_modes():
+    with torch.set_grad_enabled(backward), _disable_current_modes(), private_graphs():
         given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
         with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes):

@@ -20,6 +20,7 @@ from ...program.gradient import gradient
 from ...program.lower import Fold, Lowered, lower
 from ...program.reductions import KINDS
 from ..evaluate import Evaluator, Sizes, from_layout, to_layout
+from ..saved import own, saved
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(context: Context, *leaves: Any) -> tuple[Tensor, ...]:
         detached = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
-        return tuple(context.engine(context.fold, detached, context.sizes))
+        return own(context.engine(context.fold, detached, context.sizes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -66,9 +67,11 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         context: Context = ctx.context
-        saved = iter(ctx.saved_tensors)
-        leaves = [c if c is not None else next(saved) for c in ctx.constants]
-        results = list(saved)
+        first = ctx.constants.count(None)  # tensors among the leaves
+        tensors, unchanged = saved(ctx, range(first, first + len(cotangents)))
+        rest = iter(tensors)
+        leaves = [c if c is not None else next(rest) for c in ctx.constants]
+        results = list(rest if unchanged else _Pass.apply(context, *leaves))
         asked = tuple(ctx.needs_input_grad[1:])
         if not context.sizes.of("rows") or not context.sizes.of(
             "cols"

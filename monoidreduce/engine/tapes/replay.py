@@ -22,6 +22,8 @@ from ...program.backward import backward
 from .. import asked, autocast, early, filtering, panel, recover, triton
 from ..evaluate import Sizes
 from ..gradients import Walked, Walker, refuse_batched, straight
+from ..saved import own
+from ..saved import saved as saved_tensors
 from .frozen import situation
 from .rewind import Rewind, Saved
 from .steps import Steps
@@ -127,7 +129,7 @@ class Replay:
         return recover.instead(self.tape.run, self._plainly, values, self.sizes)
 
     def _plainly(self, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
-        output, program = tuple(self.program.plainly(self.sizes, *values)), self.program
+        output, program = own(self.program.plainly(self.sizes, *values)), self.program
         tensors = tuple(values[k] for k in program.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in program.numbers)
 
@@ -154,8 +156,10 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         refuse_batched(cotangents)
         replay, numbers, whole, skipped = ctx.kept
-        needs, saved = ctx.needs_input_grad[1:], Saved(ctx.saved_tensors, cotangents, numbers)
-        plain = whole and not torch.is_grad_enabled()
+        first = len(replay.program.tensors)
+        tensors, unchanged = saved_tensors(ctx, range(first, first + len(cotangents)))
+        needs, saved = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
+        plain = whole and unchanged and not torch.is_grad_enabled()
         tape = replay.rewind.tape(needs, saved) if plain and straight() else None
         if tape is None:
             return _road(replay, needs, saved, plain, skipped)
