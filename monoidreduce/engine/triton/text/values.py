@@ -230,7 +230,7 @@ class Values(Blocks):
         if e.op == "pow" and e.args[1].const in _SMALL_POWERS:
             product = " * ".join([args[0]] * abs(int(e.args[1].const)))
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
-        if e.op in ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow"):  # these ask for a type
+        if e.op in ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy"):  # these ask for a type
             args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
         if e.dtype == "int" and e.op in _INTEGER_GROWS:
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
