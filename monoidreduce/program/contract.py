@@ -33,6 +33,8 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     """How Σ value is computed: as products where the value is number × vector, else by walking its features."""
     if value.feature is None:
         return (Contraction(value, None),)
+    if value.dtype != "float":  # matrix products are of floats, which would round integers
+        return (Contraction(value, None, walk=True),)
     gap = gap_form(value)
     if gap is not None and gap[1].op == gap[2].op == "leaf":
         return (Contraction(gap[0], gap[1], minus=gap[2]),)

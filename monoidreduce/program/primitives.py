@@ -331,9 +331,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "clamp_max": lambda x, max: _clamp(x, None, max),
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _inside(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _inside(x, 0.0, 6.0),
-    "elu": lambda x, alpha=1.0, inplace=False: torch.where(
-        x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))
-    ),
+    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
     "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
