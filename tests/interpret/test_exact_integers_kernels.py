@@ -17,7 +17,7 @@ def test_sums_and_products_of_integer_vectors():
     vectors("triton")
 
 
-@pytest.mark.parametrize("base", [0, 2**53, 2**60, 2**63 - 8])
+@pytest.mark.parametrize("base", [2**53, 2**63 - 8])
 def test_attention_stays_in_its_document(base):
     documents("triton", base)
 

@@ -342,7 +342,7 @@ class User(Accumulator):
         self.names = list(self.monoid.fields())
         self.state = []
         for (_, field), width in zip(self.monoid.fields().items(), self.widths, strict=True):
-            shape = (self.batch, self.length, max(width, 1))
+            shape = (self.batch, self.length, width if width >= 0 else 1)
             self.state.append(torch.full(shape, float(field.identity), dtype=self.compute, device=self.device))
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:

@@ -337,9 +337,11 @@ class Values(Blocks):
         for n in topological([vector], stop=lambda n: n.feature is None):
             if n.feature is None:
                 self.number(n)
+        kind = self.float if e.dtype == "float" else "tl.int64"
+        if not width:  # a sum of no features
+            return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
             return " + ".join(part(str(f)) for f in range(width))
-        kind = self.float if e.dtype == "float" else "tl.int64"
         total = self.bind((e, "total"), f"tl.zeros([KEPT, FOLDED], {kind})", True)
         with self.walk(width) as f:
             self.inside.append(f"{total} += {part(f)}")
