@@ -158,7 +158,7 @@ def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
             )
         if e.op in ("famax", "famin") and sizes.of(str(e.args[0].feature)) == 0:
             raise ShapeError(
-                detail=f'the {"largest" if e.op == "famax" else "smallest"} feature was asked of a vector over '
+                detail=f"the {'largest' if e.op == 'famax' else 'smallest'} feature was asked of a vector over "
                 f'"{e.args[0].feature}", which has none',
                 fix="Give it at least one feature",
             )

@@ -50,7 +50,7 @@ def logit(g: Any, y: Any, x: Any) -> tuple:
 
 
 def chosen(g: Any, a: Any, b: Any, loses: Any) -> Any:
-    """The cotangent of one of two between which minimum and maximum choose: a tie gives half to each, NaN all to both."""
+    """The cotangent of one of two between which a minimum chooses: a tie gives half to each, NaN all to both."""
     return torch.where(torch.logical_not(loses), torch.where(a == b, 0.5 * g, g), 0.0)
 
 

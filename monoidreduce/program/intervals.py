@@ -121,7 +121,7 @@ def rounded(x: Interval) -> Interval:
 
 def int64(x: Interval) -> Interval:
     """The interval of an integer result: int64 wraps around, so that beyond its ends nothing is known."""
-    return x if -(2**63) <= x[0] and x[1] < 2**63 else UNKNOWN
+    return x if x[0] >= -(2**63) and x[1] < 2**63 else UNKNOWN
 
 
 def div(x: Interval, y: Interval) -> Interval:

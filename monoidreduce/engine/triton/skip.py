@@ -162,8 +162,8 @@ class _Ranges:
 
     def _unknown(self, e: Expr) -> Range:
         if e.dtype == "int":
-            ends = (torch.full((1, 1, 1), v, device=self.device) for v in (_INT64.min, _INT64.max))
-            return Range(*ends, 2**63)
+            low, high = (torch.full((1, 1, 1), v, device=self.device) for v in (_INT64.min, _INT64.max))
+            return Range(low, high, 2**63)
         zero = self._number(0.0).low
         return Range(zero - torch.inf, zero + torch.inf)
 
@@ -195,13 +195,14 @@ class _Ranges:
         if most is None:
             lost = low.isnan() | high.isnan()
             low, high = torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high)
-        return Range(*(end.unsqueeze(2 if axis == 0 else 1) for end in (low, high)), most)
+        low, high = (end.unsqueeze(2 if axis == 0 else 1) for end in (low, high))
+        return Range(low, high, most)
 
 
 def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low: Tensor, high: Tensor) -> Range:
     """The range of an integer result; any integer at all on tiles where int64 may wrap around."""
     bounds = [x.most or 0 for x in args]
-    most = {"add": sum, "sub": sum, "mul": math.prod}.get(op, max)(bounds)
+    most = sum(bounds) if op in ("add", "sub") else math.prod(bounds) if op == "mul" else max(bounds)
     if most < 2**63 or op in ("minimum", "maximum", "detach"):
         return Range(low, high, most)
     ends = rule(*(Range(x.low.double(), x.high.double()) for x in args))

@@ -1,8 +1,8 @@
 """The k best of a row, in a kernel: a list in registers, into which a tile's better values are taken one by one.
 
 Values are compared as integers that are ordered like them (NaN above all, as in torch), so that there is one order and
-no special case; integers are compared as they are. A tile that has nothing better costs one comparison; of random values only about k log(N / k) of a
-row's N ever enter its list. The list is sorted at the end, by torch: it is small.
+no special case; integers are compared as they are. A tile that has nothing better costs one comparison; of random
+values only about k log(N / k) of a row's N ever enter its list. The list is sorted at the end, by torch: it is small.
 """
 
 from __future__ import annotations

@@ -244,10 +244,14 @@ def arctan(x):
 def power(x, n):
     if x.dtype.is_floating():
         # in float64, since an error in n log2|x| is multiplied by the result's logarithm
-        wide = tl.exp2(n.to(tl.float64) * tl.log2(tl.abs(x).to(tl.float64))).to(x.dtype)
+        size = tl.abs(x)
+        wide = tl.exp2(n.to(tl.float64) * tl.log2(size.to(tl.float64))).to(x.dtype)
+        wide = tl.where(size == 1.0, 1.0, wide)
         whole = tl.floor(n) == n
         odd = whole & (tl.floor(n * 0.5) * 2.0 != n)
-        signed = tl.where(x < 0.0, tl.where(whole, tl.where(odd, -wide, wide), float("nan")), wide)
+        negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
+        none = (x < 0.0) & (size != float("inf")) & (tl.floor(n) != n)
+        signed = tl.where(none, float("nan"), tl.where(negative & odd, -wide, wide))
         return tl.where(n == 0.0, 1.0, signed)
     else:
         # of whole numbers, by squaring; a negative exponent leaves nothing but 1 and -1
