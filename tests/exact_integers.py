@@ -67,6 +67,7 @@ CASES = {
     "smallest": Case(
         lambda p: mr.topk(p, 2, largest=False).values, lambda m: m.topk(2, largest=False).values, lambda x, y: x + y
     ),
+    "sum of int32": Case(*SUM, lambda x, y: torch.where(x > y, x, y), SMALL, SMALL.repeat(3)),
     "int32": Case(*MOST, lambda x, y: x - y, SMALL, SMALL),
 }
 

@@ -63,10 +63,6 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
-def _logit(x: float) -> float:
-    return math.log(x / (1 - x))
-
-
 _P = Primitive
 _monotone = iv.monotone
 
@@ -129,8 +125,14 @@ _ROWS = [
         lambda x: (1.0, iv.INF),
         triton="0.5 * (tl.exp({0}) + tl.exp(-{0}))",
     ),
-    _P("xlogy", torch.xlogy, d.xlogy, triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))"),
-    _P("logit", torch.logit, d.logit, _monotone(_logit, domain=0.0), triton="log({0}) - log1p(-{0})"),
+    _P(
+        "xlogy",
+        torch.xlogy,
+        d.xlogy,
+        iv.anything,
+        triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
+    ),
+    _P("logit", torch.logit, d.logit, iv.anything, triton="log({0}) - log1p(-{0})"),
     _P(
         "erfc",
         torch.erfc,

@@ -23,6 +23,7 @@ from .blocks import Blocks
 from .exponents import literal
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
+_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # these ask for a type
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
@@ -230,15 +231,7 @@ class Values(Blocks):
         if e.op == "pow" and e.args[1].const in _SMALL_POWERS:
             product = " * ".join([args[0]] * abs(int(e.args[1].const)))
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
-        if e.op in (
-            "minimum",
-            "maximum",
-            "remainder",
-            "floor_divide",
-            "logaddexp",
-            "pow",
-            "xlogy",
-        ):  # these ask for a type
+        if e.op in _TYPED:
             args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
         if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
