@@ -340,7 +340,6 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),
     "tanhshrink": lambda x: x - torch.tanh(x),
     "tan": lambda x: torch.sin(x) / torch.cos(x),
-    "float_power": lambda x, exponent: torch.pow(x * 1.0, exponent),  # whole numbers are raised as floats
     "rsub": lambda x, y, alpha=1: y - alpha * x,
     "frac": lambda x: x - torch.trunc(x),
     "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),

@@ -285,6 +285,7 @@ SPECIAL: dict[str, Callable] = {
     "amax": _feature_extreme(True), "amin": _feature_extreme(False),
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
     "div": _divide, "divide": _divide, "true_divide": _divide,
+    "float_power": lambda x, exponent: torch.pow(x * 1.0, exponent),  # integers are raised as floats
     "bitwise_and": _truth("bitwise_and"), "bitwise_or": _truth("bitwise_or"), "bitwise_xor": _truth("bitwise_xor"),
     "bitwise_not": _truth("bitwise_not"),
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),

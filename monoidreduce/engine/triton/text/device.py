@@ -250,8 +250,8 @@ def power(x, n):
         whole = tl.floor(n) == n
         odd = whole & (tl.floor(n * 0.5) * 2.0 != n)
         negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
-        none = (x < 0.0) & (size != float("inf")) & (tl.floor(n) != n)
-        signed = tl.where(none, float("nan"), tl.where(negative & odd, -wide, wide))
+        none = tl.where(whole, False, (x < 0.0) & (size < float("inf")))
+        signed = tl.where(none, float("nan"), tl.where(negative, tl.where(odd, -wide, wide), wide))
         return tl.where(n == 0.0, 1.0, signed)
     else:
         # of whole numbers, by squaring; a negative exponent leaves nothing but 1 and -1
