@@ -156,6 +156,12 @@ def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
                 detail=f'feature [{e.attrs[0]}] was asked of a vector over "{e.args[0].feature}", which has {count}',
                 fix=f"Features are numbered from 0 to {count - 1}",
             )
+        if e.op in ("famax", "famin") and sizes.of(str(e.args[0].feature)) == 0:
+            raise ShapeError(
+                detail=f"the {'largest' if e.op == 'famax' else 'smallest'} feature was asked of a vector over "
+                f'"{e.args[0].feature}", which has none',
+                fix="Give it at least one feature",
+            )
         if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
             raise TopKError(
                 k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")

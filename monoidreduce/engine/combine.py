@@ -108,7 +108,7 @@ def _identity(r: Expr, state: State) -> State:
     kind, _, params = r.attrs
     empty = [t.new_zeros(1, *t.shape[1:]) for t in state]
     if kind in ("best", "topk"):
-        return [empty[0].fill_(_worst(empty[0].dtype, params[-1])), empty[1].fill_(-1)]
+        return [empty[0].fill_(worst(empty[0].dtype, params[-1])), empty[1].fill_(-1)]
     if kind == "soft":
         return [*empty[:-1], empty[-1].fill_(-math.inf)]
     if kind == "user":
@@ -158,7 +158,8 @@ def _soft_close(state: State, params: tuple) -> State:
     return [log_total + safe, *(_over(s, seen) for s in sums), log_total, safe]
 
 
-def _worst(dtype: torch.dtype, largest: bool) -> float:
+def worst(dtype: torch.dtype, largest: bool) -> float:
+    """What the best of nothing is; an end of int64 stays an exact Python integer."""
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf
     info = torch.iinfo(dtype)
@@ -190,7 +191,8 @@ def _topk_open(results: State, params: tuple, lengths: Sequence[int]) -> State:
     if min(lengths, default=k) >= k:
         return results
     seen = torch.arange(k, device=value.device) < _per_part(lengths, place)
-    return [value if largest else torch.where(seen, value, math.nan), torch.where(seen, place, -2)]
+    last = largest or not value.is_floating_point()  # an integer beats no room: ties are kept in the order of places
+    return [value if last else torch.where(seen, value, math.nan), torch.where(seen, place, -2)]
 
 
 def _topk_merge(state: State, params: tuple) -> State:
@@ -205,7 +207,7 @@ def _topk_merge(state: State, params: tuple) -> State:
 
 def _topk_close(state: State, params: tuple) -> State:
     value, place = state
-    return [torch.where(place == -2, _worst(value.dtype, params[1]), value), place.clamp(min=-1)]
+    return [torch.where(place == -2, worst(value.dtype, params[1]), value), place.clamp(min=-1)]
 
 
 def _moments_open(results: State, params: tuple, lengths: Sequence[int]) -> State:

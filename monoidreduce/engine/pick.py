@@ -66,7 +66,7 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
 
 def chunk_of(elements: int, batch: int, matches: int, widest: int) -> int:
     """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
-    return max(1, elements // (batch * matches * widest))
+    return max(1, elements // max(1, batch * matches * widest))
 
 
 def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:
@@ -116,7 +116,7 @@ def _scatter(out: Tensor, places: Tensor, weight: Tensor) -> None:
     batch, length = out.shape[:2]
     flat = (places + torch.arange(batch, device=out.device).view(-1, 1, 1) * length).reshape(-1)
     features = out.shape[2:]
-    source = weight.expand(*places.shape, *features).reshape(-1, *features)
+    source = weight.expand(*places.shape, *features).reshape(len(flat), *features)
     whole = out.view(batch * length, *features)
     if out.device.type == "cpu":
         whole.index_add_(0, flat, source)  # in order

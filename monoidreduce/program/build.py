@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ShapeError, UnreducedError
-from .expr import Expr, Feature, const, join, node, reduce_node, size, topological, widest
+from .expr import Expr, Feature, const, is_whole_power, join, node, reduce_node, size, topological, widest
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 
@@ -43,10 +43,11 @@ def apply(name: str, *values: Any, **attributes: Any) -> Expr:
         return simple
     if all(a.op == "const" for a in args) and name not in (*DRAWS, "detach"):
         return _fold_constants(name, args, attrs)
-    if primitive.result == "float" and widest(args) != "float" and name not in (*DRAWS, "cast"):
+    whole = name == "pow" and is_whole_power(*args)
+    if primitive.result == "float" and widest(args) != "float" and name not in (*DRAWS, "cast") and not whole:
         args = tuple(apply("cast", a, to="float") for a in args)  # torch would take log(3) of integers in float32
     rows, cols, feature = join(args)
-    if primitive.result == "same":
+    if primitive.result == "same" or whole:
         dtype = widest(args[1:] if name == "where" else args)
     else:
         dtype = attrs[0] if name == "cast" else primitive.result
@@ -145,6 +146,7 @@ def _neg(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 def _pow(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     x, n = args
     simple = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    x = apply("cast", x, to="float") if n.dtype == "float" and x.op != "const" else x
     if n.op == "const" and n.const in simple:
         return apply(simple[n.const], x)
     if x.dtype == "int" and n.dtype == "int" and n.const in range(2, 9):  # whole numbers stay whole

@@ -33,6 +33,8 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     """How Σ value is computed: as products where the value is number × vector, else by walking its features."""
     if value.feature is None:
         return (Contraction(value, None),)
+    if value.dtype != "float":  # matrix products are of floats, which would round integers
+        return (Contraction(value, None, walk=True),)
     gap = gap_form(value)
     if gap is not None and gap[1].op == gap[2].op == "leaf":
         return (Contraction(gap[0], gap[1], minus=gap[2]),)
@@ -68,15 +70,18 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
         if n in memo:
             continue
         if n.op == "const":
-            memo[n] = (float(n.const), float(n.const))
+            memo[n] = (n.const, n.const) if n.dtype == "int" else (float(n.const), float(n.const))
         elif n.op in PRIMITIVES:
             p = PRIMITIVES[n.op]
             attributes = dict(zip(p.attributes, n.attrs, strict=True)) if n.op == "cast" else {}
             args = [memo[a] for a in n.args]
             if any(map(iv.may_be_nan, args)):
                 memo[n] = iv.EITHER if n.dtype == "bool" else iv.NAN
-            else:
-                memo[n] = p.interval(*args, **attributes)
+                continue
+            if any(a.dtype == "float" for a in n.args):  # integers that meet floats are rounded as those are
+                args = [iv.rounded(x) if a.dtype == "int" else x for x, a in zip(args, n.args, strict=True)]
+            found = p.interval(*args, **attributes)
+            memo[n] = iv.int64(found) if n.dtype == "int" else found
         else:
             memo[n] = (0.0, iv.INF) if n.op == "sqdist" else iv.UNKNOWN
     return memo[e]

@@ -107,6 +107,13 @@ def widest(args: Iterable[Expr]) -> str:
     return max((a.dtype for a in args), key=_CLASS_ORDER.__getitem__)
 
 
+def is_whole_power(x: Expr, n: Expr) -> bool:
+    """Whether x ** n is an integer, as torch's power of integer tensors is: not where the exponent is known to be
+    negative, and not for two numbers given at the call, which Python would raise to a fraction."""
+    axes = join((x, n))[:2]
+    return any(axes) and widest((x, n)) == "int" and not (n.op == "const" and n.const < 0)
+
+
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:
     """A reduction of ``fields`` over ``"cols"`` or ``"rows"``; its results are reached through :func:`result`."""
     rows, cols, _ = (True, True, None) if kind == "pick" else join(fields)  # a pick meets the other side by its index

@@ -4,6 +4,8 @@ An interval is ``(low, high)``. Truth values are ``(0, 0)``, ``(1, 1)`` or ``(0,
 *exactly* minus infinity; an infinite end of a wider interval means unbounded but finite, so ``-inf`` minus an unknown
 number is still ``-inf`` and zero times an unknown number is still zero. ``NAN`` says that NaN may be among the values:
 it spreads through arithmetic and every question about it has an open answer, so NaN is never promised away.
+
+The ends of an integer's interval are Python integers, which are exact: float64 cannot tell 2**53 from 2**53 + 1.
 """
 
 from __future__ import annotations
@@ -104,7 +106,22 @@ def wave(x: Interval) -> Interval:
 def cast(x: Interval, to: str) -> Interval:
     if to == "bool":
         return to_bool(x)
-    return monotone(lambda v: v if math.isinf(v) else float(math.trunc(v)))(x) if to == "int" else x
+    return monotone(lambda v: v if math.isinf(v) else math.trunc(v))(x) if to == "int" else rounded(x)
+
+
+def rounded(x: Interval) -> Interval:
+    """Integers as floating-point numbers. An engine may round them to float32: beyond 2**24 the interval is widened."""
+    low, high = (float(v) for v in x)
+    if isinstance(x[0], int) and abs(low) > 2**24:
+        low -= abs(low) * 2.0**-23
+    if isinstance(x[1], int) and abs(high) > 2**24:
+        high += abs(high) * 2.0**-23
+    return low, high
+
+
+def int64(x: Interval) -> Interval:
+    """The interval of an integer result: int64 wraps around, so that beyond its ends nothing is known."""
+    return x if x[0] >= -(2**63) and x[1] < 2**63 else UNKNOWN
 
 
 def div(x: Interval, y: Interval) -> Interval:

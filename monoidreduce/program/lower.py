@@ -164,10 +164,13 @@ def _scales(
 
 
 def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tuple[Expr, Expr]]) -> Pass:
-    fields = [a for r in reductions for a in r.args]
+    # A gather reads whatever place its target names, so a target that is arithmetic on an index is computed before the
+    # pass and fed as a label: engines only know targets that are a plain index or a leaf.
+    computed = {r: r.args[0] for r in reductions if r.attrs[0] == "pick" and _of_indices(r.args[0])}
+    fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else build.ONE for r in reductions]
     feeds, derived = _feeds(fields)
-    feeds = list(dict.fromkeys([*feeds, *(f for f in factors if f.op not in _BUILTIN)]))
+    feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(feeds)
@@ -179,8 +182,9 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     new = build.substitute(tuple(fields), made)
     renamed, at = [], 0
     for r in reductions:
-        count = len(r.args)
-        renamed.append(build.rebuild(r, new[at : at + count]))
+        count = len(r.args) - (r in computed)
+        target = (leaves[computed[r]],) if r in computed else ()
+        renamed.append(build.rebuild(r, (*target, *new[at : at + count])))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import derivatives as d
 from . import intervals as iv
 from . import philox
 
@@ -62,29 +63,6 @@ def _decay(x: Any, out: Any = None) -> Any:
     return torch.exp(torch.nan_to_num(-x, nan=math.nan, posinf=-math.inf), out=out)
 
 
-def _normal_density(x: Any) -> Any:
-    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-
-
-def _gelu_slope(x: Any, approximate: str) -> Any:
-    if approximate == "none":
-        return x.normal_gate() + x * _normal_density(x)
-    k = math.sqrt(8 / math.pi)
-    square = x * x
-    s = (x * (k + 0.044715 * k * square)).gate()  # (1 + tanh) / 2, which the kernel of gelu itself has
-    return s * (1 + (1 - s) * (x * (k + 3 * 0.044715 * k * square)))
-
-
-def _pow_gradient(g: Any, y: Any, x: Any, n: Any) -> tuple:
-    log_x = torch.log(torch.where(x > 0, x, 1.0))
-    return g * torch.where(n == 0, 0.0, n * torch.pow(x, n - 1)), g * torch.where(x > 0, y * log_x, 0.0)
-
-
-def _silu_gradient(g: Any, y: Any, x: Any) -> tuple:
-    s = x.gate()
-    return (g * (s + y * (1 - s)),)
-
-
 _P = Primitive
 _monotone = iv.monotone
 
@@ -102,7 +80,7 @@ _ROWS = [
         ("divide", "true_divide"),
         triton="{0} / {1}",
     ),
-    _P("pow", torch.pow, _pow_gradient, iv.anything, names=("float_power",), triton="power({0}, {1})"),
+    _P("pow", torch.pow, d.power, iv.anything, triton="power({0}, {1})"),
     _P("neg", torch.neg, lambda g, y, x: (-g,), iv.neg, "same", ("negative",), triton="-{0}"),
     _P(
         "abs", torch.abs, lambda g, y, x: (g * torch.sign(x),), iv.absolute, "same", ("absolute",), triton="tl.abs({0})"
@@ -141,6 +119,21 @@ _ROWS = [
     _P("cos", torch.cos, lambda g, y, x: (-(g * torch.sin(x)),), iv.wave, triton="tl.cos({0})"),
     _P("sinh", torch.sinh, lambda g, y, x: (g * torch.cosh(x),), _monotone(math.sinh), triton="sinh({0})"),
     _P(
+        "cosh",
+        torch.cosh,
+        lambda g, y, x: (g * torch.sinh(x),),
+        lambda x: (1.0, iv.INF),
+        triton="0.5 * (tl.exp({0}) + tl.exp(-{0}))",
+    ),
+    _P(
+        "xlogy",
+        torch.xlogy,
+        d.xlogy,
+        iv.anything,
+        triton="tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * log({1}))",
+    ),
+    _P("logit", torch.logit, d.logit, iv.anything, triton="log({0}) - log1p(-{0})"),
+    _P(
         "erfc",
         torch.erfc,
         lambda g, y, x: (-(g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),),
@@ -174,12 +167,12 @@ _ROWS = [
     ),
     # sigmoids that meet their own argument as a factor: what counts is how far they are off of 1, not of themselves
     _P("gate", torch.sigmoid, lambda g, y, x: (g * (y * (1 - y)),), triton="gate({0})"),
-    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * _normal_density(x),), triton="normal_gate({0})"),
-    _P("silu", aten.silu, _silu_gradient, triton="{0} * gate({0})"),
+    _P("normal_gate", torch.special.ndtr, lambda g, y, x: (g * d.normal_density(x),), triton="normal_gate({0})"),
+    _P("silu", aten.silu, d.silu, triton="{0} * gate({0})"),
     _P(
         "relu",
         aten.relu,
-        lambda g, y, x: (torch.where(x > 0, g, 0.0),),
+        lambda g, y, x: (torch.where(torch.logical_not(x <= 0), g, 0.0),),  # NaN passes it on, as in torch
         _monotone(lambda x: max(x, 0.0), 0.0),
         triton="tl.where({0} <= 0.0, 0.0, {0})",
     ),
@@ -193,7 +186,7 @@ _ROWS = [
     _P(
         "gelu",
         aten.gelu,
-        lambda g, y, x, approximate: (g * _gelu_slope(x, approximate),),
+        lambda g, y, x, approximate: (g * d.gelu_slope(x, approximate),),
         attributes={"approximate": "none"},
         triton="gelu_{approximate}({0})",
     ),
@@ -215,7 +208,7 @@ _ROWS = [
     _P(
         "minimum",
         torch.minimum,
-        lambda g, y, a, b: (g * _share(a, b, a < b), g * _share(a, b, b < a)),
+        lambda g, y, a, b: (d.chosen(g, a, b, a > b), d.chosen(g, a, b, a < b)),
         iv.minimum,
         "same",
         (),
@@ -224,7 +217,7 @@ _ROWS = [
     _P(
         "maximum",
         torch.maximum,
-        lambda g, y, a, b: (g * _share(a, b, a > b), g * _share(a, b, b > a)),
+        lambda g, y, a, b: (d.chosen(g, a, b, a < b), d.chosen(g, a, b, a > b)),
         iv.maximum,
         "same",
         (),
@@ -241,7 +234,7 @@ _ROWS = [
     _P(
         "logaddexp",
         torch.logaddexp,
-        lambda g, y, a, b: (g * _weight(a, y), g * _weight(b, y)),
+        lambda g, y, a, b: (g * d.share(a, b, y), g * d.share(b, a, y)),
         triton="logaddexp({0}, {1})",
     ),
     # rounding
@@ -282,7 +275,7 @@ _ROWS = [
     _P(
         "remainder",
         torch.remainder,
-        lambda g, y, a, b: (g, -(g * torch.floor(a / b))),
+        lambda g, y, a, b: (g, -(g * torch.floor_divide(a, b))),
         iv.remainder,
         "same",
         triton="remainder({0}, {1})",
@@ -329,16 +322,6 @@ def _into(value: Any, out: Any) -> Any:
     return value if out is None else out.copy_(value)
 
 
-def _share(a: Any, b: Any, wins: Any) -> Any:
-    """The share of the cotangent in a choice between two: ties give half to each, as torch does."""
-    return torch.where(wins, 1.0, torch.where(a == b, 0.5, 0.0))
-
-
-def _weight(a: Any, y: Any) -> Any:
-    """exp(a - logaddexp(a, b)), zero where both are minus infinity."""
-    return torch.exp(a - torch.where(y == -math.inf, 0.0, y))
-
-
 PRIMITIVES: dict[str, Primitive] = {p.name: p for p in _ROWS}
 
 
@@ -350,19 +333,16 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "clamp_max": lambda x, max: _clamp(x, None, max),
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _inside(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _inside(x, 0.0, 6.0),
-    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(_clamp(x, None, 0.0))),
+    "elu": lambda x, alpha=1.0, inplace=False: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0.0, x))),
     "mish": lambda x, inplace=False: x * torch.tanh(F.softplus(x)),
     "softsign": lambda x: x / (1 + torch.abs(x)),
     "hardsigmoid": lambda x, inplace=False: _inside(x / 6 + 0.5, 0.0, 1.0),
     "hardswish": lambda x, inplace=False: x * _inside(x / 6 + 0.5, 0.0, 1.0),
     "tanhshrink": lambda x: x - torch.tanh(x),
-    "cosh": lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
     "tan": lambda x: torch.sin(x) / torch.cos(x),
-    "logit": lambda x: torch.log(x) - torch.log1p(-x),
     "rsub": lambda x, y, alpha=1: y - alpha * x,
     "frac": lambda x: x - torch.trunc(x),
     "heaviside": lambda x, values: torch.where(x == 0, values, torch.where(x > 0, 1.0, 0.0)),
-    "xlogy": lambda x, y: _xlogy(x, y),
     "fmax": lambda a, b: torch.where((a >= b) | torch.isnan(b), a, b),
     "fmin": lambda a, b: torch.where((a <= b) | torch.isnan(b), a, b),
     "lerp": lambda a, b, weight: a + weight * (b - a),
@@ -375,20 +355,17 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 
 
 def _inside(x: Any, low: float, high: float) -> Any:
-    """torch's hard activations: the gradient passes inside, and not on the bounds."""
-    return torch.where(x <= low, low, torch.where(x >= high, high, x))
-
-
-def _xlogy(x: Any, y: Any) -> Any:
-    zero = (x == 0) & ~torch.isnan(y)
-    return torch.where(zero, 0.0, x * torch.log(torch.where(zero, 1.0, y)))
+    """torch's hard activations: the gradient passes inside, and not on the bounds nor at NaN."""
+    still = x.detach()
+    bounded = torch.where(still <= low, low, torch.where(still >= high, high, still))
+    return torch.where((x > low) & (x < high), x, bounded)
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Any:
-    """torch's clamp: the gradient passes inside and on the bounds."""
+    """torch's clamp: the gradient passes inside and on the bounds; NaN, of either, stays and has none."""
     if low is not None:
-        x = torch.where(x < low, low, x)
-    return x if high is None else torch.where(x > high, high, x)
+        x = torch.where(x >= low, x, torch.where(x < low, low, (x + low).detach()))
+    return x if high is None else torch.where(x <= high, x, torch.where(x > high, high, (x + high).detach()))
 
 
 # every torch name -> the primitive it means

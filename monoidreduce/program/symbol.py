@@ -251,11 +251,18 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     a, b = expr_of(x), expr_of(y)
     if rounding_mode == "floor":
         return Symbol(build.apply("floor_divide", a, b))
+    if rounding_mode is not None and "float" not in (a.dtype, b.dtype):
+        return _truncated(a, b)
     quotient = build.apply("div", a, b)
-    if rounding_mode is None:
-        return Symbol(quotient)
-    whole = "float" not in (a.dtype, b.dtype)
-    return Symbol(build.apply("cast", quotient, to="int") if whole else build.apply("trunc", quotient))
+    return Symbol(quotient if rounding_mode is None else build.apply("trunc", quotient))
+
+
+def _truncated(a: Any, b: Any) -> Symbol:
+    """An integer quotient rounded to zero: the rounded-down one, and one more where it is negative and not exact."""
+    down = build.apply("floor_divide", a, b)
+    inexact = build.apply("ne", build.apply("mul", down, b), a)
+    negative = build.apply("ne", build.apply("lt", a, 0), build.apply("lt", b, 0))
+    return Symbol(build.apply("add", down, build.apply("where", build.apply("logical_and", inexact, negative), 1, 0)))
 
 
 def _truth(name: str) -> Callable:
@@ -278,6 +285,7 @@ SPECIAL: dict[str, Callable] = {
     "amax": _feature_extreme(True), "amin": _feature_extreme(False),
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
     "div": _divide, "divide": _divide, "true_divide": _divide,
+    "float_power": lambda x, exponent: torch.pow(x * 1.0, exponent),  # integers are raised as floats
     "bitwise_and": _truth("bitwise_and"), "bitwise_or": _truth("bitwise_or"), "bitwise_xor": _truth("bitwise_xor"),
     "bitwise_not": _truth("bitwise_not"),
     "float": _cast_to("float"), "double": _cast_to("float"), "half": _cast_to("float"), "bfloat16": _cast_to("float"),
@@ -378,6 +386,6 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
 
 
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(
-    ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder",
+    ("add", "sub", "mul", "div", "pow", "minimum", "maximum", "logaddexp", "floor_divide", "remainder", "xlogy",
      "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), 2,
 ) | {"where": 3} | DRAWS  # fmt: skip

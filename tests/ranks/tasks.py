@@ -11,6 +11,7 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engine import registry
 from monoidreduce.engine.ranks import agree
+from tests import label_arithmetic
 from tests.layers import BY_NAME
 from tests.layers_compare import flatten, is_float, use_small_tiles
 from tests.layers_memory import Watch
@@ -626,3 +627,28 @@ def rings(group: Any, tokens: int, features: int) -> dict[str, Any]:
         dist.barrier(group)
         found[name] = {"outcome": outcome, "bytes": bytes_sent() - before}
     return found
+
+
+def picked_labels(group: Any, name: str, over: str, divided: tuple[str, ...]) -> list[Tensor]:
+    """A label that is arithmetic on the other index, on this rank's part: its values and gradients."""
+    x, y, step, own, shift = label_arithmetic.arguments(torch.float64)
+    cut = lambda t, axis: _split(t, 1, group.rank(), group.size()) if axis in divided else t
+    given = [cut(x, "rows").clone().requires_grad_(), cut(y, "cols").clone().requires_grad_()]
+    with mr.shard(**{axis: group for axis in divided}):
+        value = label_arithmetic.op(name, over)(*given, step, cut(own, "rows"), shift)
+        total = (value * value.detach().cos()).sum()
+        return [value.detach(), *torch.autograd.grad(total, given)]
+
+
+def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:
+    """Values of documents whose ids differ by one beyond 2**60, summed, and the best of integers."""
+    ids, values = 2**60 + torch.arange(48) // 6, torch.arange(48) + 2**55
+    cut = lambda t, axis: _split(t, 0, group.rank(), group.size()) if axis in divided else t
+
+    @mr.op
+    def inside(mine: mr.Row, theirs: mr.Col, v: mr.Col):
+        kept = torch.where(mine == theirs, v, 0)
+        return mr.sum(kept), mr.max(kept), mr.argmax(kept), mr.topk(kept, 2).values
+
+    with mr.shard(**{axis: group for axis in divided}):
+        return list(inside(cut(ids, "rows"), cut(ids, "cols"), cut(values, "cols")))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...algebra import fold as fold_monoid
 from ...program.contract import Contraction
 from ...program.expr import Expr
-from .. import filtering, hardware
+from .. import combine, filtering, hardware
 from .tilecode import Reducer
 from .tilerun import FEW_FEATURES, TileRun, differences
 
@@ -109,8 +109,11 @@ class Accumulator:
 
 class Sum(Accumulator):
     def start(self) -> None:
-        whole = self.fields[0].dtype != "float"
-        self.total = self.numbers(0, torch.int64) if whole else self.totals(self.widths[0], result=0)
+        if self.fields[0].dtype == "float":
+            self.total = self.totals(self.widths[0], result=0)
+        else:
+            tail = self.widths[:1] if self.widths[0] >= 0 else []
+            self.total = torch.zeros(self.batch, self.length, *tail, dtype=torch.int64, device=self.device)
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         for c in reducer.values[0]:
@@ -250,15 +253,17 @@ class TopK(Accumulator):
 
     def start(self) -> None:
         self.k, self.largest = self.params
+        self.number = self.compute if self.fields[0].dtype == "float" else torch.int64
+        self.worst = combine.worst(self.number, self.largest)
         self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:
         x = tile.full(reducer.roots[0])
-        x = x if self.over == "cols" else x.mT
+        x = (x if self.over == "cols" else x.mT).to(torch.int64 if x.dtype == torch.bool else x.dtype)
         best = self.best.get((at.start, at.stop))
         value, place = self._candidates(x, None if best is None else best[0])
         value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
-        value, place = value.to(self.compute), order if place is None else place.gather(-1, order)
+        value, place = value.to(self.number), order if place is None else place.gather(-1, order)
         place = _placed(place, offset)
         if best is not None:
             value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
@@ -266,10 +271,10 @@ class TopK(Accumulator):
         self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
 
     def edge(self, at: slice) -> Tensor:
-        worst = -math.inf if self.largest else math.inf
         found = self.best.get((at.start, at.stop))
         if found is None or found[0].shape[-1] < self.k:
-            return torch.full((self.batch, at.stop - at.start), worst, dtype=self.compute, device=self.device)
+            shape = (self.batch, at.stop - at.start)
+            return torch.full(shape, self.worst, dtype=self.number, device=self.device)
         return found[0][..., -1]
 
     def _candidates(self, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -281,7 +286,8 @@ class TopK(Accumulator):
         groups = x[..., :whole].unflatten(-1, (self.group, count))  # every count-th column: these are found fastest
         key = groups.amax(-2) if self.largest else groups.amin(-2)
         blind = key.isnan()  # a group with a NaN in it says nothing of its other numbers: it is looked at
-        key = torch.where(blind, torch.inf if self.largest else -torch.inf, key)
+        if key.is_floating_point():
+            key = torch.where(blind, torch.inf if self.largest else -torch.inf, key)
         least = old[..., -1:].to(key.dtype)
         beaten = (key < least) if self.largest else (key > least)
         most = min(self.k + int(blind.sum(-1).amax()), count - int(beaten.sum(-1).amin()))
@@ -292,14 +298,14 @@ class TopK(Accumulator):
         return x.gather(-1, place), place
 
     def finish(self) -> list[Tensor]:
-        worst = -math.inf if self.largest else math.inf
         shape = (self.batch, self.length, self.k)
-        values = torch.full(shape, worst, dtype=self.compute, device=self.device)
+        values = torch.full(shape, self.worst, dtype=self.number, device=self.device)
         places = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         for (start, stop), (value, place) in self.best.items():
             values[:, start:stop, : value.shape[-1]] = value
             places[:, start:stop, : place.shape[-1]] = place
-        return [values, torch.where(values == worst, -1, places)]
+        nothing = values == self.worst if values.is_floating_point() else places < 0
+        return [values, torch.where(nothing, -1, places)]
 
 
 class Moments(Accumulator):
@@ -336,7 +342,7 @@ class User(Accumulator):
         self.names = list(self.monoid.fields())
         self.state = []
         for (_, field), width in zip(self.monoid.fields().items(), self.widths, strict=True):
-            shape = (self.batch, self.length, max(width, 1))
+            shape = (self.batch, self.length, width if width >= 0 else 1)
             self.state.append(torch.full(shape, float(field.identity), dtype=self.compute, device=self.device))
 
     def step(self, reducer: Reducer, owned: tuple[bool, ...], tile: TileRun, at: slice, offset: Offset) -> None:

@@ -184,7 +184,7 @@ class Chunk:
         for e in self.code.ranged:
             v = self.leaves[e]
             if not isinstance(v, Tensor):
-                fixed[e] = (float(v), float(v))
+                fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
                 continue
             if e.is_pair:  # looking would cost as much as the tile
                 fixed[e] = EITHER if e.dtype == "bool" else NAN
@@ -194,7 +194,8 @@ class Chunk:
             else:
                 side, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
                 parts = [v[:, s] for s in side]
-            ends = torch.stack([torch.stack(torch.aminmax(p.double())) for p in parts]).tolist()
+            kind = torch.int64 if e.dtype == "int" else torch.float64  # float64 would round integers beyond 2**53
+            ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in parts]).tolist()
             for r, (low, high) in zip(ranges, ends, strict=True):
                 r[e] = known(low, high)
         return row_ranges, col_ranges, fixed

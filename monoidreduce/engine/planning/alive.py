@@ -24,6 +24,9 @@ def _composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+_DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::div")
+
+
 class Alive(TorchDispatchMode):
     """Counts the storages made inside the block, those of ``given`` left out."""
 
@@ -54,8 +57,14 @@ class Alive(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operation."""
-        return func(*args, **kwargs)
+        """Run an operation. What runs here is often a rehearsal on numbers that are made up: where the divisor of an
+        integer is 0 among them, which torch answers with an error, it is 1."""
+        divides = func._schema.name in _DIVISIONS and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        return (
+            func(args[0], args[1].masked_fill(args[1] == 0, 1), *args[2:], **kwargs)
+            if divides
+            else func(*args, **kwargs)
+        )
 
     def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """What else is to be known of an operation."""

@@ -192,7 +192,7 @@ def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device)
 def _exponentials(name: str, args: tuple) -> float:
     """How many exponentials a torch operation takes for each number; a whole power takes none."""
     plain = name.split(".")[0].removesuffix("_backward").rstrip("_")
-    whole = plain == "pow" and len(args) > 1 and args[1] in (0, 1, 2, 3)
+    whole = plain == "pow" and not isinstance(args[1], Tensor) and args[1] in (0, 1, 2, 3)
     return 0.0 if whole else SPECIAL.get(plain, 0.0)
 
 

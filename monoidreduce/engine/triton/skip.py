@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from ...program.lower import Fold
 from ...program.normal import hot_condition
 from ...program.reductions import KINDS
 
-Range = tuple[Tensor, Tensor]
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
 PART = [
@@ -91,7 +91,7 @@ def bounds(
     codes = torch.zeros((), dtype=torch.int64, device=device)
     whole: Any = True
     for c, truth in chosen.items():
-        low, high = ranges(c)
+        low, high, _ = ranges(c)
         state = torch.where(low == high, low.to(torch.int64), 2)
         codes = codes * 3 + state
         whole = whole & (state == int(truth))
@@ -111,8 +111,23 @@ def bounds(
     return (torch.stack(edges, -1) * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
 
 
+class Range(NamedTuple):
+    """Least and greatest value on every tile, shaped to broadcast to [batch, kept tile, folded tile].
+
+    Integers stay integers (int64): float64 cannot tell 2**53 from 2**53 + 1, and document ids may be hashes. ``most``
+    bounds their magnitude and is known without looking at the data; None for float64 (numbers and truth values)."""
+
+    low: Tensor
+    high: Tensor
+    most: int | None = None
+
+
+_INT64 = torch.iinfo(torch.int64)
+_NEAR_OVERFLOW = 2.0**63 * (1 - 2.0**-40)  # more than float64's rounding away from the end of int64
+
+
 class _Ranges:
-    """Least and greatest value of expressions on every tile, shaped to broadcast to [batch, kept tile, folded tile]."""
+    """The ranges of expressions on every tile."""
 
     def __init__(self, over: str, values: Mapping[Expr, Any], lengths: Any, steps: Any, device: Any):
         self.over, self.values, self.lengths, self.steps, self.device = over, values, lengths, steps, device
@@ -125,108 +140,150 @@ class _Ranges:
 
     def _node(self, e: Expr, args: list[Range]) -> Range:
         if e.op == "const":
-            return self._number(float(e.const))
+            return self._number(e.const)
         if e.op == "size" and e.attrs[0] in ("rows", "cols"):
-            return self._number(float(self.lengths[1 if e.attrs[0] == self.over else 0]))
+            return self._number(self.lengths[1 if e.attrs[0] == self.over else 0])
         if e.op in ("row_index", "col_index"):
             return self._index(1 if e.op.startswith(self.over[:3]) else 0)
         if e.op == "leaf":
             return self._leaf(e, self.values[e])
         if e.op == "cast":
-            return _truth(args[0]) if e.attrs[0] == "bool" else args[0] if e.attrs[0] == "float" else _whole(args[0])
+            return {"bool": _truth, "float": _rounded, "int": _whole}[e.attrs[0]](args[0])
         rule = _RULES.get(e.op)
         if rule is None:
-            return self._number(0.0)[0] - torch.inf, self._number(0.0)[0] + torch.inf
-        low, high = rule(*args)
+            return self._unknown(e)
+        if any(x.most is None for x in args):
+            args = [_rounded(x) for x in args]
+        low, high, *_ = rule(*args)
+        if low.dtype == torch.int64:
+            return _without_overflow(rule, e.op, args, low, high)
         lost = low.isnan() | high.isnan()
-        return torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high)
+        return Range(torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high))
+
+    def _unknown(self, e: Expr) -> Range:
+        if e.dtype == "int":
+            low, high = (torch.full((1, 1, 1), v, device=self.device) for v in (_INT64.min, _INT64.max))
+            return Range(low, high, 2**63)
+        zero = self._number(0.0).low
+        return Range(zero - torch.inf, zero + torch.inf)
 
     def _number(self, value: float) -> Range:
-        t = torch.full((1, 1, 1), value, dtype=torch.float64, device=self.device)
-        return t, t
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        t = torch.full((1, 1, 1), value, dtype=torch.int64 if whole else torch.float64, device=self.device)
+        return Range(t, t, abs(int(value)) if whole else None)
 
     def _index(self, axis: int) -> Range:
-        low = torch.arange(0, self.lengths[axis], self.steps[axis], dtype=torch.float64, device=self.device)
+        low = torch.arange(0, self.lengths[axis], self.steps[axis], device=self.device)
         high = (low + self.steps[axis] - 1).clamp(max=self.lengths[axis] - 1)
         shape = (1, -1, 1) if axis == 0 else (1, 1, -1)
-        return low.view(shape), high.view(shape)
+        return Range(low.view(shape), high.view(shape), self.lengths[axis])
 
     def _leaf(self, e: Expr, value: Any) -> Range:
         if not isinstance(value, Tensor):
-            return self._number(float(value))
-        value = value.to(torch.float64)
+            return self._number(value)
+        small = value.dtype in (torch.bool, torch.uint8)
+        most = None if e.dtype != "int" else 255 if small else torch.iinfo(value.dtype).max + 1
+        value = value.to(torch.float64 if most is None else torch.int64)
         if not e.rows and not e.cols:
-            return value.view(-1, 1, 1), value.view(-1, 1, 1)
+            return Range(value.view(-1, 1, 1), value.view(-1, 1, 1), most)
         axis = 1 if (e.cols if self.over == "cols" else e.rows) else 0
         step = self.steps[axis]
         missing = -value.shape[1] % step
         if missing:
             value = torch.cat([value, value[:, -1:].expand(-1, missing)], 1)
         low, high = value.view(value.shape[0], -1, step).aminmax(dim=-1)
-        lost = low.isnan() | high.isnan()
-        low, high = torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high)
-        return (low.unsqueeze(2), high.unsqueeze(2)) if axis == 0 else (low.unsqueeze(1), high.unsqueeze(1))
+        if most is None:
+            lost = low.isnan() | high.isnan()
+            low, high = torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high)
+        low, high = (end.unsqueeze(2 if axis == 0 else 1) for end in (low, high))
+        return Range(low, high, most)
+
+
+def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low: Tensor, high: Tensor) -> Range:
+    """The range of an integer result; any integer at all on tiles where int64 may wrap around."""
+    bounds = [x.most or 0 for x in args]
+    most = sum(bounds) if op in ("add", "sub") else math.prod(bounds) if op == "mul" else max(bounds)
+    if most < 2**63 or op in ("minimum", "maximum", "detach"):
+        return Range(low, high, most)
+    ends = rule(*(Range(x.low.double(), x.high.double()) for x in args))
+    far = (ends[0] <= -_NEAR_OVERFLOW) | (ends[1] >= _NEAR_OVERFLOW)
+    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
 
 
 def _truth(x: Range) -> Range:
-    low, high = x
-    surely, never = (low > 0) | (high < 0), (low == 0) & (high == 0)
-    return surely.double(), (~never).double()
+    surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
+    return Range(surely.double(), (~never).double())
+
+
+def _rounded(x: Range) -> Range:
+    """Integers as floating-point numbers. A kernel may round them to float32: beyond 2**24 the range is widened."""
+    if x.most is None:
+        return x
+    low, high = x.low.double(), x.high.double()
+    if x.most <= 2**24:
+        return Range(low, high)
+    return Range(low - low.abs() * 2.0**-23, high + high.abs() * 2.0**-23)
 
 
 def _whole(x: Range) -> Range:
-    return x[0].trunc(), x[1].trunc()
+    if x.most is not None:
+        return x
+    low, high = x.low.trunc(), x.high.trunc()
+    far = (low <= -_NEAR_OVERFLOW) | (high >= _NEAR_OVERFLOW)
+    low, high = (torch.where(far, 0.0, end).long() for end in (low, high))
+    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
 
 
 def _between(surely: Tensor, never: Tensor) -> Range:
-    return surely.double(), (~never).double()
+    return Range(surely.double(), (~never).double())
 
 
 def _mul(x: Range, y: Range) -> Range:
-    ends = torch.stack(torch.broadcast_tensors(*(a * b for a in x for b in y)))
-    return ends.amin(0), ends.amax(0)
+    ends = torch.stack(torch.broadcast_tensors(*(a * b for a in x[:2] for b in y[:2])))
+    return Range(ends.amin(0), ends.amax(0))
 
 
 def _abs(x: Range) -> Range:
-    low = torch.where((x[0] <= 0) & (x[1] >= 0), 0.0, torch.minimum(x[0].abs(), x[1].abs()))
-    return low, torch.maximum(x[0].abs(), x[1].abs())
+    low = torch.where((x.low <= 0) & (x.high >= 0), 0, torch.minimum(x.low.abs(), x.high.abs()))
+    return Range(low, torch.maximum(x.low.abs(), x.high.abs()))
 
 
 def _less(x: Range, y: Range) -> Range:
-    return _between(x[1] < y[0], x[0] >= y[1])
+    return _between(x.high < y.low, x.low >= y.high)
 
 
 def _less_equal(x: Range, y: Range) -> Range:
-    return _between(x[1] <= y[0], x[0] > y[1])
+    return _between(x.high <= y.low, x.low > y.high)
 
 
 def _equal(x: Range, y: Range) -> Range:
-    return _between((x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0]), (x[1] < y[0]) | (x[0] > y[1]))
+    same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
+    return _between(same, (x.high < y.low) | (x.low > y.high))
 
 
 def _not(x: Range) -> Range:
-    low, high = _truth(x)
-    return 1 - high, 1 - low
+    low, high, _ = _truth(x)
+    return Range(1 - high, 1 - low)
 
 
 def _and(x: Range, y: Range) -> Range:
-    (a, b), (c, d) = _truth(x), _truth(y)
-    return torch.minimum(a, c), torch.minimum(b, d)
+    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    return Range(torch.minimum(a, c), torch.minimum(b, d))
 
 
 def _or(x: Range, y: Range) -> Range:
-    (a, b), (c, d) = _truth(x), _truth(y)
-    return torch.maximum(a, c), torch.maximum(b, d)
+    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    return Range(torch.maximum(a, c), torch.maximum(b, d))
 
 
 _RULES: dict[str, Callable[..., Range]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    "neg": lambda x: (-x[1], -x[0]),
+    "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
+    "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
+    "neg": lambda x: Range(-x.high, -x.low),
     "mul": _mul,
     "abs": _abs,
-    "minimum": lambda x, y: (torch.minimum(x[0], y[0]), torch.minimum(x[1], y[1])),
-    "maximum": lambda x, y: (torch.maximum(x[0], y[0]), torch.maximum(x[1], y[1])),
+    "minimum": lambda x, y: Range(torch.minimum(x.low, y.low), torch.minimum(x.high, y.high)),
+    "maximum": lambda x, y: Range(torch.maximum(x.low, y.low), torch.maximum(x.high, y.high)),
     "lt": _less,
     "le": _less_equal,
     "gt": lambda x, y: _less(y, x),

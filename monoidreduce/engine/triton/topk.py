@@ -1,8 +1,8 @@
 """The k best of a row, in a kernel: a list in registers, into which a tile's better values are taken one by one.
 
 Values are compared as integers that are ordered like them (NaN above all, as in torch), so that there is one order and
-no special case. A tile that has nothing better costs one comparison; of random values only about k log(N / k) of a
-row's N ever enter its list. The list is sorted at the end, by torch: it is small.
+no special case; integers are compared as they are. A tile that has nothing better costs one comparison; of random
+values only about k log(N / k) of a row's N ever enter its list. The list is sorted at the end, by torch: it is small.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class TopK(Kind):
         self.k, self.largest = self.params
         if self.k > _MOST:
             raise Unsupported(f"the {self.k} best, more than {_MOST}")
-        if self.reduction.args[0].dtype != "float":
-            raise Unsupported("the best of whole numbers")
-        self.wide = self.v.spec.compute == "float64"
+        self.whole = self.reduction.args[0].dtype != "float"
+        self.wide = self.whole or self.v.spec.compute == "float64"
         self.room = padded(self.k)
         self.v.bind((self.name, "slots"), f"tl.arange(0, {self.room})[None, :]", False, f"{self.name}_slots")
 
@@ -53,7 +52,9 @@ class TopK(Kind):
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
         least = f"tl.full([1, 1], {-(2**63) if self.wide else -(2**31)}, tl.int{64 if self.wide else 32})"
-        key = f"{'' if self.largest else '~'}ordered{64 if self.wide else 32}({v.full(fields[0])})"
+        value = v.full(fields[0])
+        key = f"{value}.to(tl.int64)" if self.whole else f"ordered{64 if self.wide else 32}({value})"
+        key = key if self.largest else f"~{key}"
         v.inside += [
             f"{n}_new = {v.seen(key, least)}",
             f"{n}_worst = tl.min({n}_keys, 1)",
@@ -72,13 +73,14 @@ class TopK(Kind):
 
     def finish(self) -> list[tuple[list[str], Any]]:
         n, feature = self.name, f"#{self.k}"
-        self.v.inside.append(f"{n}_values = unordered{64 if self.wide else 32}({'' if self.largest else '~'}{n}_keys)")
+        keys = f"{'' if self.largest else '~'}{n}_keys"
+        self.v.inside.append(f"{n}_values = {keys if self.whole else f'unordered{64 if self.wide else 32}({keys})'}")
         values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
         if self.k > TINY:
             return [([values], feature), ([places], feature)]
         pick = lambda text, zero, f: f"tl.sum(tl.where({n}_slots == {f}, {text}, {zero}), 1)"
         return [
-            ([pick(values, "0.0", f) for f in range(self.k)], feature),
+            ([pick(values, "0" if self.whole else "0.0", f) for f in range(self.k)], feature),
             ([pick(places, "0", f) for f in range(self.k)], feature),
         ]
 

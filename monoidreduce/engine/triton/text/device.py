@@ -258,12 +258,26 @@ def arctan(x):
 
 
 def power(x, n):
-    # in float64, since an error in n log2|x| is multiplied by the result's logarithm
-    wide = tl.exp2(n.to(tl.float64) * tl.log2(tl.abs(x).to(tl.float64))).to(x.dtype)
-    whole = tl.floor(n) == n
-    odd = whole & (tl.floor(n * 0.5) * 2.0 != n)
-    signed = tl.where(x < 0.0, tl.where(whole, tl.where(odd, -wide, wide), float("nan")), wide)
-    return tl.where(n == 0.0, 1.0, signed)
+    if x.dtype.is_floating():
+        # in float64, since an error in n log2|x| is multiplied by the result's logarithm
+        size = tl.abs(x)
+        wide = tl.exp2(n.to(tl.float64) * tl.log2(size.to(tl.float64))).to(x.dtype)
+        wide = tl.where(size == 1.0, 1.0, wide)
+        whole = tl.floor(n) == n
+        odd = whole & (tl.floor(n * 0.5) * 2.0 != n)
+        negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
+        none = tl.where(whole, False, (x < 0.0) & (size < float("inf")))
+        signed = tl.where(none, float("nan"), tl.where(negative, tl.where(odd, -wide, wide), wide))
+        return tl.where(n == 0.0, 1.0, signed)
+    else:
+        # of whole numbers, by squaring; a negative exponent leaves nothing but 1 and -1
+        base, left = tl.broadcast(x.to(tl.int64), n.to(tl.int64))
+        result = tl.where((left < 0) & (tl.abs(base) != 1), 0, left * 0 + 1)
+        for _ in range(64):
+            result = tl.where((left & 1) != 0, result * base, result)
+            base = base * base
+            left = (left >> 1) & 9223372036854775807
+        return result
 
 
 def gelu_none(x):

@@ -56,7 +56,7 @@ class Sum(Kind):
     def weight(self, w: Expr) -> str:
         """The name of a whole block of weights, 0 beyond the folded axis."""
         text = self.v.full(w)
-        text = f"{text}.to(tl.int32)" if w.dtype == "bool" else text
+        text = f"{text}.to(tl.int32)" if w.dtype == "bool" else f"{text}.to(tl.int64)" if w.dtype == "int" else text
         return self.v.seen_name(text, "0")
 
     def finish(self) -> list[tuple[list[str], Any]]:

@@ -96,20 +96,20 @@ class Total:
 
     def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
         v = self.v
-        zeros = f"tl.zeros([KEPT, FOLDED], {v.float})"
+        zeros, nothing = f"tl.zeros([KEPT, FOLDED], {self.kind})", "0.0" if vector.dtype == "float" else "0"
         for n in topological([vector], stop=lambda n: n.feature is None):
             if n.feature is None:
                 v.number(n)
         if self.tiny:
             for k, name in enumerate(self.names):
                 part = component(str(k))
-                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0"))
+                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
             return
         lane, _ = v.lane(self.feature)
         with v.walk(self.width) as f:
             part = component(f)
-            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", "0.0")
-            v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], 0.0)")
+            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing)
+            v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], {nothing})")
 
     def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
         """Σ weight (x_i - y_j): few features one by one; else by a product centred on the tile, so less cancels."""

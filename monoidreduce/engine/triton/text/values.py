@@ -23,6 +23,7 @@ from .blocks import Blocks
 from .exponents import literal
 
 _INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
+_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # these ask for a type
 _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
@@ -226,9 +227,9 @@ class Values(Blocks):
         if e.op == "pow" and e.args[1].const in _SMALL_POWERS:
             product = " * ".join([args[0]] * abs(int(e.args[1].const)))
             return product if e.args[1].const > 0 else f"1.0 / ({product})"
-        if e.op in ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow"):  # these ask for a type
+        if e.op in _TYPED:
             args = [self._typed(t, a, e) for t, a in zip(args, e.args, strict=True)]
-        if e.dtype == "int" and e.op in _INTEGER_GROWS:
+        if e.dtype == "int" and (e.op in _INTEGER_GROWS or self._sums_of_int32(e)):
             args = [t if a.op == "const" else f"{t}.to(tl.int64)" for t, a in zip(args, e.args, strict=True)]
         if e.op == "mul" and e.dtype == "bool":
             return f"{args[0]} & {args[1]}"
@@ -241,6 +242,10 @@ class Values(Blocks):
         attributes = {k: v if isinstance(v, str) else literal(v) for k, v in zip(p.attributes, e.attrs, strict=True)}
         text = p.triton.format(*args, **attributes)
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
+
+    def _sums_of_int32(self, e: Expr) -> bool:
+        """Whether a sum would wrap around in int32, where torch's does not: of int32 data. Indices are small enough."""
+        return e.op in ("add", "sub", "neg", "abs") and any(self.spec.type_of.get(a) == "int32" for a in e.args)
 
     def _divides_exactly(self, e: Expr) -> bool:
         """A GPU's own float32 form may be off by two units of the last place, torch's by half of one: a logit that was
@@ -321,9 +326,11 @@ class Values(Blocks):
         for n in topological([vector], stop=lambda n: n.feature is None):
             if n.feature is None:
                 self.number(n)
+        kind = self.float if e.dtype == "float" else "tl.int64"
+        if not width:  # a sum of no features
+            return f"tl.zeros([KEPT, FOLDED], {kind})"
         if width <= TINY:
             return " + ".join(part(str(f)) for f in range(width))
-        kind = self.float if e.dtype == "float" else "tl.int64"
         total = self.bind((e, "total"), f"tl.zeros([KEPT, FOLDED], {kind})", True)
         with self.walk(width) as f:
             self.inside.append(f"{total} += {part(f)}")

@@ -1,0 +1,19 @@
+"""No batch, no rows, no columns, no features, in kernels."""
+
+import pytest
+
+from tests.empty_shapes import REDUCTIONS, check, check_layer
+
+KINDS = ["no batch", "no columns", "no features"]
+
+
+@pytest.mark.parametrize("name", [n for n in REDUCTIONS if n != "monoid"])  # vector fields have no kernel
+def test_every_reduction(name):
+    for kind in KINDS:
+        check(name, "triton", kind)
+
+
+@pytest.mark.parametrize("name", ["attention", "cross_entropy", "gated_mlp", "kernel_sum", "maxsim", "max_pool"])
+def test_layers(name):
+    for kind in KINDS:
+        check_layer(name, "triton", kind)

@@ -1,0 +1,46 @@
+"""Integers in kernels, and in the ranges by which kernels skip tiles."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from tests.exact_integers import CASES, documents, vectors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_those_of_torch(name):
+    CASES[name].check("triton")
+
+
+def test_sums_and_products_of_integer_vectors():
+    vectors("triton")
+
+
+@pytest.mark.parametrize("base", [2**53, 2**63 - 8])
+def test_attention_stays_in_its_document(base):
+    documents("triton", base)
+
+
+def test_sums_that_wrap_around_are_not_promised_away():
+    a, b = torch.full((20,), 2**63 - 2), torch.arange(200)
+
+    @mr.op
+    def below(a: Row, b: Col):
+        return mr.sum(torch.where(a + b < 0, 1.0, 0.0))
+
+    with mr.use(engine="triton"):
+        torch.testing.assert_close(below(a, b), ((a.unsqueeze(-1) + b) < 0).sum(-1).float())
+
+
+def test_positions_given_as_data_within_a_window():
+    at = 2**60 + torch.arange(300)
+
+    @mr.op
+    def near(mine: Row, theirs: Col, y: Col):
+        return mr.sum(torch.where((mine - theirs).abs() <= 3, y, 0.0))
+
+    y = torch.rand(300)
+    with mr.use(engine="triton"):
+        got = near(at, at, y)
+    torch.testing.assert_close(got, torch.where((at.unsqueeze(-1) - at).abs() <= 3, y, 0.0).sum(-1))
