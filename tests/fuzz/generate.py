@@ -17,7 +17,7 @@ SMOOTH = (
 EXACT = "neg abs square relu clamp sign floor ceil round trunc frac leaky_relu hardtanh detach".split()
 BITS = {"float64": 45, "float32": 20, "bfloat16": 6, "float16": 8}
 OPERATORS = frozenset("add sub mul div_int floor_divide remainder eq ne lt le gt ge".split())
-LARGEST = 2.0**13  # larger values are squashed: rounding errors stay far below the tolerance
+LARGEST = 2.0**17  # larger values are squashed: rounding errors stay far below the tolerance
 
 
 def generate(seed: int, share: str = "unit") -> Program:
@@ -39,6 +39,7 @@ class _Generator:
         self.params: list[Param] = []
         self.nodes: list[Node] = []  # of the parameters
         self.results: list[Node] = []  # reductions made so far
+        self.chained = False
         self.shared: list[Node] = []  # pair numbers to be used again
         # the base parameters say how many rows and columns there are
         self.add("row", "f" if r.random() < 0.7 else None, "float")
@@ -61,14 +62,14 @@ class _Generator:
         if op in OPERATORS:
             replaced = [k == 0 and all(plain) for k in range(len(args))]
         else:
-            replaced = [c and not (op in ("where", "pow", "pow_at_zero") and k > 0) for k, c in enumerate(plain)]
+            replaced = [c and not (op in ("where", "pow", "trunc_divide") and k > 0) for k, c in enumerate(plain)]
         given = [self.param("number", None, a.cls) if r else a for a, r in zip(args, replaced, strict=True)]
         return make(op, *given, **attrs)
 
     def _sizes(self) -> Sizes:
         r = self.random
         length = lambda: r.choices([r.randint(2, 9), 1, 0, r.randint(20, 70)], [80, 8, 5, 7])[0]
-        width = lambda: r.choices([r.randint(2, 5), 1, 0, 8], [70, 14, 8, 8])[0]
+        width = lambda: r.choices([r.randint(2, 5), 1, 0, 8, r.choice([17, 33, 80])], [68, 14, 8, 5, 5])[0]
         batch: tuple[int, ...] = r.choices(
             [(), (2,), (1,), (3,), (2, 2), (2, 1, 2), (0,), (2, 0)], [50, 20, 5, 5, 10, 3, 4, 3]
         )[0]
@@ -92,7 +93,7 @@ class _Generator:
                 style = "grid"
         view, batch, grad, narrow = "plain", "full", cls == "float" and self.chance(0.85), self.chance(0.2)
         if axis == "number":
-            view = "tensor" if cls == "float" and self.chance(0.4) else "plain"
+            view = "tensor" if self.chance(0.4 if cls == "float" else 0.2) else "plain"
             grad = grad and view == "tensor"
         else:
             view = self.pick(
@@ -101,7 +102,9 @@ class _Generator:
             # the first two parameters have the whole batch
             batch = self.pick({"full": 70, "none": 20, "ones": 10}) if len(self.params) > 1 else "full"
         name = f"{axis[0]}{len(self.params)}" if axis != "number" else f"n{len(self.params)}"
-        p = Param(name, axis, feature, cls, style, view, batch, grad, narrow)
+        alike = [q.name for q in self.params if (q.cls, q.style, q.grad) == (cls, style, grad) and q.axis != "number"]
+        alias = self.random.choice(alike) if alike and axis != "number" and self.chance(0.08) else None
+        p = Param(name, axis, feature, cls, style, view, batch, grad, narrow, alias)
         self.params.append(p)
         self.nodes.append(param_node(p))
         return self.nodes[-1]
@@ -111,7 +114,7 @@ class _Generator:
         found = [
             n
             for p, n in zip(self.params, self.nodes, strict=True)
-            if (p.axis, p.feature, p.cls) == (axis, feature, cls) and (not exact or n.exact(self.bits))
+            if (p.axis, p.feature, p.cls) == (axis, feature, cls) and (not exact or n.exact(self.bits)) and not n.holes
         ]
         if found and (self.chance(0.7) or len(self.params) > 8):
             return self.random.choice(found)
@@ -193,8 +196,14 @@ class _Generator:
         if kind == "bool":
             return self.make("mul", self.truth(rows, cols, depth - 1), sub())
         x = self.make("tanh", sub())
+        if not self.chained and self.chance(0.1):  # every step uses the one before it twice
+            self.chained = True
+            for _ in range(r.randint(5, 25)):
+                x = self.make("sub", self.make("sin", x), self.make("mul", x, const(0.5)))
+                x = replace(x, bound=2.0)
+            return x
         return self.one(
-            lambda: self.make("pow_at_zero", self.number(rows, cols, 1), const(r.choice([1.0, 2.0, 1.5, 3, 0.5, 0]))),
+            lambda: self.make("pow_const", self.number(rows, cols, 1), k=r.choice([1.0, 2.0, 1.5, 3, 0.5, 0])),
             lambda: self.make("pow_at_zero", self.make("tanh", sub()), self.make("tanh", sub())),
             lambda: self.make("pow", x, const(r.choice([2.0, -1.0, 0.5, 1.5, -0.5, 3]))),
             lambda: self.make("pow_int", x, k=r.choice([1, 2, 3])),
@@ -228,6 +237,8 @@ class _Generator:
         if self.sizes.of(letter):
             one_sided.append("component")
         op = r.choice(["dot", "dot", "dot", "sqdist", "distance"]) if both else r.choice(["dot", *one_sided])
+        if op == "sqdist" and self.sizes.of(letter) > 16:
+            op = "distance"  # many features are centred first, which rounds
         if op in ("dot", "sqdist", "distance"):
             return self.make(op, x, y)
         if op == "famax" and not x.exact(self.bits):
@@ -380,8 +391,8 @@ class _Generator:
             return self.make("mr.weighted_mean", weight, number() if self.chance(0.6) else self.pair_vector(over), over=over)
         if kind == "best":
             op = r.choice(["mr.max", "mr.max", "mr.min", "mr.argmax", "mr.argmin"])
-            x = number(True)
-            masks = op in ("mr.max", "mr.argmax") and self.chance(0.4)
+            x = number(True) if self.chance(0.92) else self.truth(*axes, 1)
+            masks = x.cls == "float" and op in ("mr.max", "mr.argmax") and self.chance(0.4)
             return self.make(op, self.masked(x) if masks else x, over=over)
         if kind == "topk":
             return self.topk(over, size, number(True))
@@ -407,6 +418,8 @@ class _Generator:
         self.shared.append(x) if x.rows and x.cols and not x.holes else None
         if not self.chance(0.5):
             return x
+        if self.chance(0.25):
+            return self.make("add", x, self.add(self.random.choice(["pair", "col", "row"]), None, "float", "masking"))
         return self.make("where", self.truth(True, True, 1), x, const(-float("inf")))
 
     def pair_vector(self, over: str) -> Node:
@@ -466,7 +479,7 @@ class _Generator:
         if engine == "auto" and self.chance(0.7):
             tile = (r.choice([1, 2]), r.choice([1, 2, 3, 4]), r.choice([1, 2, 3, 5]))
         mode = self.pick(
-            {"plain": 66, "repeat": 12, "checkpoint": 6, "grad": 5, "vmap": 4, "inplace": 3, "total": 4}
+            {"plain": 66, "repeat": 12, "checkpoint": 6, "grad": 5, "vmap": 4, "inplace": 3, "total": 4, "reuse": 6}
         )
         if self.dtype not in ("float64", "float32"):
             mode = "plain"

@@ -46,7 +46,8 @@ class Param:
     view: str = "plain"  # how they lie in memory: see ``dense.as_view``
     batch: str = "full"  # full, none or ones: the batch dimensions of the tensor
     grad: bool = False
-    narrow: bool = False  # integers as int32; a pair's broadcast axes
+    narrow: bool = False  # integers as int32; a pair's rows broadcast
+    alias: str | None = None  # the parameter whose very tensor is given, where it has the shape
 
     @property
     def annotation(self) -> str:
@@ -99,16 +100,18 @@ def _values(p: Param, shape: tuple, sizes: Sizes, generator: torch.Generator, dt
         return x.int() if p.narrow and p.style in ("label", "small", "divisor") else x
     if p.style == "normal":
         return torch.randn(shape, generator=generator, dtype=torch.float64).clamp(-4, 4).to(dtype)
+    if p.style == "masking":
+        return torch.where(torch.rand(shape, generator=generator) < 0.6, 0.0, -math.inf).to(dtype)
     scale = {"grid": 0.5, "large": 64.0, "zero": 0.0}[p.style]
     return (torch.randint(-6, 7, shape, generator=generator) * scale).to(dtype)
 
 
 def param_node(p: Param) -> Node:
     bounds = {"label": 130, "small": 4, "divisor": 4, "beyond 2**24": 2**25, "beyond 2**53": 2.0**54, "huge": 2.0**62}
-    bounds |= {"normal": 4, "grid": 3, "large": 384, "zero": 1, "truth": 1}
+    bounds |= {"normal": 4, "grid": 3, "large": 384, "zero": 1, "truth": 1, "masking": 1}
     grain = {"normal": None, "grid": 0.5, "large": 64.0}.get(p.style, 1.0)
     rows, cols = p.axis in ("row", "pair"), p.axis in ("col", "pair")
-    return Node("param", (), (p.name,), rows, cols, p.feature, p.cls, bounds[p.style], grain, False)
+    return Node("param", (), (p.name,), rows, cols, p.feature, p.cls, bounds[p.style], grain, p.style == "masking")
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,14 @@ class Program:
         return _compiled(self.dense_source(), "plain")
 
     def arguments(self, dtype: torch.dtype | None = None, seed: int | None = None) -> list[Any]:
-        kind = DTYPES[self.dtype] if dtype is None else dtype
-        given = [p.value(self.sizes, self.seed if seed is None else seed, DTYPES[self.dtype]) for p in self.params]
-        if dtype is None:
-            return given
-        return [_converted(x, kind) for x in given]
+        given: dict[str, Any] = {}
+        for p in self.params:
+            x = p.value(self.sizes, self.seed if seed is None else seed, DTYPES[self.dtype])
+            other = given.get(p.alias) if p.alias else None
+            if other is not None and other.shape == x.shape and other.dtype in (x.dtype, dtype):
+                x = other
+            given[p.name] = x if dtype is None or x is other else _converted(x, dtype)
+        return list(given.values())
 
     def expected(self, arguments: list[Any], dtype: torch.dtype) -> list[Tensor]:
         """The outputs by plain torch, in the documented shapes: [..., M], [..., N], [...], features last."""
@@ -181,8 +187,10 @@ class Program:
         lines += ["from monoidreduce import Batch, Col, Pair, Row", "from tests.fuzz.dense import *"]
         lines += ["from tests.fuzz.programs import number", "", "", "@mr.op", self.source(), ""]
         lines += [self.dense_source(), ""]
+        seen: dict[int, str] = {}
         for p, x in zip(self.params, self.arguments(), strict=True):
-            lines.append(f"{p.name} = {_literal(x, p)}")
+            lines.append(f"{p.name} = {seen.get(id(x)) or _literal(x, p)}")
+            seen[id(x)] = p.name
         names = ", ".join(p.name for p in self.params)
         lines.append(f"# {self.run}, sizes {self.sizes}")
         how = f'mr.use(engine="{self.run.engine}")'

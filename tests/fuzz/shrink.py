@@ -48,7 +48,7 @@ def _simpler(program: Program) -> Iterator[Program]:
     yield from _simpler_trees(program)
     for k, p in enumerate(program.params):
         for change in (
-            {"view": "plain"}, {"batch": "full"}, {"grad": False}, {"narrow": False},
+            {"view": "plain"}, {"alias": None}, {"batch": "full"}, {"grad": False}, {"narrow": False},
             {"style": "grid"} if p.cls == "float" else {"style": "small"} if p.cls == "int" else {},
         ):  # fmt: skip
             changed = replace(p, **change)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST, WIDEST = 128, 8  # rows or columns, and features, that bounds and grains allow for
+LONGEST, WIDEST = 128, 128  # rows or columns, and features, that bounds and grains allow for
 ORDER = ("bool", "int", "float")
 
 
@@ -83,6 +83,7 @@ RULES: dict[str, Rule] = {
     "lerp": _smooth("torch.lerp({0}, {1}, 0.25)", lambda a, b: a + b),
     "pow": _smooth("torch.pow({0}.abs() + 0.5, {1})", lambda a, b: (a + 0.5) ** min(b, 5) + 2 ** min(b, 5)),
     "pow_at_zero": _smooth("torch.pow({0}.abs(), {1}.abs())", lambda a, b: (a + 1) ** min(b, 5)),
+    "pow_const": _smooth("torch.pow({0}.abs(), {k})", lambda a: (a + 1) ** 3),
     "pow_int": Rule("({0} ** {k})", "same", lambda a: (a + 1) ** 3, lambda g: min(g**3, g, 1.0)),
     "xlogy": _smooth("torch.xlogy({0}, 1.0 + {1}.abs())", lambda a, b: a * (b + 1)),
     "where": Rule("torch.where({0}, {1}, {2})", "same", lambda c, a, b: max(a, b), lambda c, a, b: min(a, b)),
@@ -338,6 +339,8 @@ class DenseWriter(Writer):
             args = [self._floating(a, t) for a, t in zip(node.args, args, strict=True)]
         if node.feature is not None:
             args = [f"vec({t})" if a.feature is None else t for a, t in zip(node.args, args, strict=True)]
+        if node.op == "floor_divide":  # a step function, for which torch has no derivative
+            args = [f"{t}.detach()" for t in args]
         if node.op in ("minimum", "maximum"):  # torch wants one type
             args = [t if a.cls == node.cls else f"{t}.to({_dtype(node.cls)})" for a, t in zip(node.args, args, strict=True)]
         return rule.text.format(*args, **attrs)
