@@ -89,7 +89,8 @@ def fold_max(x: Tensor, dim: int, largest: bool = True) -> Tensor:
         return fold_any(x, dim) if largest else fold_all(x, dim)
     if not x.shape[dim]:
         return _extreme_of_nothing(x, dim, largest)
-    return x.gather(dim, _first(x.detach(), dim, largest))
+    best = x.gather(dim, _first(x.detach(), dim, largest))
+    return torch.where(best == (-math.inf if largest else math.inf), best.detach(), best)  # nothing was seen
 
 
 def fold_min(x: Tensor, dim: int) -> Tensor:
@@ -97,6 +98,7 @@ def fold_min(x: Tensor, dim: int) -> Tensor:
 
 
 def fold_argmax(x: Tensor, dim: int, largest: bool = True) -> Tensor:
+    x = x.long() if x.dtype == torch.bool else x
     if not x.shape[dim]:
         return torch.full_like(x.sum(dim, keepdim=True), -1, dtype=torch.int64)
     index = _first(x.detach(), dim, largest)
@@ -110,7 +112,8 @@ def fold_argmin(x: Tensor, dim: int) -> Tensor:
 
 def _topk(x: Tensor, dim: int, k: int, largest: bool) -> tuple[Tensor, Tensor]:
     index = x.detach().sort(dim=dim, descending=largest, stable=True).indices.narrow(dim, 0, k)
-    return x.gather(dim, index), index
+    values = x.gather(dim, index)
+    return torch.where(values == (-math.inf if largest else math.inf), values.detach(), values), index
 
 
 def _k_last(x: Tensor, dim: int) -> Tensor:

@@ -42,7 +42,6 @@ KNOWN: list[tuple[str, Callable[[Program, Failure], bool]]] = [
     ("gradients of minimum, maximum, pow, xlogy", lambda p, f: "differs" in f.kind and _has(p, "minimum", "maximum", "pow_at_zero", "pow_const", "xlogy")),
     ("products and sums of truth values", lambda p, f: _has(p, "mul", "add", cls="bool")),
     ("checkpoint on a first call", lambda p, f: p.run.mode == "checkpoint"),
-    ("extremes of truth values", lambda p, f: _has(p, "mr.max", "mr.min", "mr.argmax", "mr.argmin", cls="bool")),
 ]
 
 
