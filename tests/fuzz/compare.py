@@ -17,7 +17,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce.plan.choice import Choice, follow
 
-from .programs import DTYPES, Program, Run
+from .programs import DTYPES, Program, Run, flat
 from .tree import Node
 
 # Allowed difference, relative to the largest number of a tensor, beside that of plain torch in the same precision.
@@ -43,6 +43,8 @@ def check(program: Program) -> Failure | None:
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message=".* encountered in", category=RuntimeWarning)  # numpy's, of inf
+            warnings.filterwarnings("ignore", category=mr.FallbackWarning)  # a kernel is not promised for everything
             found = _library(program)
     except Exception as error:
         if program.run.mode == "inplace" and "modified by an inplace operation" in str(error):
@@ -155,7 +157,7 @@ def _differentiated(
     if mode == "grad" and not plain:
         return Results(tensors | _transformed(program, outputs, arguments))
     roots, order = found, "gradient"
-    for last in ((True,) if not second else (False, True)):
+    for last in (True,) if not second else (False, True):
         gs = _cotangents(roots, program.seed)
         live = [(y, g) for y, g in zip(roots, gs, strict=True) if y.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(inputs)
@@ -211,12 +213,6 @@ def _cotangents(roots: Sequence[Tensor], seed: int) -> list[Tensor]:
         g = torch.randint(-4, 5, y.shape, generator=generator) * 0.25
         found.append(g.to(y.dtype if y.is_floating_point() else torch.float64))
     return found
-
-
-def flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in (value.values() if isinstance(value, dict) else value) for t in flat(v)]
 
 
 # The comparison ------------------------------------------------------------------------------------------------------

@@ -161,8 +161,14 @@ class _Generator:
         sub = lambda: self.number(rows, cols, depth - 1, exact)
         kind = self.pick(
             {
-                "leaf": 10, "features": 22 if rows and cols else 8, "unary": 18, "binary": 26, "where": 10,
-                "int": 6, "bool": 4, "special": 0 if exact else 4,
+                "leaf": 10,
+                "features": 22 if rows and cols else 8,
+                "unary": 18,
+                "binary": 26,
+                "where": 10,
+                "int": 6,
+                "bool": 4,
+                "special": 0 if exact else 4,
             }  # fmt: skip
         )
         if kind == "leaf":
@@ -311,7 +317,9 @@ class _Generator:
         comparison = r.choice(["eq", "ne", "lt", "le", "gt", "ge"])
         row, col = leaf("mr.row_index"), leaf("mr.col_index")
         forms: list[Callable[[], Node]] = [
-            lambda: self.make(comparison, self.whole(*self._part(rows, cols), depth), self.whole(rows, cols, depth - 1)),
+            lambda: self.make(
+                comparison, self.whole(*self._part(rows, cols), depth), self.whole(rows, cols, depth - 1)
+            ),
             lambda: self.make(
                 comparison, self.number(rows, cols, depth - 1, exact=True), self.number(rows, cols, 0, exact=True)
             ),
@@ -321,7 +329,9 @@ class _Generator:
             forms += [
                 lambda: self.make(r.choice(["le", "lt", "ge", "eq"]), col, row),  # causal
                 lambda: self.make("le", self.make("abs", self.make("sub", row, col)), const(r.randint(0, 3))),  # window
-                lambda: self.make("eq", self.make("remainder", self.make("add", row, col), const(2)), const(0)),  # parity
+                lambda: self.make(
+                    "eq", self.make("remainder", self.make("add", row, col), const(2)), const(0)
+                ),  # parity
                 lambda: self.make("eq", col, self.label(True)),
                 lambda: self.make("eq", row, self.label(False)),
                 lambda: self.make(
@@ -332,7 +342,9 @@ class _Generator:
         if depth > 0:
             sub = lambda: self.truth(rows, cols, depth - 1)
             forms += [lambda: self.make(r.choice(["and", "or", "xor"]), sub(), sub()), lambda: self.make("not", sub())]
-            forms += [lambda: self.make(r.choice(["mul", "add"]), sub(), sub())]  # of truth values torch makes truth values
+            forms += [
+                lambda: self.make(r.choice(["mul", "add"]), sub(), sub())
+            ]  # of truth values torch makes truth values
         return self.one(*forms)
 
     def label(self, of_rows: bool) -> Node:
@@ -365,8 +377,19 @@ class _Generator:
         number = lambda exact=False: self.number(*axes, depth, exact)
         kind = self.pick(
             {
-                "sum": 18, "gather": 10, "mean": 5, "logsumexp": 10, "softmax_mean": 16, "weighted_mean": 5, "best": 12,
-                "topk": 6 if size else 0, "truth": 8, "var": 4, "whole": 8, "vector sum": 8, "two passes": 5,
+                "sum": 18,
+                "gather": 10,
+                "mean": 5,
+                "logsumexp": 10,
+                "softmax_mean": 16,
+                "weighted_mean": 5,
+                "best": 12,
+                "topk": 6 if size else 0,
+                "truth": 8,
+                "var": 4,
+                "whole": 8,
+                "vector sum": 8,
+                "two passes": 5,
             }  # fmt: skip
         )
         if kind == "sum":
@@ -388,7 +411,9 @@ class _Generator:
                 lambda: self.truth(*axes, 1),
                 lambda: self.make("abs", self.whole(*axes, 1)),
             )
-            return self.make("mr.weighted_mean", weight, number() if self.chance(0.6) else self.pair_vector(over), over=over)
+            return self.make(
+                "mr.weighted_mean", weight, number() if self.chance(0.6) else self.pair_vector(over), over=over
+            )
         if kind == "best":
             op = r.choice(["mr.max", "mr.max", "mr.min", "mr.argmax", "mr.argmin"])
             x = number(True) if self.chance(0.92) else self.truth(*axes, 1)

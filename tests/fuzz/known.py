@@ -39,7 +39,10 @@ KNOWN: list[tuple[str, Callable[[Program, Failure], bool]]] = [
     ("whole numbers: pow, div", lambda p, f: _has(p, "pow_int", "trunc_divide", "div_int", cls="int")),
     ("ids beyond 2**53", lambda p, f: _differs(f) and any(q.style in ("beyond 2**53", "huge") for q in p.params)),
     ("top-k of whole numbers", lambda p, f: _has(p, "mr.topk.values", "mr.topk.indices", cls="int")),
-    ("gradients of minimum, maximum, pow, xlogy", lambda p, f: "differs" in f.kind and _has(p, "minimum", "maximum", "pow_at_zero", "pow_const", "xlogy")),
+    (
+        "gradients of minimum, maximum, pow, xlogy",
+        lambda p, f: "differs" in f.kind and _has(p, "minimum", "maximum", "pow_at_zero", "pow_const", "xlogy"),
+    ),
     ("products and sums of truth values", lambda p, f: _has(p, "mul", "add", cls="bool")),
     ("checkpoint on a first call", lambda p, f: p.run.mode == "checkpoint"),
 ]

@@ -185,7 +185,7 @@ class Program:
         """Python source that shows the difference by itself, run from the root of the repository."""
         lines = ["import math", "import torch", "import torch.nn.functional as F", "import monoidreduce as mr"]
         lines += ["from monoidreduce import Batch, Col, Pair, Row", "from tests.fuzz.dense import *"]
-        lines += ["from tests.fuzz.programs import number", "", "", "@mr.op", self.source(), ""]
+        lines += ["from tests.fuzz.programs import flat, number", "", "", "@mr.op", self.source(), ""]
         lines += [self.dense_source(), ""]
         seen: dict[int, str] = {}
         for p, x in zip(self.params, self.arguments(), strict=True):
@@ -197,9 +197,23 @@ class Program:
         if self.run.tile is not None:
             lines.append("from monoidreduce.plan.choice import Choice, follow")
             how += f', follow(Choice("flash", (("tile", {self.run.tile}),)))'
-        lines += [f"with {how}:", f"    print(program({names}))"]
-        lines.append(f"print(plain({self.sizes.rows}, {self.sizes.cols}, torch.{self.dtype}, {names}))")
+        lines += [f"with {how}:", f"    found = flat(program({names}))"]
+        lines.append(f"expected = plain({self.sizes.rows}, {self.sizes.cols}, torch.{self.dtype}, {names})")
+        lines.append('print("found", found, "\\nexpected", expected)')
+        inputs = ", ".join(p.name for p in self.params if p.grad)
+        if inputs and any(n.cls == "float" for n in self.outputs):
+            lines.append("for outputs in (found, expected):")
+            lines.append("    loss = sum((y.flatten() * torch.arange(1, y.numel() + 1)).sum() for y in outputs)")
+            lines.append("    if loss.requires_grad:")
+            lines.append(f"        print(torch.autograd.grad(loss, [{inputs}], allow_unused=True))")
         return "\n".join(lines)
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors of what an op returns."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in (value.values() if isinstance(value, dict) else value) for t in flat(v)]
 
 
 def number(x: Any, dtype: torch.dtype) -> Tensor:

@@ -342,7 +342,9 @@ class DenseWriter(Writer):
         if node.op == "floor_divide":  # a step function, for which torch has no derivative
             args = [f"{t}.detach()" for t in args]
         if node.op in ("minimum", "maximum"):  # torch wants one type
-            args = [t if a.cls == node.cls else f"{t}.to({_dtype(node.cls)})" for a, t in zip(node.args, args, strict=True)]
+            args = [
+                t if a.cls == node.cls else f"{t}.to({_dtype(node.cls)})" for a, t in zip(node.args, args, strict=True)
+            ]
         return rule.text.format(*args, **attrs)
 
     @staticmethod
@@ -358,9 +360,7 @@ class DenseWriter(Writer):
         elif node.op == "mr.sum" and node.args[0].cls == "bool":
             args = [f"{args[0]}.long()"]
         vector = node.args[-1].feature is not None
-        spread = [
-            f"full({t}, {dim - (a.feature is not None)}, {size})" for a, t in zip(node.args, args, strict=True)
-        ]
+        spread = [f"full({t}, {dim - (a.feature is not None)}, {size})" for a, t in zip(node.args, args, strict=True)]
         mean = node.op in ("mr.softmax_mean", "mr.weighted_mean")
         d = dim if mean or not vector else dim - 1
         return REDUCTIONS[node.op][1].format(*spread, d=d, v="_vector" if vector and mean else "", **attrs)
