@@ -10,13 +10,22 @@ from typing import Any
 from .programs import Param, Program, Run, Sizes, param_node
 from .tree import Node, const, leaf, make
 
-SMOOTH = (
-    "tanh sigmoid sin cos erf atan softplus gelu silu mish elu logsigmoid softsign sqrt rsqrt log log1p reciprocal "
-    "decay expm1"
-).split()
-EXACT = "neg abs square relu clamp sign floor ceil round trunc frac leaky_relu hardtanh detach".split()
+# fmt: off
+SMOOTH = [
+    "tanh", "sigmoid", "sin", "cos", "erf", "atan", "softplus", "gelu", "silu", "mish", "elu", "logsigmoid",
+    "softsign", "sqrt", "rsqrt", "log", "log1p", "reciprocal", "decay", "expm1",
+]
+EXACT = [
+    "neg", "abs", "square", "relu", "clamp", "sign", "floor", "ceil", "round", "trunc", "frac", "leaky_relu",
+    "hardtanh", "detach",
+]
+# fmt: on
 BITS = {"float64": 45, "float32": 20, "bfloat16": 6, "float16": 8}
-OPERATORS = frozenset("add sub mul div_int floor_divide remainder eq ne lt le gt ge".split())
+# fmt: off
+OPERATORS = frozenset([
+    "add", "sub", "mul", "div_int", "floor_divide", "remainder", "eq", "ne", "lt", "le", "gt", "ge",
+])
+# fmt: on
 LARGEST = 2.0**17  # larger values are squashed: rounding errors stay far below the tolerance
 
 
@@ -159,18 +168,11 @@ class _Generator:
         if depth <= 0:
             return self._leaf(rows, cols, exact)
         sub = lambda: self.number(rows, cols, depth - 1, exact)
-        kind = self.pick(
-            {
-                "leaf": 10,
-                "features": 22 if rows and cols else 8,
-                "unary": 18,
-                "binary": 26,
-                "where": 10,
-                "int": 6,
-                "bool": 4,
-                "special": 0 if exact else 4,
-            }  # fmt: skip
-        )
+        weights = {
+            "leaf": 10, "features": 22 if rows and cols else 8, "unary": 18, "binary": 26, "where": 10,
+            "int": 6, "bool": 4, "special": 0 if exact else 4,
+        }  # fmt: skip
+        kind = self.pick(weights)
         if kind == "leaf":
             return self._leaf(rows, cols, exact)
         if kind == "features":
@@ -375,23 +377,12 @@ class _Generator:
         axes = r.choices([(True, True), (True, False), (False, True)], [90, 5, 5])[0]
         size = self.sizes.cols if over == "cols" else self.sizes.rows
         number = lambda exact=False: self.number(*axes, depth, exact)
-        kind = self.pick(
-            {
-                "sum": 18,
-                "gather": 10,
-                "mean": 5,
-                "logsumexp": 10,
-                "softmax_mean": 16,
-                "weighted_mean": 5,
-                "best": 12,
-                "topk": 6 if size else 0,
-                "truth": 8,
-                "var": 4,
-                "whole": 8,
-                "vector sum": 8,
-                "two passes": 5,
-            }  # fmt: skip
-        )
+        weights = {
+            "sum": 18, "gather": 10, "mean": 5, "logsumexp": 10, "softmax_mean": 16, "weighted_mean": 5,
+            "best": 12, "topk": 6 if size else 0, "truth": 8, "var": 4, "whole": 8, "vector sum": 8,
+            "two passes": 5,
+        }  # fmt: skip
+        kind = self.pick(weights)
         if kind == "sum":
             return self.make("mr.sum", number(), over=over)
         if kind == "gather":

@@ -1,4 +1,7 @@
-"""A thousand random programs, each called cold, against plain torch. More: ``python -m tests.fuzz --programs 10000``."""
+"""A thousand random programs, each called cold, against plain torch.
+
+More of them: ``python -m tests.fuzz --programs 10000``.
+"""
 
 import collections
 
@@ -68,11 +71,15 @@ def _reduces(node) -> bool:
     return any(n.is_reduction for a in node.args for n in topological([a]))
 
 
-EXPECTED = (
-    "mr.sum mr.mean mr.logsumexp mr.softmax_mean mr.weighted_mean mr.max mr.min mr.argmax mr.argmin mr.topk.values "
-    "mr.topk.indices mr.any mr.all mr.count mr.var mr.row_index mr.col_index mr.num_rows mr.num_cols dot sqdist "
-    "distance where minimum maximum floor_divide trunc_divide remainder pow_int pow_const pow_at_zero div_int "
-    "eager auto panel reference plain repeat checkpoint vmap grad inplace total reuse float64 float32 bfloat16 float16 "
-    "grid normal large zero masking label small truth transposed strided offset repeated full none ones alias"
-).split()
+# fmt: off
+EXPECTED = [
+    "mr.sum", "mr.mean", "mr.logsumexp", "mr.softmax_mean", "mr.weighted_mean", "mr.max", "mr.min", "mr.argmax",
+    "mr.argmin", "mr.topk.values", "mr.topk.indices", "mr.any", "mr.all", "mr.count", "mr.var", "mr.row_index",
+    "mr.col_index", "mr.num_rows", "mr.num_cols", "dot", "sqdist", "distance", "where", "minimum", "maximum",
+    "floor_divide", "trunc_divide", "remainder", "pow_int", "pow_const", "pow_at_zero", "div_int", "eager",
+    "auto", "panel", "reference", "plain", "repeat", "checkpoint", "vmap", "grad", "inplace", "total", "reuse",
+    "float64", "float32", "bfloat16", "float16", "grid", "normal", "large", "zero", "masking", "label", "small",
+    "truth", "transposed", "strided", "offset", "repeated", "full", "none", "ones", "alias",
+]
+# fmt: on
 EXPECTED += ["beyond 2**24", "beyond 2**53", "huge", "flipped strides", "empty batch", "empty axis", "no features"]
