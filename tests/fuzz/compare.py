@@ -49,7 +49,7 @@ def check(program: Program) -> Failure | None:
     except Exception as error:
         if program.run.mode == "inplace" and "modified by an inplace operation" in str(error):
             return None  # as torch itself would refuse
-        first = str(error).splitlines()[0] if str(error) else ""
+        first = re.sub(r"\(\w+\.py, line", "(file, line", str(error).splitlines()[0]) if str(error) else ""
         kind = f"raised {type(error).__name__}: {re.sub(r'[0-9]+', '#', first)[:60]}"
         return Failure(kind, f"{kind}\n{traceback.format_exc()}")
     return _compared(program, found, reference)
@@ -142,7 +142,7 @@ def _differentiated(
     if plain and mode == "total":
         found = [x.sum() for x in found]
     if mode == "inplace":
-        halved = [x.requires_grad and x.is_floating_point() for x in found]
+        halved = [x.is_floating_point() for x in found]
         if plain:
             found = [x * 0.5 if h else x for x, h in zip(found, halved, strict=True)]
         else:
@@ -256,6 +256,8 @@ def _apart(
             return None
         return Failure(f"{what} differs", f"{name}: got\n{got}\nexpected\n{expected}")
     finite = expected.isfinite()
+    if what != "output":
+        finite &= own.isfinite()  # what plain torch cannot differentiate in this precision is not asked of us
     if what == "output":
         unequal = ~finite & ~((got == expected) | (got.isnan() & expected.isnan()))
         if unequal.any():

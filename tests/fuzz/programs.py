@@ -170,8 +170,14 @@ class Program:
         given: dict[str, Any] = {}
         for p in self.params:
             x = p.value(self.sizes, self.seed if seed is None else seed, DTYPES[self.dtype])
-            other = given.get(p.alias) if p.alias else None
-            if other is not None and other.shape == x.shape and other.dtype in (x.dtype, dtype):
+            # a transform that takes gradients by argument does not add those of one tensor given twice
+            other = given.get(p.alias) if p.alias and self.run.mode not in ("grad", "vmap") else None
+            if (
+                other is not None
+                and other.shape == x.shape
+                and other.dtype in (x.dtype, dtype)
+                and other.requires_grad == p.grad
+            ):
                 x = other
             given[p.name] = x if dtype is None or x is other else _converted(x, dtype)
         return list(given.values())
