@@ -21,7 +21,7 @@ def test_slots_that_were_never_filled(dtype, seen):
     x, y = torch.randn(5, dtype=dtype), torch.randn(33, dtype=dtype)
     member = torch.zeros(33, dtype=torch.int64)
     if seen == "few":
-        member[31:] = 1  # two columns of the last tiles: the others are skipped
+        member[32] = 1  # the only column of the last tile: the other tiles are skipped
     group = torch.ones(5, dtype=torch.int64)
     found = {}
     for engine in ("eager", "triton"):
@@ -30,4 +30,4 @@ def test_slots_that_were_never_filled(dtype, seen):
     for ours, expected in zip(found["triton"], found["eager"], strict=True):
         torch.testing.assert_close(ours.values, expected.values, rtol=0, atol=0)
         assert torch.equal(ours.indices, expected.indices)
-        assert (ours.indices == -1).sum() == (15 if seen == "none" else 5)
+        assert (ours.indices == -1).sum() == (15 if seen == "none" else 10)
