@@ -80,6 +80,15 @@ def sqdist(x: Any, y: Any) -> Symbol:
     return Symbol(build.sqdist(expr_of(x), expr_of(y)))
 
 
+def _is_truth(x: Any) -> bool:
+    return expr_of(x).dtype == "bool"
+
+
+def _ordered(x: Any) -> Any:
+    """Truth values as 0 and 1, which can be compared; anything else as it is."""
+    return Symbol(build.apply("cast", expr_of(x), to="int")) if _is_truth(x) else x
+
+
 def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
     if over not in ("cols", "rows"):
         raise ArgumentError(
@@ -104,15 +113,6 @@ def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = F
 
 def _number(x: Any) -> Expr:
     return build.apply("cast", expr_of(x), to="float")
-
-
-def _is_truth(x: Any) -> bool:
-    return expr_of(x).dtype == "bool"
-
-
-def _ordered(x: Any) -> Any:
-    """Truth values as 0 and 1, which can be compared; anything else as it is."""
-    return Symbol(build.apply("cast", expr_of(x), to="int")) if _is_truth(x) else x
 
 
 def sum(x: Any, *, over: str = "cols") -> Any:
