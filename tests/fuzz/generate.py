@@ -434,7 +434,7 @@ class _Generator:
         self.shared.append(x) if x.rows and x.cols and not x.holes else None
         if not self.chance(0.5):
             return x
-        if self.chance(0.25):
+        if self.chance(0.25) and x.rows and x.cols:
             return self.make("add", x, self.add(self.random.choice(["pair", "col", "row"]), None, "float", "masking"))
         return self.make("where", self.truth(True, True, 1), x, const(-float("inf")))
 

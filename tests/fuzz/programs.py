@@ -225,7 +225,8 @@ def flat(value: Any) -> list[Tensor]:
 def number(x: Any, dtype: torch.dtype) -> Tensor:
     """A number as a [1, 1] tensor of the program's type for its class, so that torch's promotion is by class alone."""
     if isinstance(x, Tensor):
-        return x.reshape(1, 1)
+        whole = not x.is_floating_point() and x.dtype != torch.bool
+        return x.reshape(1, 1).long() if whole else x.reshape(1, 1)
     kind = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else dtype
     return torch.full((1, 1), x, dtype=kind)
 
