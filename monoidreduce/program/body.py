@@ -81,6 +81,15 @@ def sqdist(x: Any, y: Any) -> Symbol:
     return Symbol(build.sqdist(expr_of(x), expr_of(y)))
 
 
+def _is_truth(x: Any) -> bool:
+    return expr_of(x).dtype == "bool"
+
+
+def _ordered(x: Any) -> Any:
+    """Truth values as 0 and 1, which can be compared; anything else as it is."""
+    return Symbol(build.apply("cast", expr_of(x), to="int")) if _is_truth(x) else x
+
+
 def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
     if over not in ("cols", "rows"):
         raise ArgumentError(
@@ -179,6 +188,8 @@ def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
 def max(x: Any, *, over: str = "cols") -> Any:
     """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing.
 
+    Of truth values it is :func:`any`, as in torch.
+
     >>> import torch, monoidreduce as mr
     >>> @mr.op
     ... def furthest(x: mr.Row, y: mr.Col):
@@ -186,11 +197,13 @@ def max(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([2., 1.])
     """
-    return _reduce("best", over, (True,), x, name="max")[0]
+    return any(x, over=over) if _is_truth(x) else _reduce("best", over, (True,), x, name="max")[0]
 
 
 def min(x: Any, *, over: str = "cols") -> Any:
     """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing.
+
+    Of truth values it is :func:`all`, as in torch.
 
     >>> import torch, monoidreduce as mr
     >>> @mr.op
@@ -199,7 +212,7 @@ def min(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0., 1.])
     """
-    return _reduce("best", over, (False,), x, name="min")[0]
+    return all(x, over=over) if _is_truth(x) else _reduce("best", over, (False,), x, name="min")[0]
 
 
 def argmax(x: Any, *, over: str = "cols") -> Any:
@@ -212,7 +225,7 @@ def argmax(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([1, 0])
     """
-    return _reduce("best", over, (True,), x, name="argmax")[1]
+    return _reduce("best", over, (True,), _ordered(x), name="argmax")[1]
 
 
 def argmin(x: Any, *, over: str = "cols") -> Any:
@@ -225,7 +238,7 @@ def argmin(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0, 0])
     """
-    return _reduce("best", over, (False,), x, name="argmin")[1]
+    return _reduce("best", over, (False,), _ordered(x), name="argmin")[1]
 
 
 class TopK(NamedTuple):
@@ -248,7 +261,8 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     if isinstance(k, float) or int(k) < 1:
         raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for a whole number, at least one")
     k, largest = int(k), bool(largest)
-    return TopK(*_reduce("topk", over, (k, largest), x, name="topk"))
+    values, indices = _reduce("topk", over, (k, largest), _ordered(x), name="topk")
+    return TopK(values != 0 if _is_truth(x) else values, indices)
 
 
 def any(x: Any, *, over: str = "cols") -> Any:

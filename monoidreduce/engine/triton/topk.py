@@ -28,6 +28,8 @@ from .text.kind import Kind
 from .wide import reel
 
 _MOST = 64  # beyond, the list takes too many registers
+# The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
+_WORST = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
 
 
 class TopK(Kind):
@@ -42,7 +44,9 @@ class TopK(Kind):
 
     def start(self) -> list[str]:
         n, kind = self.name, "tl.int64" if self.wide else "tl.int32"
-        least = -(2**63) if self.wide else -(2**31)
+        # Where no tile is visited, or too few columns are, slots keep what they begin with: an infinity, not NaN.
+        floats = self.reduction.args[0].dtype == "float"
+        least = _WORST[64 if self.wide else 32] if floats else -(2**63)
         beyond = 2**63 - 1 if self.wide else 2**31 - 1  # slots that do not exist are never the worst
         return [
             f"{n}_keys = tl.where({n}_slots < {self.k}, tl.full([KEPT, {self.room}], {least}, {kind}), {beyond})",

@@ -1,0 +1,33 @@
+"""The k best of rows that see nothing, or less than k columns: infinities without a place, as the eager engine says."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seen", ["none", "few"])
+def test_slots_that_were_never_filled(dtype, seen):
+    @mr.op
+    def best(x: Row, y: Col, group: Row, member: Col):
+        visible = group == member
+        return (
+            mr.topk(torch.where(visible, x * y, -torch.inf), 3),
+            mr.topk(torch.where(visible, x * y, torch.inf), 3, largest=False),
+        )
+
+    x, y = torch.randn(5, dtype=dtype), torch.randn(33, dtype=dtype)
+    member = torch.zeros(33, dtype=torch.int64)
+    if seen == "few":
+        member[32] = 1  # the only column of the last tile: the other tiles are skipped
+    group = torch.ones(5, dtype=torch.int64)
+    found = {}
+    for engine in ("eager", "triton"):
+        with mr.use(engine=engine, strict=True):
+            found[engine] = best(x, y, group, member)
+    for ours, expected in zip(found["triton"], found["eager"], strict=True):
+        torch.testing.assert_close(ours.values, expected.values, rtol=0, atol=0)
+        assert torch.equal(ours.indices, expected.indices)
+        assert (ours.indices == -1).sum() == (15 if seen == "none" else 10)
