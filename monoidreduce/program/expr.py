@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Feature = str | int | None  # the letter (or the fixed size) of a vector's features; None for one number
 
+_SHOWN = 200  # characters of an expression in a message
 _CLASS_ORDER = {"bool": 0, "int": 1, "float": 2}
 
 
 class Expr:
-    """One node: ``op`` applied to ``args`` with static ``attrs``; its axes and number class are derived once."""
+    """One node: ``op`` applied to ``args`` with static ``attrs``; its axes, number class and depth are derived once."""
 
-    __slots__ = ("__weakref__", "args", "attrs", "cols", "dtype", "feature", "op", "rows")
+    __slots__ = ("__weakref__", "args", "attrs", "cols", "depth", "dtype", "feature", "op", "rows")
 
     op: str
     args: tuple[Expr, ...]
@@ -29,6 +30,7 @@ class Expr:
     cols: bool
     feature: Feature
     dtype: str
+    depth: int  # nodes on the longest path down to a node without arguments
 
     @property
     def is_pair(self) -> bool:
@@ -44,12 +46,22 @@ class Expr:
         return self.attrs[0] if self.op == "const" else None
 
     def __repr__(self) -> str:
-        if self.op == "const":
-            return repr(self.attrs[0])
-        if self.op in ("input", "leaf"):
-            return str(self.attrs[0])
-        inside = [repr(a) for a in self.args] + [str(a) for a in self.attrs if a is not None]
-        return f"{self.op}({', '.join(inside)})"
+        """The expression as text, cut after ``_SHOWN`` characters: written out, shared nodes repeat without bound."""
+        text = ""
+        waiting: list[Expr | str] = [self]
+        while waiting and len(text) <= _SHOWN:
+            item = waiting.pop()
+            if isinstance(item, str):
+                text += item
+            elif item.op == "const":
+                text += repr(item.attrs[0])
+            elif item.op in ("input", "leaf"):
+                text += str(item.attrs[0])
+            else:
+                inside = [*item.args, *(str(a) for a in item.attrs if a is not None)]
+                commas = [part for one in inside for part in (", ", one)]
+                waiting += reversed([f"{item.op}(", *commas[1:], ")"])
+        return text if not waiting and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 _lock = threading.Lock()
@@ -68,6 +80,7 @@ def node(
             found = object.__new__(Expr)
             found.op, found.args, found.attrs = op, args, attrs
             found.rows, found.cols, found.feature, found.dtype = rows, cols, feature, dtype
+            found.depth = 1 + max((a.depth for a in args), default=0)
             _interned[key] = found
         return found
 
@@ -126,24 +139,20 @@ def result(reduction: Expr, k: int, feature: Feature, dtype: str) -> Expr:
     return node("result", (reduction,), (k,), rows=reduction.rows, cols=reduction.cols, feature=feature, dtype=dtype)
 
 
-def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
-    """Every node under ``roots``, arguments first; nodes where ``stop`` holds are listed but not entered."""
-    order: list[Expr] = []
-    seen: set[Expr] = set()
-    stack: list[tuple[Expr, Iterator[Expr]]] = []
-    for root in roots:
-        if root in seen:
+def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] | None = None) -> list[Expr]:
+    """Every node under ``roots`` once, arguments first; nodes where ``stop`` holds are listed but not entered."""
+    entered: set[Expr] = set()
+    order: dict[Expr, None] = {}
+    stack = list(roots)[::-1]
+    while stack:
+        e = stack.pop()
+        if e in entered:  # all its arguments are listed, or it is itself
+            order[e] = None
             continue
-        seen.add(root)
-        stack.append((root, iter(() if stop(root) else root.args)))
-        while stack:
-            current, rest = stack[-1]
-            for child in rest:
-                if child not in seen:
-                    seen.add(child)
-                    stack.append((child, iter(() if stop(child) else child.args)))
-                    break
-            else:
-                order.append(current)
-                stack.pop()
-    return order
+        entered.add(e)
+        if not e.args or (stop is not None and stop(e)):
+            order[e] = None
+        else:
+            stack.append(e)
+            stack += e.args[::-1]
+    return list(order)

@@ -104,8 +104,8 @@ class Parted:
 
 def parted(e: Expr, spec: Spec) -> Parted | None:
     """An expression as such a weight, perhaps under a condition; None where it is none."""
-    if e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
-        return parted(e.args[1], spec)
+    while e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
+        e = e.args[1]
     if (one := tossed(e, spec)) is not None:
         return Parted(*one)
     if e.op != "mul" or e.args[1].op != "sub" or not e.args[0].is_pair:

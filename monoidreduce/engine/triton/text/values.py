@@ -27,6 +27,7 @@ _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
 _SCALES = ("neg", "mul", "div")  # one factor in their place costs float32 no digit
+_DEPTH = 64  # numbers that are written one inside the other before some of them are bound by name
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -76,7 +77,22 @@ class Values(Blocks):
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
+        self._bind_deepest(e)
         return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
+
+    def _bind_deepest(self, e: Expr) -> None:
+        """Where an expression is deep, bind some of what it is made of first, the deepest first.
+
+        The text of a number asks for those of its arguments; so no call is more than ``_DEPTH`` numbers deep."""
+        if e.depth <= _DEPTH:
+            return
+        there = lambda n: n in self.outer or n in self.inner or n.depth <= _DEPTH or not self._is_arithmetic(n)
+        for n in topological([e], stop=there):
+            if n is not e and n.depth % _DEPTH == 0 and not there(n):
+                self.number(n)
+
+    def _is_arithmetic(self, e: Expr) -> bool:
+        return e.feature is None and e.op in PRIMITIVES
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
