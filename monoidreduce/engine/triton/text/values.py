@@ -18,7 +18,7 @@ from ....program.expr import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ..spec import TINY, WIDEST, Spec, Unsupported
-from . import deep
+from . import deep, depth
 from .blocks import Blocks
 from .exponents import literal
 
@@ -27,7 +27,6 @@ _SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
 _CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
 _QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
 _SCALES = ("neg", "mul", "div")  # one factor in their place costs float32 no digit
-_DEPTH = 64  # numbers that are written one inside the other before some of them are bound by name
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -47,6 +46,7 @@ class Values(Blocks):
         self.state_width = 0  # features of all running sums that are blocks
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
+        self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
@@ -77,22 +77,8 @@ class Values(Blocks):
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        self._bind_deepest(e)
+        depth.bind_numbers(self, e)
         return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
-
-    def _bind_deepest(self, e: Expr) -> None:
-        """Where an expression is deep, bind some of what it is made of first, the deepest first.
-
-        The text of a number asks for those of its arguments; so no call is more than ``_DEPTH`` numbers deep."""
-        if e.depth <= _DEPTH:
-            return
-        there = lambda n: n in self.outer or n in self.inner or n.depth <= _DEPTH or not self._is_arithmetic(n)
-        for n in topological([e], stop=there):
-            if n is not e and n.depth % _DEPTH == 0 and not there(n):
-                self.number(n)
-
-    def _is_arithmetic(self, e: Expr) -> bool:
-        return e.feature is None and e.op in PRIMITIVES
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
@@ -372,6 +358,7 @@ class Values(Blocks):
             return self.number(e.args[0])
         if e.op == "leaf":
             return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        depth.bind_components(self, e, f)
         args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
         return self.bind(key, self._primitive(e, args), folded)
 
