@@ -9,7 +9,7 @@ possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and
 from __future__ import annotations
 
 from ..errors import ShapeError, UnreducedError
-from .expr import Expr, Feature, const, join, node, reduce_node, size, topological, widest
+from .expr import Expr, Feature, const, fit, join, node, reduce_node, size, topological, widest
 from .primitives import PRIMITIVES
 from .simplify import ONE, ZERO, apply, is_constant, lift
 
@@ -178,7 +178,7 @@ def _feature_node(op: str, x: Expr) -> Expr:
 
 def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     """A row's vector and a column's over one letter, in that order; None for any other two."""
-    if a.feature is None or a.feature != b.feature or a.is_pair or b.is_pair:
+    if a.feature is None or not fit(a.feature, b.feature) or a.is_pair or b.is_pair:
         return None
     return (a, b) if a.rows and b.cols else (b, a) if a.cols and b.rows else None
 
@@ -191,7 +191,7 @@ def dot(a: Expr, b: Expr) -> Expr:
                 detail=f"@ contracts two vectors, but {side!r} is one number",
                 fix='Declare it as a vector, for example Row["f"], or use * for a product of numbers',
             )
-    if a.feature != b.feature:
+    if not fit(a.feature, b.feature):
         raise ShapeError(
             detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
             fix="Give both the same letter",

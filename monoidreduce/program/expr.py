@@ -110,9 +110,27 @@ def join(args: Iterable[Expr]) -> tuple[bool, bool, Feature]:
     feature: Feature = None
     for a in args:
         rows, cols = rows or a.rows, cols or a.cols
-        if a.feature is not None:
+        if a.feature is not None and (feature is None or not is_counted(a.feature)):
             feature = a.feature
     return rows, cols, feature
+
+
+def is_counted(feature: Feature) -> bool:
+    """Whether features are the places of a top-k: as many as were asked for, and of no letter of their own."""
+    return isinstance(feature, str) and feature.startswith("#")
+
+
+def fit(one: Feature, other: Feature) -> bool:
+    """Whether two vectors may be combined feature by feature: those over the places of a top-k fit any letter of that
+    size, which a call checks where the letter is a name."""
+    if one == other:
+        return True
+    counted, letter = (one, other) if is_counted(one) else (other, one)
+    return is_counted(counted) and not is_counted(letter) and str(letter) in (str(counted)[1:], *_names(letter))
+
+
+def _names(letter: Feature) -> tuple[str, ...]:
+    return () if letter is None or str(letter).isdigit() else (str(letter),)
 
 
 def widest(args: Iterable[Expr]) -> str:

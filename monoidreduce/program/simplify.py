@@ -7,6 +7,7 @@ takes O(n) time however its subexpressions are shared. The operations on feature
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ShapeError
-from .expr import Expr, const, join, node, topological, widest
+from .expr import Expr, const, fit, join, node, topological, widest
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 
@@ -29,9 +30,9 @@ def lift(value: Any) -> Expr:
 def apply(name: str, *values: Any, **attributes: Any) -> Expr:
     """An elementwise primitive on expressions or Python numbers, simplified."""
     args = tuple(lift(v) for v in values)
-    features = {a.feature for a in args} - {None}
-    if len(features) > 1:
-        one, other = sorted(map(str, features))
+    features = list(dict.fromkeys(a.feature for a in args if a.feature is not None))
+    if len(features) > 1 and not all(fit(a, b) for a, b in itertools.combinations(features, 2)):
+        one, other = sorted(map(str, features))[:2]
         raise ShapeError(
             detail=f'{name} combines a vector over "{one}" with a vector over "{other}"',
             fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter",
@@ -77,8 +78,14 @@ def _simplify(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     return rule(args, attrs) if rule else None
 
 
+def _are_truths(args: tuple[Expr, ...]) -> bool:
+    return all(a.dtype == "bool" for a in args)
+
+
 def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
+    if _are_truths(args):
+        return apply("logical_or", a, b)
     for one, other in ((a, b), (b, a)):
         if is_constant(one, 0) and _shaped(other, args):
             return other
@@ -100,6 +107,8 @@ def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
     a, b = args
+    if _are_truths(args):
+        return apply("logical_and", a, b)
     if a is b:
         return apply("square", a)
     for one, other in ((a, b), (b, a)):
@@ -206,7 +215,16 @@ def _logical(neutral: bool) -> Any:
     return rule
 
 
+def _truths_as(name: str) -> Any:
+    """An operation that is a logical one where all its arguments are truth values."""
+    return lambda args, attrs: apply(name, *args) if _are_truths(args) else None
+
+
 _RULES = {
+    "minimum": _truths_as("logical_and"),
+    "maximum": _truths_as("logical_or"),
+    "sign": lambda args, attrs: args[0] if _are_truths(args) else None,
+    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _are_truths(args) else None,
     "add": _add,
     "sub": _sub,
     "mul": _mul,
