@@ -154,8 +154,9 @@ def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
         counts = {a.feature: sizes.of(str(a.feature)) for a in e.args if a.feature is not None and e.op != "reduce"}
         if len(set(counts.values())) > 1:
             (one, m), (other, n) = list(counts.items())[:2]
+            names = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
             raise ShapeError(
-                detail=f'{e.op} combines a vector over "{one}", which has {m} features, with one over "{other}" of {n}',
+                detail=f"{e.op} combines {names[0]}, which has {m} features, with {names[1]}, which has {n}",
                 fix="A top-k's values are combined with vectors of k features",
             )
         if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:

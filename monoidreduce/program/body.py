@@ -109,6 +109,15 @@ def _number(x: Any) -> Expr:
     return build.apply("cast", expr_of(x), to="float")
 
 
+def _best(x: Any, over: str, largest: bool, name: str) -> list[Any]:
+    """The largest or smallest number and its place; truth values are compared as 0 and 1 and stay truth values."""
+    e = expr_of(x)
+    if e.dtype != "bool":
+        return _reduce("best", over, (largest,), x, name=name)
+    value, place = _reduce("best", over, (largest,), Symbol(build.apply("cast", e, to="int")), name=name)
+    return [Symbol(build.apply("cast", expr_of(value), to="bool")), place]
+
+
 @checked
 def sum(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x: the sum over columns (or rows) of a number or a vector per pair.
@@ -194,7 +203,7 @@ def max(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([2., 1.])
     """
-    return _reduce("best", over, (True,), x, name="max")[0]
+    return _best(x, over, True, "max")[0]
 
 
 @checked
@@ -208,7 +217,7 @@ def min(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0., 1.])
     """
-    return _reduce("best", over, (False,), x, name="min")[0]
+    return _best(x, over, False, "min")[0]
 
 
 @checked
@@ -222,7 +231,7 @@ def argmax(x: Any, *, over: str = "cols") -> Any:
     >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([1, 0])
     """
-    return _reduce("best", over, (True,), x, name="argmax")[1]
+    return _best(x, over, True, "argmax")[1]
 
 
 @checked
@@ -236,7 +245,7 @@ def argmin(x: Any, *, over: str = "cols") -> Any:
     >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     tensor([0, 0])
     """
-    return _reduce("best", over, (False,), x, name="argmin")[1]
+    return _best(x, over, False, "argmin")[1]
 
 
 class TopK(NamedTuple):

@@ -26,7 +26,7 @@ _MOST = 4096  # instructions and objects looked at: a body that reaches more is 
 _CHAIN = 16  # instructions after a name that may be attributes and subscripts of it
 _LONGEST = 16  # items of a tuple that is compared as a value
 
-Read = Callable[[], Any]  # gives what is at a place now
+Read = functools.partial[Any]  # gives what is at a place now; its second argument is the last name of the place
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Watched:
 
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # globals
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)  # of closures
-    others: list[tuple[Read, Any]] = field(default_factory=list)  # attributes and items
+    others: list[tuple[Read, Any]] = field(default_factory=list)  # attributes and items, read from their root
     tensors: dict[int, str] = field(default_factory=dict)  # by identity: how the body names it
 
     def __bool__(self) -> bool:
@@ -97,6 +97,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_ours(function: Any) -> bool:
     """Whether a function or module is this package's, torch's or the language's own, whose values do not change."""
+    if isinstance(function, functools.partial):
+        return False
     named = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
     return str(named).split(".")[0] in _FIXED_PACKAGES
 
@@ -109,12 +111,17 @@ class _Search:
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own
         self.left = _MOST
+        self.stored: set[Any] = set()  # globals, attributes and cells that a function writes: counters, not settings
 
     def function(self, called: Any) -> None:
         """A function, a method, a partial, a module or any other object that can be called."""
         waiting: list[Any] = [called]
         while waiting and self.left > 0:
             waiting += self._one(waiting.pop())
+        found = self.found
+        found.names = [one for one in found.names if one[1] not in self.stored]
+        found.cells = [one for one in found.cells if one[0] not in self.stored]
+        found.others = [one for one in found.others if one[0].args[1] not in self.stored]
 
     def _one(self, called: Any) -> list[Any]:
         """Look through one function; the others that it names."""
@@ -140,15 +147,18 @@ class _Search:
         steps = list(dis.get_instructions(code))
         self.left -= len(steps)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        stored = {s.argval for s in steps if s.opname in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")}
+        self.stored |= {s.argval for s in steps if s.opname in ("STORE_GLOBAL", "STORE_ATTR")}
+        self.stored |= {cells[s.argval] for s in steps if s.opname == "STORE_DEREF" and s.argval in cells}
         first = code.co_varnames[0] if code.co_argcount and owner is not _MISSING else None
         for at, step in enumerate(steps):
             name = step.argval
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__ and name not in stored:
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
                 root = function.__globals__[name]
                 read: Read = functools.partial(function.__globals__.__getitem__, name)
-                note = functools.partial(self.found.names.append, (function.__globals__, name, root))
-            elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in cells and name not in stored:
+                note: Callable[[], None] = functools.partial(
+                    self.found.names.append, (function.__globals__, name, root)
+                )
+            elif step.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in cells:
                 root = _content(cells[name])
                 read = functools.partial(getattr, cells[name], "cell_contents")
                 note = functools.partial(self.found.cells.append, (cells[name], root))
@@ -156,14 +166,12 @@ class _Search:
                 root, read, note = owner, functools.partial(_itself, owner), lambda: None
             else:
                 continue
-            yield from self._place(str(name), root, read, note, steps[at + 1 : at + 1 + _CHAIN], stored)
+            yield from self._place(str(name), root, read, note, steps[at + 1 : at + 1 + _CHAIN])
         for inner in code.co_consts:  # lambdas and comprehensions
             if isinstance(inner, types.CodeType):
                 yield from self._names(function, inner, _MISSING)
 
-    def _place(
-        self, name: str, value: Any, read: Read, note: Callable[[], None], steps: list[Any], stored: set[Any]
-    ) -> Iterator[Any]:
+    def _place(self, name: str, value: Any, read: Read, note: Callable[[], None], steps: list[Any]) -> Iterator[Any]:
         """A name, and the attributes and constant subscripts that follow it, as far as they lead to something plain."""
         while value is not _MISSING:
             if isinstance(value, torch.Tensor):
@@ -173,19 +181,27 @@ class _Search:
             if _is_plain(value):
                 note()
                 return
-            if callable(value) and not isinstance(value, type) and not _is_ours(value):
+            following = _following(steps)
+            if _is_followed(value, steps, following is not None):
                 note()
                 yield value
-            following = _following(steps)
             if following is None or (isinstance(value, types.ModuleType) and _is_ours(value)):
                 return
             key, is_item, count = following
-            if key in stored and not is_item:
-                return
             name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
             read = functools.partial(_item if is_item else _attribute, read, key)
             value, steps = _value(read), steps[count:]
             note = functools.partial(self.found.others.append, (read, value))
+
+
+def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
+    """Whether what a name stands for is looked through: a function, or an object that may be called at this place."""
+    if not callable(value) or isinstance(value, type) or _is_ours(value):
+        return False
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return True
+    copied = bool(steps) and steps[0].opname in ("COPY", "DUP_TOP")  # an attribute of it is written
+    return not goes_on and not copied
 
 
 def _itself(value: Any) -> Any:

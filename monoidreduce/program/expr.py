@@ -58,8 +58,8 @@ class Expr:
             elif item.op in ("input", "leaf"):
                 text += str(item.attrs[0])
             else:
-                inside = [*item.args, *(str(a) for a in item.attrs if a is not None)]
-                commas = [part for one in inside for part in (", ", one)]
+                inside: list[Expr | str] = [*item.args, *(str(a) for a in item.attrs if a is not None)]
+                commas: list[Expr | str] = [part for one in inside for part in (", ", one)]
                 waiting += reversed([f"{item.op}(", *commas[1:], ")"])
         return text if not waiting and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

@@ -48,5 +48,5 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _plain(p: inspect.Parameter) -> str:
-    stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+    stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
     return f"{stars}{p.name}" if p.default is p.empty else f"{p.name}={p.default!r}"

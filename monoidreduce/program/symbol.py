@@ -114,7 +114,7 @@ class Symbol:
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise TraceError(
             detail=f"a NumPy array was asked of {self!r}",
-            fix="A body is traced, it has no values: use torch's functions on it",
+            fix="A body is traced, it has no values: use torch's functions, and pick features with x[0], x[1]",
         )
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def expr_of(value: Any) -> Expr:
     tensors = {} if (trace := current_trace.get()) is None else trace.tensors
     if id(value) in tensors:
         raise TraceError(
-            detail=f"the body reads the tensor {tensors[id(value)]}, {shown(value)}, which is not one of its arguments",
+            detail=f"the body reads the tensor {tensors[id(value)]} of shape {tuple(value.shape)}, not an argument",
             fix="Pass it as an argument: declared float for one number, else Row, Col, mr.Batch or mr.Pair",
         )
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad and value.device.type == "cpu":
@@ -171,7 +171,7 @@ def expr_of(value: Any) -> Expr:
                 fix="Decorate the function that calls it with @mr.op",
             )
         raise TraceError(
-            detail=f"the body uses a tensor, {shown(value)}, that is not one of its arguments",
+            detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
             fix="Pass it as an argument, declared Row, Col, mr.Batch or mr.Pair",
         )
     raise TraceError(detail=f"{shown(value)} cannot enter a pair expression", fix="Use numbers and arguments")

@@ -133,7 +133,7 @@ def _unpack(value: Any, leaves: list[Any]) -> Callable[[list[Any]], Any]:
         inner = [_unpack(v, leaves) for v in value]
         return lambda results: type(value)(f(results) for f in inner)
     raise TraceError(
-        detail="the body returned nothing" if value is None else f"the body returned {shown(value)}",
+        detail=f"the body returned {shown(value)}" + (" (Tensor)" if isinstance(value, torch.Tensor) else ""),
         fix="Return a reduction, or a tuple, list, dict or NamedTuple of them",
     )
 
