@@ -111,7 +111,7 @@ class _Search:
         self.seen: set[int] = set()
         self.held: list[Any] = []  # what was seen, so that identities stay their own
         self.left = _MOST
-        self.stored: set[Any] = set()  # globals, attributes and cells that a function writes: counters, not settings
+        self.stored: set[Any] = set()  # attributes, globals and cells that a function writes: counters, no settings
 
     def function(self, called: Any) -> None:
         """A function, a method, a partial, a module or any other object that can be called."""
@@ -119,8 +119,8 @@ class _Search:
         while waiting and self.left > 0:
             waiting += self._one(waiting.pop())
         found = self.found
-        found.names = [one for one in found.names if one[1] not in self.stored]
-        found.cells = [one for one in found.cells if one[0] not in self.stored]
+        found.names = [one for one in found.names if (id(one[0]), one[1]) not in self.stored]
+        found.cells = [one for one in found.cells if id(one[0]) not in self.stored]
         found.others = [one for one in found.others if one[0].args[1] not in self.stored]
 
     def _one(self, called: Any) -> list[Any]:
@@ -147,8 +147,9 @@ class _Search:
         steps = list(dis.get_instructions(code))
         self.left -= len(steps)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        self.stored |= {s.argval for s in steps if s.opname in ("STORE_GLOBAL", "STORE_ATTR")}
-        self.stored |= {cells[s.argval] for s in steps if s.opname == "STORE_DEREF" and s.argval in cells}
+        self.stored |= {s.argval for s in steps if s.opname == "STORE_ATTR"}
+        self.stored |= {(id(function.__globals__), s.argval) for s in steps if s.opname == "STORE_GLOBAL"}
+        self.stored |= {id(cells[s.argval]) for s in steps if s.opname == "STORE_DEREF" and s.argval in cells}
         first = code.co_varnames[0] if code.co_argcount and owner is not _MISSING else None
         for at, step in enumerate(steps):
             name = step.argval
