@@ -127,7 +127,7 @@ def refuse(name: str, is_known: Callable[[str], bool], functions: Iterable[str])
     if name in REDUCTIONS:
         fix = "To fold over columns or rows use {nearest}" + _OF_TWO.get(name, "")
         raise UnknownFunctionError(name=name, nearest=REDUCTIONS[name], fix=fix)
-    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.75)
     if not near:
         fix = "Write it with the functions it has (monoidreduce.functions() lists them)"
         raise UnknownFunctionError(name=name, nearest="", fix=fix)

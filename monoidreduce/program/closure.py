@@ -201,6 +201,8 @@ def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
         return False
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True
+    if not isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004 - one of Python's own
+        return False
     copied = bool(steps) and steps[0].opname in ("COPY", "DUP_TOP")  # an attribute of it is written
     return not goes_on and not copied
 

@@ -154,8 +154,9 @@ def expr_of(value: Any) -> Expr:
         return value.expr
     tensors = {} if (trace := current_trace.get()) is None else trace.tensors
     if id(value) in tensors:
+        name = f"{tensors[id(value)]} of shape {tuple(value.shape)}"
         raise TraceError(
-            detail=f"the body reads the tensor {tensors[id(value)]} of shape {tuple(value.shape)}, not an argument",
+            detail=f"the body reads the tensor {name}, which is not one of its arguments",
             fix="Pass it as an argument: declared float for one number, else Row, Col, mr.Batch or mr.Pair",
         )
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad and value.device.type == "cpu":
@@ -193,13 +194,8 @@ for _name, _primitive in {
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
 for _name, _primitive in {
-    "neg": "neg",
-    "abs": "abs",
-    "invert": "bitwise_not",
-    "floor": "floor",
-    "ceil": "ceil",
-    "trunc": "trunc",
-}.items():
+    "neg": "neg", "abs": "abs", "invert": "bitwise_not", "floor": "floor", "ceil": "ceil", "trunc": "trunc",
+}.items():  # fmt: skip
     setattr(Symbol, f"__{_name}__", lambda self, _p=_primitive: call(_p, (self,), {}))
 
 
@@ -236,7 +232,7 @@ def _feature_extreme(largest: bool) -> Callable:
 
 
 def _is_one_sided(x: Any) -> bool:
-    """Whether a value is a row's or a column's vector, whose features torch's functions of an axis go over."""
+    """Whether a value is a row's or a column's vector."""
     e = expr_of(x)
     return e.feature is not None and not e.is_pair
 
