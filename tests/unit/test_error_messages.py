@@ -41,8 +41,8 @@ NUMPY = {
 @pytest.mark.parametrize("name", NUMPY)
 def test_numpy(name):
     f, advice = NUMPY[name]
-    text = message(body_of(f), mr.TraceError)
-    assert advice in text and "lambda x, y: " in text
+    said, line = message(body_of(f), mr.TraceError).split("\n")
+    assert advice in said and "lambda x, y: " in line
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -77,12 +77,13 @@ INSTEAD = {
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_to_write_instead(name):
     f, advice = INSTEAD[name]
-    text = message(body_of(f), mr.TraceError)
-    assert advice in text and "lambda x, y: " in text and "Did you mean" not in text
+    said, line = message(body_of(f), mr.TraceError).split("\n")
+    assert advice in said and "lambda x, y: " in line and "Did you mean" not in said
 
 
 def test_no_name_is_offered_that_only_looks_a_little_alike():
-    assert "Did you mean" not in message(body_of(lambda x, y: torch.lgamma(x @ y)), mr.UnknownFunctionError)
+    text = message(body_of(lambda x, y: torch.lgamma(x @ y)), mr.UnknownFunctionError)
+    assert "Did you mean" not in text.split("\n")[0]
 
 
 def test_formats():
