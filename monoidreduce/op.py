@@ -60,7 +60,8 @@ class Op(compiled.Compiled):
         self.parameters = declare.parameters(function)
         self.signature = inspect.signature(function)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
-        self._programs = Programs(function, self.parameters, self.signature)
+        self._programs = Programs(function, self.parameters)
+        self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
 
     def __repr__(self) -> str:
@@ -70,19 +71,12 @@ class Op(compiled.Compiled):
         if torch.compiler.is_dynamo_compiling():
             return self._compiled(args, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        state = self._programs.last
-        if state.holds is not None:  # the body reads more than its arguments
-            state = self._programs.state()
-        key, plan = state.plans.find(len(args), kwargs, values)
+        key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
 
     @property
-    def _plans(self) -> Plans:
-        return self._programs.last.plans
-
-    @property
     def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
-        return self._programs.last.traces
+        return self._programs.traces
 
     def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
@@ -118,7 +112,7 @@ class Op(compiled.Compiled):
         if torch.compiler.is_dynamo_compiling():
             return _summed(self(*args, **kwargs))
         given = (*args, *kwargs.values())
-        key, plan = self._programs.state().plans.find(len(args), kwargs, given, "total")
+        key, plan = self._plans.find(len(args), kwargs, given, "total")
         if plan is not None:
             return plan(given)
         form = self._plans.form(len(args), kwargs)

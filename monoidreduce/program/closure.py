@@ -58,11 +58,10 @@ class Watched:
         return True
 
 
-def watch(function: Any) -> Watched:
-    """The places that a function and all that it calls read; nothing of what belongs to this package."""
+def watch(*functions: Any) -> Watched:
+    """The places that functions and all that they call read; nothing of what belongs to this package."""
     found = Watched()
-    if not _is_ours(function):
-        _Search(found).function(function)
+    _Search(found).functions([f for f in functions if not _is_ours(f)])
     return found
 
 
@@ -113,9 +112,8 @@ class _Search:
         self.left = _MOST
         self.stored: set[Any] = set()  # attributes, globals and cells that a function writes: counters, no settings
 
-    def function(self, called: Any) -> None:
-        """A function, a method, a partial, a module or any other object that can be called."""
-        waiting: list[Any] = [called]
+    def functions(self, waiting: list[Any]) -> None:
+        """Functions, methods, partials, modules or any other objects that can be called."""
         while waiting and self.left > 0:
             waiting += self._one(waiting.pop())
         found = self.found

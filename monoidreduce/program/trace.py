@@ -19,6 +19,7 @@ import torch
 
 from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
+from .closure import Watched
 from .context import NeedValue, Trace, current_trace
 from .declare import Parameter
 from .expr import Expr, const, topological
@@ -36,6 +37,7 @@ class Traced:
     outputs: tuple[Expr, ...]
     pack: Callable[[list[Any]], Any]
     fixed: frozenset[str]
+    watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
 
 
 def trace(
@@ -43,15 +45,16 @@ def trace(
     parameters: Mapping[str, Parameter],
     dtypes: Mapping[str, str],
     values: Mapping[str, Any],
-    tensors: Mapping[int, str] | None = None,
+    watched: Watched | None = None,
 ) -> Traced:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
-    fixed, ``tensors`` the names of those that it can read besides its arguments (``closure.py``)."""
+    fixed, ``watched`` what it reads besides its arguments."""
+    tensors = {} if watched is None else watched.tensors
     fixed: frozenset[str] = frozenset()
     while True:
         try:
-            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed, tensors or {})
-            again, _ = _trace_once(function, parameters, dtypes, values, fixed, tensors or {})
+            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed, tensors)
+            again, _ = _trace_once(function, parameters, dtypes, values, fixed, tensors)
         except NeedValue as need:
             unknown = [n for n in need.names if n not in values]
             if unknown or need.names <= fixed:
@@ -65,7 +68,7 @@ def trace(
             raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
                 place(function)
             )
-        return Traced(outputs, pack, fixed)
+        return Traced(outputs, pack, fixed, watched or None)
 
 
 def _trace_once(
