@@ -151,9 +151,9 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
 def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
     """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
     for e in topological(outputs):
-        counts = {a.feature: sizes.of(str(a.feature)) for a in e.args if a.feature is not None and e.op != "reduce"}
-        if len(set(counts.values())) > 1:
-            (one, m), (other, n) = list(counts.items())[:2]
+        letters = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
+        if len(letters) > 1 and e.op != "reduce" and len({sizes.of(str(letter)) for letter in letters}) > 1:
+            (one, other), (m, n) = list(letters)[:2], [sizes.of(str(letter)) for letter in letters][:2]
             names = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
             raise ShapeError(
                 detail=f"{e.op} combines {names[0]}, which has {m} features, with {names[1]}, which has {n}",
