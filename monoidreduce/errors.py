@@ -26,7 +26,7 @@ class MonoidReduceError(Exception):
         self.place = ""
         text = self.what.format_map(_Details(details))
         advice = (fix or self.fix).format_map(_Details(details))
-        self.text = f"{text}. {advice}" if advice else text
+        self.text = f"{text}{'' if text.endswith('?') else '.'} {advice}" if advice else text
         super().__init__(self.text)
 
     def __reduce__(self) -> tuple:
@@ -51,6 +51,19 @@ def _restored(cls: type[MonoidReduceError], text: str, place: str) -> MonoidRedu
 class _Details(dict):
     def __missing__(self, key: str) -> str:
         return f"<{key}>"
+
+
+def shown(value: object) -> str:
+    """A value in a message: an array by its type and shape, never its numbers; anything long is cut."""
+    if hasattr(type(value), "shape") and hasattr(type(value), "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"  # type: ignore[attr-defined]
+    kind = type(value).__name__
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple | dict | set) and len(value) > 8:
+        return f"a {kind} of {len(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 200 else text[:200] + '...'} ({kind})"
 
 
 class DeclarationError(MonoidReduceError, TypeError):

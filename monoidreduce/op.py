@@ -7,23 +7,24 @@ it goes straight there, and a wrong one finds none.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .engine import autocast, compiled, exact, gradients, known, outline, registry
-from .engine.arguments import check_kind, check_sizes, inputs_of, number_class, padded, shown, sizes_of
+from .engine.arguments import check_kind, check_sizes, inputs_of, padded, sizes_of
 from .engine.calls import Form, Plan, formed
 from .engine.evaluate import Sizes
 from .engine.plans import Plans
+from .engine.programs import Programs
 from .engine.ranks import agree, dtensors, sharded
 from .engine.streaming import Walk
-from .errors import ArgumentError, MonoidReduceError
+from .errors import ArgumentError, MonoidReduceError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panels
@@ -33,11 +34,11 @@ from .plan.cost import Cost
 from .program import declare
 from .program.expr import Expr
 from .program.lower import Lowered, lower
-from .program.trace import Traced, place, trace
+from .program.trace import Traced, place
 from .stream import Prepared, Stream
 from .tuning import Tuning, tune
 
-_TRACES = 256  # kept per op, the oldest dropped
+_MEASURED = 256  # kinds of calls whose measurements are kept
 
 
 class Op(compiled.Compiled):
@@ -59,10 +60,9 @@ class Op(compiled.Compiled):
         self.parameters = declare.parameters(function)
         self.signature = inspect.signature(function)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
-        self._traces: dict[tuple, list[tuple[Traced, dict[str, Any]]]] = {}
+        self._programs = Programs(function, self.parameters)
         self._plans = Plans(self.parameters, self.signature)
         self._measured: dict[tuple, Measured] = {}
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<op {self.function.__name__}({', '.join(f'{n}: {p}' for n, p in self.parameters.items())})>"
@@ -73,6 +73,10 @@ class Op(compiled.Compiled):
         values = (*args, *kwargs.values()) if kwargs else args
         key, plan = self._plans.find(len(args), kwargs, values)
         return self._anew(args, kwargs, key) if plan is None else plan(values)
+
+    @property
+    def _traces(self) -> dict[tuple, list[tuple[Traced, dict[str, Any]]]]:
+        return self._programs.traces
 
     def _anew(self, args: tuple, kwargs: dict, key: tuple | None) -> Any:
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
@@ -207,6 +211,8 @@ class Op(compiled.Compiled):
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
         if measure:
+            while len(self._measured) >= _MEASURED:
+                del self._measured[next(iter(self._measured))]
             self._measured[key] = measured(self, args, kwargs, backward)
         return explain(subject, self._measured.get(key))
 
@@ -237,6 +243,7 @@ class Op(compiled.Compiled):
         """
         columns = {n: p for n, p in self.parameters.items() if p.axis in ("cols", "pairs")}
         names = [n for n in self.parameters if n not in columns]
+        self._check_keywords(kwargs, self.parameters)
         if len(args) > len(names) or any(n in columns or n not in names for n in kwargs):
             raise ArgumentError(
                 detail=f"{self.function.__name__}.stream takes {', '.join(names)}; columns come later",
@@ -298,7 +305,7 @@ class Op(compiled.Compiled):
         try:
             values = self._bind(args, kwargs)
             sizes, out = sizes_of(self.parameters, values, agree.pairs_are_wide())
-            traced = self._trace(values)
+            traced = self._programs.traced(values)
             sizes = agree.place(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are
                 check_sizes(traced.outputs, sizes)
@@ -308,6 +315,7 @@ class Op(compiled.Compiled):
         return traced, values, sizes, out
 
     def _bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_keywords(kwargs, self.parameters)
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -319,33 +327,15 @@ class Op(compiled.Compiled):
             check_kind(self.parameters[name], value)
         return dict(bound.arguments)
 
-    def _trace(self, values: dict[str, Any]) -> Traced:
-        dtypes: dict[str, str] = {}
-        plain: dict[str, Any] = {}
-        for name, value in values.items():
-            p = self.parameters[name]
-            if p.axis == "static" or value is None:
-                plain[name] = value
-            elif isinstance(value, Tensor):
-                dtypes[name] = number_class(value.dtype)
-            elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
-                dtypes[name] = "float" if p.python is float else "int"
-            else:
-                plain[name] = value.item() if hasattr(value, "item") else value
-                if p.python is int and not isinstance(plain[name], bool):
-                    plain[name] = values[name] = int(plain[name])
-                as_float = p.python is float and not isinstance(plain[name], bool)
-                dtypes[name] = "bool" if isinstance(plain[name], bool) else "float" if as_float else "int"
-        key = (tuple(sorted(dtypes.items())), tuple((n, v) for n, v in plain.items() if n not in dtypes))
-        for traced, fixed in self._traces.get(key, ()):
-            if all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items()):
-                return traced
-        traced = trace(self.function, self.parameters, dtypes, plain)
-        with self._lock:
-            while len(self._traces) >= _TRACES:  # a new lambda in every call must not fill the memory
-                del self._traces[next(iter(self._traces))]
-            self._traces.setdefault(key, []).append((traced, {n: plain[n] for n in traced.fixed}))
-        return traced
+    def _check_keywords(self, given: Iterable[str], known: Iterable[str]) -> None:
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, list(known), n=1)
+                meant = f", did you mean {near[0]!r}?" if near else ""
+                raise ArgumentError(
+                    detail=f"{self.function.__name__}: unknown keyword {name!r}{meant}",
+                    fix=f"It is declared as {self!r}",
+                )
 
     def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, TopKError
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, TopKError, shown
 from ..program.declare import Parameter
 from ..program.expr import Expr, topological
+from ..program.symbol import Symbol
 from .batching import broadcast
 from .evaluate import Sizes
 
@@ -25,6 +26,11 @@ def check_kind(p: Parameter, value: Any) -> None:
     if value is None and p.optional:
         return
     if p.is_tensor:
+        if isinstance(value, Symbol):
+            raise ArgumentError(
+                detail=f"an op was called inside the body of another, with {shown(value)} as {p.name}",
+                fix="Call the function that it was made of, as in op.function(...): a body may use any other",
+            )
         if not isinstance(value, Tensor):
             raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a tensor")
         if value.dim() < len(p.tail):
@@ -51,12 +57,6 @@ def check_kind(p: Parameter, value: Any) -> None:
 
 def number_class(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int"
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})" if not isinstance(value, int | float) else repr(value)
 
 
 def padded(value: Any, p: Parameter, rank: int) -> Any:
@@ -151,6 +151,14 @@ def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int)
 def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
     """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
     for e in topological(outputs):
+        letters = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
+        if len(letters) > 1 and e.op != "reduce" and len({sizes.of(str(letter)) for letter in letters}) > 1:
+            (one, other), (m, n) = list(letters)[:2], [sizes.of(str(letter)) for letter in letters][:2]
+            names = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
+            raise ShapeError(
+                detail=f"{e.op} combines {names[0]}, which has {m} features, with {names[1]}, which has {n}",
+                fix="A top-k's values are combined with vectors of k features",
+            )
         if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
             raise ShapeError(
                 detail=f'feature [{e.attrs[0]}] was asked of a vector over "{e.args[0].feature}", which has {count}',

@@ -87,7 +87,11 @@ class Plan:
         )
 
     def serves(self, values: Sequence[Any]) -> bool:
-        """Whether the program is the one for these numbers, and for those of these tensors that ask for gradients."""
+        """Whether the program is the one for these numbers, for those of these tensors that ask for gradients, and for
+        what the body reads besides its arguments."""
+        watched = self.traced.watched
+        if watched is not None and not watched.holds():
+            return False
         for at in self.calm:
             if values[at].requires_grad:
                 return False

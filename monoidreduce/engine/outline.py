@@ -76,7 +76,8 @@ class Outline(TorchFunctionMode):
         return found
 
     def ran(self, plan: Planned, values: Sequence[Any]) -> Any:
-        """An op's plan is run: one step, whatever it does."""
+        """An op's plan is run: one step, whatever it does; what it reads besides its values is looked at each time."""
+        self.broken = self.broken or plan.traced.watched is not None
         inputs = [values[at] if view is None else self.done(view, (values[at],)) for at, view in plan.given]
         with self._apart():
             found = plan.of(*inputs)

@@ -38,7 +38,11 @@ def has_form(program: Lowered) -> bool:
 def whole(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     """Write a program down; ``run(sizes, *inputs)`` gives its outputs, differentiable as often as one likes."""
     used = {(e.args[0], e.attrs[0]) for e in topological(program.outputs) if e.op == "result"}
-    return _Whole(numbers, used).script(inputs(program), program.outputs)
+    writer = _Whole(numbers, used)
+    for e in topological(program.outputs):
+        if is_pass(e):  # those that others depend on first: a fold of folds is then never written from within another
+            writer.of(e)
+    return writer.script(inputs(program), program.outputs)
 
 
 class _Whole(Writer):

@@ -14,10 +14,12 @@ from ..algebra import Monoid, Scalar
 from ..algebra.probe import probe
 from ..errors import ArgumentError, TraceError, UnreducedError
 from . import build
+from .context import current_trace
 from .draws import gumbel
 from .expr import Expr, const, index, size
 from .reductions import make
-from .symbol import Everywhere, Symbol, current_trace, expr_of
+from .signature import checked
+from .symbol import Everywhere, Symbol, expr_of
 
 row_index = Everywhere(index("row"))
 """The number of the pair's row, from 0; over many ranks, of the whole.
@@ -68,6 +70,7 @@ def _size(axis: str) -> Any:
     return Symbol(size(axis))
 
 
+@checked
 def sqdist(x: Any, y: Any) -> Symbol:
     """|x - y|² of a row's and a column's vector, careful for close points.
 
@@ -116,6 +119,7 @@ def _number(x: Any) -> Expr:
     return build.apply("cast", expr_of(x), to="float")
 
 
+@checked
 def sum(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x: the sum over columns (or rows) of a number or a vector per pair.
 
@@ -129,6 +133,7 @@ def sum(x: Any, *, over: str = "cols") -> Any:
     return _reduce("sum", over, (), x, vectors=True, name="sum")[0]
 
 
+@checked
 def mean(x: Any, *, over: str = "cols") -> Any:
     """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing.
 
@@ -143,6 +148,7 @@ def mean(x: Any, *, over: str = "cols") -> Any:
     return torch.where(count == 0, math.nan, sum(x, over=over) / torch.clamp(count, min=1))
 
 
+@checked
 def logsumexp(x: Any, *, over: str = "cols") -> Any:
     """log Σ_j exp(x); minus infinity where there is nothing to see.
 
@@ -156,6 +162,7 @@ def logsumexp(x: Any, *, over: str = "cols") -> Any:
     return _reduce("soft", over, (), Symbol(_number(x)), name="logsumexp")[0]
 
 
+@checked
 def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j softmax_j(logit) value, of a vector or of a number; 0 where every logit is minus infinity.
 
@@ -170,6 +177,7 @@ def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
     return _reduce("soft", over, (), *values, vectors=True, name="softmax_mean")[1]
 
 
+@checked
 def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
     """Σ_j weight · value / Σ_j weight; 0 where the weights sum to 0.
 
@@ -185,6 +193,7 @@ def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
     return torch.where(seen, sum(weight * value, over=over) / torch.where(seen, total, 1.0), 0.0)
 
 
+@checked
 def max(x: Any, *, over: str = "cols") -> Any:
     """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing.
 
@@ -200,6 +209,7 @@ def max(x: Any, *, over: str = "cols") -> Any:
     return any(x, over=over) if _is_truth(x) else _reduce("best", over, (True,), x, name="max")[0]
 
 
+@checked
 def min(x: Any, *, over: str = "cols") -> Any:
     """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing.
 
@@ -215,6 +225,7 @@ def min(x: Any, *, over: str = "cols") -> Any:
     return all(x, over=over) if _is_truth(x) else _reduce("best", over, (False,), x, name="min")[0]
 
 
+@checked
 def argmax(x: Any, *, over: str = "cols") -> Any:
     """The first column of the largest x; -1 where every x is minus infinity or there is none.
 
@@ -228,6 +239,7 @@ def argmax(x: Any, *, over: str = "cols") -> Any:
     return _reduce("best", over, (True,), _ordered(x), name="argmax")[1]
 
 
+@checked
 def argmin(x: Any, *, over: str = "cols") -> Any:
     """The first column of the smallest x; -1 where every x is infinity or there is none.
 
@@ -248,6 +260,7 @@ class TopK(NamedTuple):
     indices: Any
 
 
+@checked
 def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     """The k largest x (or smallest), best first, with their columns; -1 marks places that only saw infinity.
 
@@ -265,6 +278,7 @@ def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
     return TopK(values != 0 if _is_truth(x) else values, indices)
 
 
+@checked
 def any(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for any column.
 
@@ -278,6 +292,7 @@ def any(x: Any, *, over: str = "cols") -> Any:
     return count(x, over=over) > 0
 
 
+@checked
 def all(x: Any, *, over: str = "cols") -> Any:
     """Whether x holds for every column (true of none).
 
@@ -291,6 +306,7 @@ def all(x: Any, *, over: str = "cols") -> Any:
     return count(x, over=over) == _size(over)
 
 
+@checked
 def count(x: Any = True, *, over: str = "cols") -> Any:
     """For how many columns x holds.
 
@@ -306,6 +322,7 @@ def count(x: Any = True, *, over: str = "cols") -> Any:
     return _reduce("sum", over, (), Symbol(build.apply("cast", expr_of(x), to="bool")), name="count")[0]
 
 
+@checked
 def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     """The variance of x over columns, as torch.var: Σ (x - mean)² / (N - correction), in Welford's form.
 
@@ -320,6 +337,7 @@ def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
     return moments[1] / torch.clamp(_size(over) - correction, min=0)
 
 
+@checked
 def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
     """One column drawn with probability softmax(logit), by the Gumbel-max trick.
 
@@ -333,6 +351,7 @@ def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
     return argmax(logit + gumbel(seed), over=over)
 
 
+@checked
 def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
     """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
 

@@ -51,12 +51,17 @@ def conditions(fold: Fold) -> tuple[Expr, ...]:
     under = topological(fields)
     found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
     number = [c for c in found if c.feature is None and (c.rows or c.cols)]
-    return tuple(dict.fromkeys(c for c in number if _decidable(c)))
+    open_ones = _undecidable(number)
+    return tuple(c for c in dict.fromkeys(number) if c not in open_ones)
 
 
-def _decidable(c: Expr) -> bool:
-    """Whether a tile's index and number ranges can say anything of it."""
-    return not any(e.op in ("dot", "sqdist", "fsum", *DRAWS) for e in topological([c]))
+def _undecidable(roots: list[Expr]) -> set[Expr]:
+    """The nodes under ``roots`` of which a tile's index and number ranges can say nothing."""
+    found: set[Expr] = set()
+    for e in topological(roots):
+        if e.op in ("dot", "sqdist", "fsum", *DRAWS) or not found.isdisjoint(e.args):
+            found.add(e)
+    return found
 
 
 def ranged(fold: Fold) -> tuple[Expr, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DeclarationError
+from .closure import nonlocals
 from .expr import Expr, Feature, node
 
 
@@ -171,7 +172,7 @@ def _annotations(function: Any) -> dict[str, Any]:
     """Annotations as objects, whether or not they were written under ``from __future__ import annotations``."""
     raw = dict(getattr(function, "__annotations__", {}))
     scope = dict(function.__globals__)
-    scope.update(inspect.getclosurevars(function).nonlocals)
+    scope.update(nonlocals(function))
     for name, hint in raw.items():
         if isinstance(hint, str):
             try:
@@ -196,5 +197,10 @@ def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
         or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal)
     ):
         return Parameter(name, "static", None, optional, default)
+    if hint is None and name in ("self", "cls"):
+        raise DeclarationError(
+            detail=f"{op} is a method: its parameter {name} is no tensor",
+            fix="Define the op outside the class, or as @staticmethod, and pass what it needs as arguments",
+        )
     shown = "no annotation" if hint is None else f"the annotation {hint!r}"
     raise DeclarationError(detail=f"{op}: parameter {name} has {shown}")

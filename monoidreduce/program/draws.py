@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, shown
 from . import build, philox
 from .expr import Expr, index
+from .signature import checked
 from .symbol import Symbol, expr_of
 
 
+@checked
 def uniform(seed: Any) -> Any:
     """A uniform number in (0, 1) per pair, from Philox on (seed, batch, i, j).
 
@@ -28,7 +30,7 @@ def uniform(seed: Any) -> Any:
 def _key(seed: Any) -> Expr:
     key = expr_of(seed)
     if key.dtype != "int" or (key.op == "const" and not -(2**63) <= key.const < 2**63) or key.rows or key.cols:
-        raise ArgumentError(detail=f"a seed was given as {seed!r}", fix="Give one whole number of 64 bits")
+        raise ArgumentError(detail=f"a seed was given as {shown(seed)}", fix="Give one whole number of 64 bits")
     return key
 
 
@@ -36,6 +38,7 @@ def _drawn(name: str, seed: Any) -> Any:
     return Symbol(build.apply(name, _key(seed), index("batch"), index("row"), index("col")))
 
 
+@checked
 def gumbel(seed: Any) -> Any:
     """A standard Gumbel number per pair, the same for every tile, engine and recomputation.
 
@@ -49,6 +52,7 @@ def gumbel(seed: Any) -> Any:
     return _drawn("gumbel", seed)
 
 
+@checked
 def dropout(x: Any, p: Any, seed: Any) -> Any:
     """x with probability 1 - p, scaled by 1 / (1 - p), else 0; the mask depends on (seed, batch, i, j) alone.
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Feature = str | int | None  # the letter (or the fixed size) of a vector's features; None for one number
 
+_SHOWN = 200  # characters of an expression in a message
 _CLASS_ORDER = {"bool": 0, "int": 1, "float": 2}
 
 
 class Expr:
-    """One node: ``op`` applied to ``args`` with static ``attrs``; its axes and number class are derived once."""
+    """One node: ``op`` applied to ``args`` with static ``attrs``; its axes, number class and depth are derived once."""
 
-    __slots__ = ("__weakref__", "args", "attrs", "cols", "dtype", "feature", "op", "rows")
+    __slots__ = ("__weakref__", "args", "attrs", "cols", "depth", "dtype", "feature", "op", "rows")
 
     op: str
     args: tuple[Expr, ...]
@@ -29,6 +30,7 @@ class Expr:
     cols: bool
     feature: Feature
     dtype: str
+    depth: int  # nodes on the longest path down to a node without arguments
 
     @property
     def is_pair(self) -> bool:
@@ -44,12 +46,22 @@ class Expr:
         return self.attrs[0] if self.op == "const" else None
 
     def __repr__(self) -> str:
-        if self.op == "const":
-            return repr(self.attrs[0])
-        if self.op in ("input", "leaf"):
-            return str(self.attrs[0])
-        inside = [repr(a) for a in self.args] + [str(a) for a in self.attrs if a is not None]
-        return f"{self.op}({', '.join(inside)})"
+        """The expression as text, cut after ``_SHOWN`` characters: written out, shared nodes repeat without bound."""
+        text = ""
+        waiting: list[Expr | str] = [self]
+        while waiting and len(text) <= _SHOWN:
+            item = waiting.pop()
+            if isinstance(item, str):
+                text += item
+            elif item.op == "const":
+                text += repr(item.attrs[0])
+            elif item.op in ("input", "leaf"):
+                text += str(item.attrs[0])
+            else:
+                inside: list[Expr | str] = [*item.args, *(str(a) for a in item.attrs if a is not None)]
+                commas: list[Expr | str] = [part for one in inside for part in (", ", one)]
+                waiting += reversed([f"{item.op}(", *commas[1:], ")"])
+        return text if not waiting and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 _lock = threading.Lock()
@@ -68,6 +80,7 @@ def node(
             found = object.__new__(Expr)
             found.op, found.args, found.attrs = op, args, attrs
             found.rows, found.cols, found.feature, found.dtype = rows, cols, feature, dtype
+            found.depth = 1 + max((a.depth for a in args), default=0)
             _interned[key] = found
         return found
 
@@ -97,9 +110,27 @@ def join(args: Iterable[Expr]) -> tuple[bool, bool, Feature]:
     feature: Feature = None
     for a in args:
         rows, cols = rows or a.rows, cols or a.cols
-        if a.feature is not None:
+        if a.feature is not None and (feature is None or not is_counted(a.feature)):
             feature = a.feature
     return rows, cols, feature
+
+
+def is_counted(feature: Feature) -> bool:
+    """Whether features are the places of a top-k: as many as were asked for, and of no letter of their own."""
+    return isinstance(feature, str) and feature.startswith("#")
+
+
+def fit(one: Feature, other: Feature) -> bool:
+    """Whether two vectors may be combined feature by feature: those over the places of a top-k fit any letter of that
+    size, which a call checks where the letter is a name."""
+    if one == other:
+        return True
+    counted, letter = (one, other) if is_counted(one) else (other, one)
+    return is_counted(counted) and not is_counted(letter) and str(letter) in (str(counted)[1:], *_names(letter))
+
+
+def _names(letter: Feature) -> tuple[str, ...]:
+    return () if letter is None or str(letter).isdigit() else (str(letter),)
 
 
 def widest(args: Iterable[Expr]) -> str:
@@ -133,24 +164,20 @@ def result(reduction: Expr, k: int, feature: Feature, dtype: str) -> Expr:
     return node("result", (reduction,), (k,), rows=reduction.rows, cols=reduction.cols, feature=feature, dtype=dtype)
 
 
-def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
-    """Every node under ``roots``, arguments first; nodes where ``stop`` holds are listed but not entered."""
-    order: list[Expr] = []
-    seen: set[Expr] = set()
-    stack: list[tuple[Expr, Iterator[Expr]]] = []
-    for root in roots:
-        if root in seen:
+def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] | None = None) -> list[Expr]:
+    """Every node under ``roots`` once, arguments first; nodes where ``stop`` holds are listed but not entered."""
+    entered: set[Expr] = set()
+    order: dict[Expr, None] = {}
+    stack = list(roots)[::-1]
+    while stack:
+        e = stack.pop()
+        if e in entered:  # all its arguments are listed, or it is itself
+            order[e] = None
             continue
-        seen.add(root)
-        stack.append((root, iter(() if stop(root) else root.args)))
-        while stack:
-            current, rest = stack[-1]
-            for child in rest:
-                if child not in seen:
-                    seen.add(child)
-                    stack.append((child, iter(() if stop(child) else child.args)))
-                    break
-            else:
-                order.append(current)
-                stack.pop()
-    return order
+        entered.add(e)
+        if not e.args or (stop is not None and stop(e)):
+            order[e] = None
+        else:
+            stack.append(e)
+            stack += e.args[::-1]
+    return list(order)

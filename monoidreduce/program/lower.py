@@ -208,10 +208,11 @@ def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     feeds: dict[Expr, None] = {}
     derived: set[Expr] = set()
     stack = found[::-1]
+    indices = _of_indices(found)
     while stack:
         e = stack.pop()
         again = e.op == "mul" and e.dtype == "float" and any(a.feature is not None and a in whole for a in e.args)
-        if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or _of_indices(e):
+        if e.op == "decay" or (again and any(a.feature is None for a in e.args)) or e in indices:
             derived.add(e)
             stack += e.args[::-1]
         elif e.op not in _BUILTIN:
@@ -219,10 +220,11 @@ def _feeds(fields: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     return list(feeds), [e for e in topological(found) if e in derived]
 
 
-def _of_indices(e: Expr) -> bool:
-    """Arithmetic on one index and numbers: ``row_index - window``."""
-    if not e.args or e.feature is not None or not (e.rows or e.cols):
-        return False
-    inside = topological([e], stop=lambda n: not n.rows and not n.cols)
-    known = lambda n: n.op in _BUILTIN or (n.op in PRIMITIVES and n.op not in DRAWS)
-    return all(known(n) for n in inside if n.rows or n.cols)
+def _of_indices(roots: list[Expr]) -> set[Expr]:
+    """The nodes under ``roots`` that are arithmetic on one index and numbers: ``row_index - window``."""
+    known: set[Expr] = set()
+    for e in topological(roots, stop=lambda n: not n.rows and not n.cols):
+        own = e.op in _BUILTIN or (e.op in PRIMITIVES and e.op not in DRAWS)
+        if not (e.rows or e.cols) or (own and known.issuperset(e.args)):
+            known.add(e)
+    return {e for e in known if e.args and e.feature is None and (e.rows or e.cols)}

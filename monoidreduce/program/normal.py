@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from . import build
 from .build import ONE, ZERO, apply, terms
@@ -17,6 +18,10 @@ from .reductions import make
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
+
+_MANY = 64  # factors of a product, from which on it is not written out
+_MANY_HOTS = 8
+_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # what may have values at one index inside
 
 
 def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -128,6 +133,8 @@ def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None
 
 def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
+    if not _is_short(k):
+        return _shared_factors(k, over)
     free, alone, rest = ONE, ONE, ONE
     stack = [k]
     while stack:
@@ -148,7 +155,7 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             else:
                 free = apply("div", free, divisor)
             stack.append(f.args[0])
-        elif f.op == "where" and build._is(f.args[2], 0) and (number := number_factor(f.args[1])) is not None:
+        elif f.op == "where" and build.is_constant(f.args[2], 0) and (number := number_factor(f.args[1])) is not None:
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:
@@ -156,20 +163,74 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
     return free, alone, rest
 
 
+def _is_product(e: Expr) -> bool:
+    return e.is_pair and ((e.op == "mul" and e.dtype == "float") or e.op == "neg" or e.op == "div")
+
+
+def _is_short(k: Expr) -> bool:
+    """Whether a product has few factors when it is written out; one whose parts are shared may have exponentially
+    many."""
+    count: dict[Expr, int] = {}
+    for e in topological([k], stop=lambda e: not _is_product(e)):
+        count[e] = 1 if not _is_product(e) else sum(count[a] for a in e.args)
+    return count[k] <= _MANY
+
+
+def _shared_factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+    """As :func:`factors`, node by node, so that what is shared stays shared."""
+    found: dict[Expr, tuple[Expr, Expr, Expr]] = {}
+    for e in topological([k], stop=lambda e: not _is_product(e)):
+        if not _has(e, over):
+            found[e] = e, ONE, ONE
+        elif not _has(e, _other(over)):
+            found[e] = ONE, e, ONE
+        elif not _is_product(e) or (e.op == "div" and e.args[1].is_pair):
+            found[e] = ONE, ONE, e
+        elif e.op == "neg":
+            free, alone, rest = found[e.args[0]]
+            found[e] = apply("neg", free), alone, rest
+        elif e.op == "div":
+            (free, alone, rest), (below, beside, _) = (found[a] for a in e.args)
+            found[e] = apply("div", free, below), apply("div", alone, beside), rest
+        else:
+            first, second = (found[a] for a in e.args)
+            free, alone, rest = (apply("mul", a, b) for a, b in zip(first, second, strict=True))
+            found[e] = free, alone, rest
+    return found[k]
+
+
 def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
     """e as (a number of no axis) × (the rest).
 
     No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
     """
+    direct = _number_beside(e)
+    if direct is not None:
+        return direct
+    has: set[Expr] = set()  # the products in which there is such a number
+    for n in topological([e], stop=lambda n: n.op != "mul" or n.dtype != "float"):
+        if _number_beside(n) is not None or (n.op == "mul" and not has.isdisjoint(n.args)):
+            has.add(n)
+    if e not in has:
+        return None
+    passed: list[Expr] = []  # the other factors on the way down to the number
+    while direct is None:
+        one, other = e.args if e.args[0] in has else e.args[::-1]
+        passed.append(other)
+        e, direct = one, _number_beside(one)
+    number, rest = direct
+    for other in reversed(passed):
+        rest = apply("mul", rest, other)
+    return number, rest
+
+
+def _number_beside(e: Expr) -> tuple[Expr, Expr] | None:
+    """A product of a number of no axis and something else: the two of them."""
     if e.op != "mul" or e.dtype != "float":
         return None
     for one, other in (e.args, e.args[::-1]):
         if not one.rows and not one.cols and one.feature is None:
             return one, other
-    for one, other in (e.args, e.args[::-1]):
-        inner = number_factor(one)
-        if inner is not None:
-            return inner[0], apply("mul", inner[1], other)
     return None
 
 
@@ -198,32 +259,39 @@ def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
 
 def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
     """Split a number per pair into a dense part and values that are non-zero only where an index equals t."""
+    found: dict[Expr, tuple[Expr | None, list[Hot]]] = {}
+    for n in topological([e], stop=lambda n: not n.is_pair or n.op not in _HOT_INSIDE):
+        found[n] = _split(n, found)
+    return found[e]
+
+
+def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[Expr | None, list[Hot]]:
+    """:func:`split_hots` of a node, given that of its arguments."""
     if not e.is_pair:
         return e, []
     if e.op in ("add", "sub"):
-        left, left_hots = split_hots(e.args[0])
-        right, right_hots = split_hots(e.args[1])
+        (left, left_hots), (right, right_hots) = (found[a] for a in e.args)
         if not left_hots and not right_hots:
             return e, []
         if e.op == "sub":
             right = None if right is None else apply("neg", right)
             right_hots = [(axis, t, apply("neg", value)) for axis, t, value in right_hots]
         dense = right if left is None else left if right is None else apply("add", left, right)
-        return dense, left_hots + right_hots
+        return dense, _few_hots(left_hots + right_hots)
     if e.op == "neg":
-        dense, hots = split_hots(e.args[0])
+        dense, hots = found[e.args[0]]
         return (e, []) if not hots else (dense and apply("neg", dense), [(a, t, apply("neg", v)) for a, t, v in hots])
     if e.op == "mul":
         for one, other in (e.args, e.args[::-1]):
-            dense, hots = split_hots(one)
+            dense, hots = found[one]
             if hots:
                 return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
         return e, []
-    if e.op == "where" and build._is(e.args[2], 0):
+    if e.op == "where" and build.is_constant(e.args[2], 0):
         hot, rest = hot_condition(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
-        dense, hots = split_hots(e.args[1])
+        dense, hots = found[e.args[1]]
         if hots:
             c = e.args[0]
             return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
@@ -231,7 +299,7 @@ def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
         hot, rest = hot_condition(e.args[0])
         if hot is not None:
             return None, [(*hot, apply("where", rest, 1.0, 0.0))]
-    if e.op == "fsum" and e.args[0].op == "where" and build._is(e.args[0].args[2], 0):
+    if e.op == "fsum" and e.args[0].op == "where" and build.is_constant(e.args[0].args[2], 0):
         c, value, _ = e.args[0].args
         hot, rest = hot_condition(c)
         if hot is not None and hot[1].feature is not None and rest.feature is None and not _has(value, f"{hot[0]}s"):
@@ -239,22 +307,43 @@ def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
     return e, []
 
 
+def _few_hots(hots: list[Hot]) -> list[Hot]:
+    """Those at one place added up where they are many: values that are shared would come again and again."""
+    if len(hots) <= _MANY_HOTS:
+        return hots
+    sums: dict[tuple[str, Expr], Expr] = {}
+    for axis, t, value in hots:
+        sums[axis, t] = apply("add", sums[axis, t], value) if (axis, t) in sums else value
+    return [(axis, t, value) for (axis, t), value in sums.items()]
+
+
 def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
     """``index == t`` within a conjunction: (axis, t) and the other conditions."""
-    if c.op == "logical_and":
-        for one, other in (c.args, c.args[::-1]):
-            hot, rest = hot_condition(one)
-            if hot is not None:
-                return hot, apply("logical_and", rest, other)
-        return None, c
-    if c.op == "eq":
-        for one, other in (c.args, c.args[::-1]):
-            if one.op == "col_index" and not other.cols and other.rows and other.dtype == "int":
-                return ("col", other), const(True)
-        for one, other in (c.args, c.args[::-1]):
-            if one.op == "row_index" and not other.rows and other.cols and other.dtype == "int":
-                return ("row", other), const(True)
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, Any]] = [(c, None)]  # a condition, and those beside it and above it, the nearest first
+    while stack:
+        e, beside = stack.pop()
+        if e.op == "logical_and" and e not in seen:
+            seen.add(e)
+            first, second = e.args
+            stack += [(second, (first, beside)), (first, (second, beside))]
+        elif e.op == "eq" and (hot := _hot(e)) is not None:
+            rest = const(True)
+            while beside is not None:
+                other, beside = beside
+                rest = apply("logical_and", rest, other)
+            return hot, rest
     return None, c
+
+
+def _hot(e: Expr) -> tuple[str, Expr] | None:
+    """``index == t``: the axis and t."""
+    for axis, moves, stays in (("col", "cols", "rows"), ("row", "rows", "cols")):
+        for one, other in (e.args, e.args[::-1]):
+            at = one.op == f"{axis}_index" and other.dtype == "int"
+            if at and not _has(other, moves) and _has(other, stays):
+                return axis, other
+    return None
 
 
 def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:

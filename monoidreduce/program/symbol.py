@@ -8,28 +8,18 @@ the nearest name that is. Python questions that have no answer for all pairs at 
 
 from __future__ import annotations
 
-import contextvars
-import difflib
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ImpureError, TraceError, UnknownFunctionError
-from . import build
+from ..errors import ImpureError, TraceError, shown
+from . import build, vectors
+from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, refuse, refuse_numpy
+from .context import NeedValue, current_trace
 from .expr import Expr, const, size, topological
 from .philox import DRAWS
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
-
-current_trace: contextvars.ContextVar[object] = contextvars.ContextVar("current_trace", default=None)
-
-
-class NeedValue(BaseException):
-    """The body asked for the Python value of a number: trace again with it fixed (never seen by users)."""
-
-    def __init__(self, names: frozenset[str]):
-        self.names = names
 
 
 class Symbol:
@@ -56,10 +46,10 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_fields",):
             raise AttributeError(name)
-        if name in _REFUSED_ATTRIBUTES:
-            raise TraceError(detail=f".{name} was asked of a symbol", fix=_REFUSED_ATTRIBUTES[name])
+        if name in REFUSED_ATTRIBUTES:
+            raise TraceError(detail=f".{name} was asked of a symbol", fix=REFUSED_ATTRIBUTES[name])
         if not is_known(name):
-            _unknown(name)
+            refuse(name, is_known, functions())
         if name == "where":  # torch's order: self.where(condition, other)
             return lambda condition, other: call("where", (condition, self, other), {})
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
@@ -111,7 +101,31 @@ class Symbol:
             fix="A symbol stands for one value; pick features with x[0], x[1]",
         )
 
-    __len__ = __contains__ = __array__ = __iter__
+    __len__ = __contains__ = __iter__
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TraceError(
+                detail=f"the format {spec!r} was asked of {self!r}",
+                fix="A body is traced, so there is no number to print: leave the format out to see the expression",
+            )
+        return repr(self)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TraceError(
+            detail=f"a NumPy array was asked of {self!r}",
+            fix="A body is traced, it has no values: use torch's functions, and pick features with x[0], x[1]",
+        )
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's numbers may stand in arithmetic; its functions may not."""
+        operator = NUMPY_OPERATORS.get(ufunc.__name__)
+        if method != "__call__" or operator is None or kwargs:
+            refuse_numpy(ufunc.__name__, is_known)
+        return call(operator, inputs, {})
+
+    def __array_function__(self, func: Any, types: Any, args: tuple, kwargs: dict) -> NoReturn:
+        refuse_numpy(func.__name__, is_known)
 
     def _value(self, asked: str, fix: str) -> Any:
         """Numbers given at the call may be looked at (we trace again with their value); nothing else may."""
@@ -138,9 +152,16 @@ def expr_of(value: Any) -> Expr:
         if value.trace is not current_trace.get():
             raise ImpureError(detail=f"{value!r} comes from an earlier trace of a body")
         return value.expr
+    tensors = {} if (trace := current_trace.get()) is None else trace.tensors
+    if id(value) in tensors:
+        name = f"{tensors[id(value)]} of shape {tuple(value.shape)}"
+        raise TraceError(
+            detail=f"the body reads the tensor {name}, which is not one of its arguments",
+            fix="Pass it as an argument: declared float for one number, else Row, Col, mr.Batch or mr.Pair",
+        )
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad and value.device.type == "cpu":
         value = value.item()
-    if hasattr(value, "item") and not isinstance(value, torch.Tensor):
+    if hasattr(value, "item") and not isinstance(value, torch.Tensor) and not getattr(value, "ndim", 0):
         value = value.item()  # a numpy scalar
     if isinstance(value, bool | int | float):
         return const(value)
@@ -154,9 +175,7 @@ def expr_of(value: Any) -> Expr:
             detail=f"the body uses a tensor of shape {tuple(value.shape)} that is not one of its arguments",
             fix="Pass it as an argument, declared Row, Col, mr.Batch or mr.Pair",
         )
-    raise TraceError(
-        detail=f"{value!r} ({type(value).__name__}) cannot enter a pair expression", fix="Use numbers and arguments"
-    )
+    raise TraceError(detail=f"{shown(value)} cannot enter a pair expression", fix="Use numbers and arguments")
 
 
 def _operator(name: str, reflected: bool = False) -> Callable:
@@ -175,24 +194,9 @@ for _name, _primitive in {
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
 for _name, _primitive in {
-    "neg": "neg",
-    "abs": "abs",
-    "invert": "bitwise_not",
-    "floor": "floor",
-    "ceil": "ceil",
-    "trunc": "trunc",
-}.items():
+    "neg": "neg", "abs": "abs", "invert": "bitwise_not", "floor": "floor", "ceil": "ceil", "trunc": "trunc",
+}.items():  # fmt: skip
     setattr(Symbol, f"__{_name}__", lambda self, _p=_primitive: call(_p, (self,), {}))
-
-_REFUSED_ATTRIBUTES = dict.fromkeys(
-    ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
-    "Sizes and types are not part of a body: it is written for one pair (mr.num_rows and mr.num_cols are numbers)",
-) | dict.fromkeys(
-    ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
-    "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
-) | dict.fromkeys(
-    ("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values",
-)  # fmt: skip
 
 
 # Functions --------------------------------------------------------------------------------------------------
@@ -209,24 +213,50 @@ def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = N
 
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any = None, dtype: Any = None) -> Any:
     p = p if ord is None else ord
-    if p in (2, 2.0, "fro", None):
-        square = _feature_sum(torch.square(x))
-        zero = square == 0  # the slope of a norm at 0 is 0 here, as in torch
-        return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, square)))
-    if p == 1:
-        return _feature_sum(torch.abs(x))
-    if p == math.inf:
-        return _feature_extreme(True)(torch.abs(x))
-    return torch.pow(_feature_sum(torch.pow(torch.abs(x), p)), 1.0 / p)
+    if isinstance(p, Symbol):
+        raise TraceError(
+            detail="norm was given two values", fix="The distance of a pair is torch.sqrt(mr.sqdist(x, y))"
+        )
+    return Symbol(vectors.norm(expr_of(x), p))
 
 
 def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return x / call("maximum", (_norm(x, p), eps), {})
+    return Symbol(vectors.normalize(expr_of(x), p, eps))
 
 
 def _feature_extreme(largest: bool) -> Callable:
     def f(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         return Symbol(build.feature_extreme(expr_of(x), largest))
+
+    return f
+
+
+def _is_one_sided(x: Any) -> bool:
+    """Whether a value is a row's or a column's vector."""
+    e = expr_of(x)
+    return e.feature is not None and not e.is_pair
+
+
+def _over_features(name: str) -> Callable:
+    """softmax, log_softmax or logsumexp over the features of a row's or column's vector."""
+
+    def f(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, _stacklevel: int = 3) -> Any:
+        if isinstance(dim, Symbol) or not _is_one_sided(x):
+            refuse(name, is_known, functions())
+        return Symbol(vectors.over_features(name, expr_of(x)))
+
+    return f
+
+
+def _extreme(name: str) -> Callable:
+    """max and min of a row's or column's vector; of two values they are the larger and the smaller."""
+
+    def f(x: Any, other: Any = None, *, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(other, Symbol):
+            return call(f"{name}imum", (x, other), {})
+        if dim is not None or other is not None or not _is_one_sided(x):
+            refuse(name, is_known, functions())
+        return _feature_extreme(name == "max")(x)
 
     return f
 
@@ -282,6 +312,8 @@ def _truth(name: str) -> Callable:
 
 SPECIAL: dict[str, Callable] = {
     "sum": _feature_sum, "mean": _feature_mean, "norm": _norm, "vector_norm": _norm, "normalize": _normalize,
+    "softmax": _over_features("softmax"), "log_softmax": _over_features("log_softmax"),
+    "logsumexp": _over_features("logsumexp"), "max": _extreme("max"), "min": _extreme("min"),
     "amax": _feature_extreme(True), "amin": _feature_extreme(False),
     "matmul": _dot, "dot": _dot, "vdot": _dot, "inner": _dot,
     "div": _divide, "divide": _divide, "true_divide": _divide,
@@ -307,28 +339,6 @@ def functions() -> list[str]:
     return sorted({*SPECIAL, *NAMES, *COMPOSITES} - hidden)
 
 
-def _unknown(name: str) -> NoReturn:
-    if name.endswith("_") and is_known(name.rstrip("_")):
-        raise TraceError(
-            detail=f"{name} writes in place",
-            fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result",
-        )
-    if name in _REDUCTIONS:  # torch's own, over an axis that is not there
-        raise UnknownFunctionError(
-            name=name, nearest=_REDUCTIONS[name], fix="To fold over columns or rows use {nearest}"
-        )
-    near = difflib.get_close_matches(name, functions(), n=1, cutoff=0.0)
-    raise UnknownFunctionError(name=name, nearest=near[0])
-
-
-_REDUCTIONS = {
-    **{n: f"mr.{n}" for n in ("max", "min", "argmax", "argmin", "logsumexp", "topk", "any", "all", "var")},
-    "softmax": "mr.softmax_mean", "log_softmax": "mr.logsumexp", "cross_entropy": "mr.logsumexp",
-    "std": "mr.var(...).sqrt()", "count_nonzero": "mr.count", "prod": "mr.reduce(mr.monoids.Prod, ...)",
-    "multinomial": "mr.sample", "dropout": "mr.dropout",
-}  # fmt: skip
-
-
 def call(name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function or method by name, on symbols and numbers."""
     name = name.removeprefix("special_").removeprefix("linalg_")
@@ -344,12 +354,14 @@ def call(name: str, args: tuple, kwargs: dict) -> Any:
     )
     if name != plain and name == plain[1:]:
         args = args[::-1]
+    if "axis" in kwargs:  # as torch, which takes NumPy's name too
+        kwargs["dim"] = kwargs.pop("axis")
     if kwargs.pop("inplace", False):
         raise TraceError(detail=f"{name}(inplace=True)", fix="Nothing is changed in place in a body: drop inplace")
     if kwargs.pop("out", None) is not None:
         raise TraceError(detail=f"{name}(out=...)", fix="Nothing is changed in place in a body: drop out")
     if not is_known(name):
-        _unknown(name)
+        refuse(name, is_known, functions())
     try:
         if name in SPECIAL:
             return SPECIAL[name](*args, **kwargs)
@@ -360,7 +372,7 @@ def call(name: str, args: tuple, kwargs: dict) -> Any:
         if isinstance(error, TraceError) or "argument" not in str(error):
             raise
         raise TraceError(
-            detail=f"{name}: {str(error).replace('<lambda>()', name)}", fix="Call it as torch does, without out or dim"
+            detail=f"{name}: {str(error).split('() ', 1)[-1]}", fix="Call it as torch does, without out or dim"
         ) from None
 
 
@@ -380,6 +392,7 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
             fix=f"It takes {arity} values{' and ' + ', '.join(names) if names else ''}",
         )
     exprs = [expr_of(t) for t in tensors]
+    check_truth_values(primitive.name, [e.dtype == "bool" for e in exprs])
     if alpha != 1:
         exprs[1] = build.apply("mul", exprs[1], alpha)
     return Symbol(build.apply(primitive.name, *exprs, **attributes))

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from ..algebra import Monoid
-from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError
+from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
+from .closure import Watched
+from .context import NeedValue, Trace, current_trace
 from .declare import Parameter
 from .expr import Expr, const, topological
-from .symbol import NeedValue, Symbol, current_trace, expr_of
+from .symbol import Symbol, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -34,18 +37,24 @@ class Traced:
     outputs: tuple[Expr, ...]
     pack: Callable[[list[Any]], Any]
     fixed: frozenset[str]
+    watched: Watched | None = None  # what was read besides arguments; None: nothing that may change
 
 
 def trace(
-    function: Any, parameters: Mapping[str, Parameter], dtypes: Mapping[str, str], values: Mapping[str, Any]
+    function: Any,
+    parameters: Mapping[str, Parameter],
+    dtypes: Mapping[str, str],
+    values: Mapping[str, Any],
+    watched: Watched | None = None,
 ) -> Traced:
     """Trace ``function``; ``dtypes`` gives the number class of each input, ``values`` the Python values that may be
-    fixed."""
+    fixed, ``watched`` what it reads besides its arguments."""
+    tensors = {} if watched is None else watched.tensors
     fixed: frozenset[str] = frozenset()
     while True:
         try:
-            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed)
-            again, _ = _trace_once(function, parameters, dtypes, values, fixed)
+            outputs, pack = _trace_once(function, parameters, dtypes, values, fixed, tensors)
+            again, _ = _trace_once(function, parameters, dtypes, values, fixed, tensors)
         except NeedValue as need:
             unknown = [n for n in need.names if n not in values]
             if unknown or need.names <= fixed:
@@ -59,7 +68,7 @@ def trace(
             raise ImpureError(detail=f"{function.__name__} gave two different programs when traced twice").at(
                 place(function)
             )
-        return Traced(outputs, pack, fixed)
+        return Traced(outputs, pack, fixed, watched or None)
 
 
 def _trace_once(
@@ -68,8 +77,9 @@ def _trace_once(
     dtypes: Mapping[str, str],
     values: Mapping[str, Any],
     fixed: frozenset[str],
+    tensors: Mapping[int, str],
 ) -> tuple[tuple[Expr, ...], Callable]:
-    token = current_trace.set(object())
+    token = current_trace.set(Trace(tensors))
     try:
         arguments: dict[str, Any] = {}
         for name, p in parameters.items():
@@ -82,9 +92,13 @@ def _trace_once(
             else:
                 arguments[name] = Symbol(p.expr(dtypes[name]))
         leaves: list[Symbol] = []
-        pack = _unpack(function(**arguments), leaves)
-        outputs = tuple(expr_of(leaf) for leaf in leaves)
-        _check(function, outputs)
+        returned = function(**arguments)
+        try:
+            pack = _unpack(returned, leaves)
+            outputs = tuple(expr_of(leaf) for leaf in leaves)
+            _check(function, outputs)
+        except MonoidReduceError as error:
+            raise error.at(_return_place(function, arguments)) from None
         return outputs, pack
     except MonoidReduceError as error:
         raise error.at(place(function, error.__traceback__)) from None
@@ -122,9 +136,26 @@ def _unpack(value: Any, leaves: list[Any]) -> Callable[[list[Any]], Any]:
         inner = [_unpack(v, leaves) for v in value]
         return lambda results: type(value)(f(results) for f in inner)
     raise TraceError(
-        detail=f"the body returned {value!r} ({type(value).__name__})",
+        detail=f"the body returned {shown(value)}" + (" (Tensor)" if isinstance(value, torch.Tensor) else ""),
         fix="Return a reduction, or a tuple, list, dict or NamedTuple of them",
     )
+
+
+def _return_place(function: Any, arguments: dict[str, Any]) -> str:
+    """The line at which a body returns: it is run again and watched."""
+    code, lines = function.__code__, [function.__code__.co_firstlineno]
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is code:
+            lines.append(frame.f_lineno)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function(**arguments)
+    finally:
+        sys.setprofile(before)
+    return _described(function, code.co_filename, lines[-1])
 
 
 def place(function: Any, traceback: TracebackType | None = None) -> str:
@@ -137,5 +168,9 @@ def place(function: Any, traceback: TracebackType | None = None) -> str:
         if frame.f_code is code or not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
             name, line = frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
+    return _described(function, name, line)
+
+
+def _described(function: Any, name: str, line: int) -> str:
     text = linecache.getline(name, line).strip()
     return f"in {function.__name__}, {os.path.basename(name)}:{line}" + (f": {text}" if text else "")

@@ -110,6 +110,7 @@ LOGICAL = ("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "logical_a
 CHOICES = ("where", "masked_fill")
 CASTS = ("bfloat16", "bool", "double", "float", "half", "int", "long", "to", "type")
 VECTORS = ("amax", "amin", "dot", "inner", "matmul", "mean", "norm", "normalize", "sum", "vdot", "vector_norm")
+VECTORS += ("log_softmax", "logsumexp", "max", "min", "softmax")  # tests/unit/test_truth_values.py
 
 
 def test_every_function_has_a_row():

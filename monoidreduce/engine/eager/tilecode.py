@@ -8,6 +8,7 @@ overwrite its input.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...program.build import substitute
@@ -93,14 +94,20 @@ def _schedule(reducers: list[Reducer], scalars: frozenset[Expr]) -> Code:
     ready: set[Expr] = set()
     fused = _fusable(reducers, scalars)
 
-    def compute(e: Expr) -> None:
-        if e in ready or not e.args:
-            return
-        ready.add(e)
-        reads = _numbers_under(e) if e not in fused else () if fused[e].base.op == "dot" else (fused[e].base,)
-        for a in reads:
-            compute(a)
-        plan.append((e, None, reads))
+    def compute(root: Expr) -> None:
+        """Plan what a number is computed from, then the number itself."""
+        stack: list[tuple[Expr, tuple[Expr, ...], Iterator[Expr]]] = []
+        entering: Expr | None = root
+        while entering is not None or stack:
+            if entering is not None and entering not in ready and entering.args:
+                e = entering
+                ready.add(e)
+                reads = _numbers_under(e) if e not in fused else () if fused[e].base.op == "dot" else (fused[e].base,)
+                stack.append((e, reads, iter(reads)))
+            entering = next(stack[-1][2], None) if stack else None
+            if entering is None and stack:
+                e, reads, _ = stack.pop()
+                plan.append((e, None, reads))
 
     for r in reducers:
         reads = _read_by(r)

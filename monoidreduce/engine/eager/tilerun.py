@@ -125,8 +125,13 @@ class TileRun:
             elif e.op in ("const", "nan") or e in self.buffers.numbers:
                 self.values[e] = self.buffers.constant(e)
             else:
+                for n in topological(e.args, stop=self._is_there):  # arguments first: none is more than one call away
+                    self.get(n)
                 self.values[e] = self._one_sided(e)
         return self.values[e]
+
+    def _is_there(self, e: Expr) -> bool:
+        return e in self.values or e in self.narrow or not e.args
 
     def _one_sided(self, e: Expr) -> Any:
         """A value of one side that no pass was fed: what is left of a pair expression where a condition is decided.

@@ -196,16 +196,27 @@ def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
 
 def _without(weight: Expr, lead: Expr) -> Expr | None:
     """What a score is multiplied by in a weight; None where it is not just a factor."""
-    if weight is lead or weight is ZERO:
-        return ONE if weight is lead else ZERO
-    inside = [lead in topological([a]) for a in weight.args]
-    if weight.op in ("neg", "add", "sub"):
+    dependent: set[Expr] = {lead}  # what the score is a part of
+    found: dict[Expr, Expr | None] = {}
+    for e in topological([weight], stop=lambda e: e is lead):
+        if not dependent.isdisjoint(e.args):
+            dependent.add(e)
+        found[e] = _factor_of(e, lead, dependent, found)
+    return found[weight]
+
+
+def _factor_of(e: Expr, lead: Expr, dependent: set[Expr], found: dict[Expr, Expr | None]) -> Expr | None:
+    """:func:`_without` of a node, given that of its arguments."""
+    if e is lead or e is ZERO:
+        return ONE if e is lead else ZERO
+    inside = [a in dependent for a in e.args]
+    if e.op in ("neg", "add", "sub"):
         apart = [True] * len(inside)
-    elif (weight.op == "where" and not inside[0]) or (weight.op == "mul" and inside == [False, True]):
+    elif (e.op == "where" and not inside[0]) or (e.op == "mul" and inside == [False, True]):
         apart = [False] + [True] * (len(inside) - 1)
-    elif weight.op in ("mul", "div") and inside == [True, False]:
+    elif e.op in ("mul", "div") and inside == [True, False]:
         apart = inside
     else:
         return None
-    found = [_without(a, lead) if yes else a for a, yes in zip(weight.args, apart, strict=True)]
-    return None if None in found else apply(weight.op, *found)
+    parts = [found[a] if yes else a for a, yes in zip(e.args, apart, strict=True)]
+    return None if None in parts else apply(e.op, *parts)

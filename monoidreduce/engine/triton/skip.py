@@ -45,12 +45,14 @@ def preferred(fold: Fold) -> dict[Expr, bool]:
     """
     chosen: dict[Expr, bool] = {}
     for c in conditions(fold):
+        if len(chosen) == _MOST_CONDITIONS:
+            break
         hot, _ = hot_condition(c)
         if hot is None:
             chosen[c] = True
         elif not any(e.op == "leaf" for e in topological([hot[1]])):
             chosen[c] = False
-    return dict(list(chosen.items())[:_MOST_CONDITIONS])
+    return chosen
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from ....program.expr import Expr, const
 from ..spec import Spec
 
 LOG2E = math.log2(math.e)
+_DEEPEST = 128  # nodes under an exponent, up to which factors are taken out of its sums and conditions
 Taken = tuple[Expr, float, list[tuple[Expr, bool]]]  # what is left, and what it is multiplied by, or divided (True)
 
 
@@ -101,7 +102,8 @@ class Exponents:
             if e.op == "neg" and not positive:
                 e, factor = e.args[0], -factor
                 continue
-            if e.op == "where" and e.args[2].op == "const" and e.args[2].const == -math.inf:  # what is hidden stays so
+            hides = e.op == "where" and e.args[2].op == "const" and e.depth <= _DEEPEST
+            if hides and e.args[2].const == -math.inf:  # what is hidden stays so
                 core, inner, more = self._taken_out(e.args[1], positive=True)
                 return apply("where", e.args[0], core, e.args[2]), factor * inner, [*numbers, *more]
             if e.op in ("add", "sub") and (made := self._from_both(e)) is not None:
@@ -121,7 +123,7 @@ class Exponents:
     def _from_both(self, e: Expr) -> Taken | None:
         """A sum's factor: what its first part is multiplied by divides the other's number, before the loop."""
         first, other = e.args
-        if not first.is_pair or other.op != "mul" or not other.is_pair:
+        if e.depth > _DEEPEST or not first.is_pair or other.op != "mul" or not other.is_pair:
             return None
         number, rest = other.args if not other.args[0].is_pair else other.args[::-1]
         core, factor, numbers = self._taken_out(first, positive=True)

@@ -47,6 +47,7 @@ def spared(weight, row, mark):
         pack=4,
     )
 """
+_NESTED = 16  # conditions, one inside the other, that a weight may be under
 _INFINITE = 0x7C00  # the bits of a float16: what is no number counts as above all
 
 
@@ -104,8 +105,11 @@ class Parted:
 
 def parted(e: Expr, spec: Spec) -> Parted | None:
     """An expression as such a weight, perhaps under a condition; None where it is none."""
-    if e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
-        return parted(e.args[1], spec)
+    hidden = 0
+    while e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
+        e, hidden = e.args[1], hidden + 1
+    if hidden > _NESTED:
+        return None
     if (one := tossed(e, spec)) is not None:
         return Parted(*one)
     if e.op != "mul" or e.args[1].op != "sub" or not e.args[0].is_pair:

@@ -142,16 +142,21 @@ class Total:
 
 def factored(c: Contraction) -> Contraction:
     """A contraction whose vector is a leaf times a number, the number in the weight: one block less to read."""
-    if c.vector is None or c.vector.op != "mul":
-        return c
-    vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]
-    if number.feature is not None or vector.op not in ("leaf", "mul"):
-        return c
-    return factored(Contraction(_times(c.weight, number), vector))
+    while c.vector is not None and c.vector.op == "mul":
+        vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]
+        if number.feature is not None or vector.op not in ("leaf", "mul"):
+            break
+        c = Contraction(_times(c.weight, number), vector)
+    return c
 
 
 def _times(weight: Expr, number: Expr) -> Expr:
     """weight × number, the number multiplied to the innermost factor, which other weights may share."""
-    if weight.op == "mul" and weight.args[0].is_pair:
-        return apply("mul", _times(weight.args[0], number), weight.args[1])
-    return apply("mul", weight, number)
+    others: list[Expr] = []
+    while weight.op == "mul" and weight.args[0].is_pair:
+        weight, other = weight.args
+        others.append(other)
+    product = apply("mul", weight, number)
+    for other in reversed(others):
+        product = apply("mul", product, other)
+    return product

@@ -18,7 +18,7 @@ from ....program.expr import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
 from ..spec import TINY, WIDEST, Spec, Unsupported
-from . import deep
+from . import deep, depth
 from .blocks import Blocks
 from .exponents import literal
 
@@ -47,6 +47,7 @@ class Values(Blocks):
         self.state_width = 0  # features of all running sums that are blocks
         self.scalars = False  # inside a monoid's combine: plain literals only
         self.shifts: list[tuple[Expr, Expr]] = []
+        self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
         self.late = False  # whether in this loop a tile's last products may wait for the next tile
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
@@ -77,6 +78,7 @@ class Values(Blocks):
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
+        depth.bind_numbers(self, e)
         return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
 
     def full(self, e: Expr) -> str:
@@ -359,6 +361,7 @@ class Values(Blocks):
             return self.number(e.args[0])
         if e.op == "leaf":
             return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        depth.bind_components(self, e, f)
         args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
         return self.bind(key, self._primitive(e, args), folded)
 

@@ -93,27 +93,47 @@ def late(whole: Joint) -> Late | None:
 
 def _terms(e: Expr, power: Expr, results: set[Expr]) -> tuple[_Term, ...] | None:
     """An expression as a sum of products, each of numbers per pair that need no result and of numbers per row."""
+    dependent: set[Expr] = set()  # what needs a result
+    for n in topological([e]):
+        if n in results or not dependent.isdisjoint(n.args):
+            dependent.add(n)
+    found: dict[Expr, tuple[_Term, ...] | None] = {}
+    for n in topological([e], stop=lambda n: n is power or not _is_sum(n)):
+        terms = _terms_of(n, power, n in dependent, found)
+        found[n] = None if terms is None or len(terms) >= _MANY else terms
+    return found[e]
+
+
+def _is_sum(e: Expr) -> bool:
+    """Whether the terms of an expression are made of those of its arguments."""
+    inside = e.op in ("add", "sub", "mul", "neg") or (e.op == "div" and not e.args[1].cols)
+    return inside and (e.is_pair or e.cols)
+
+
+def _terms_of(
+    e: Expr, power: Expr, dependent: bool, found: dict[Expr, tuple[_Term, ...] | None]
+) -> tuple[_Term, ...] | None:
+    """The terms of a node, given those of its arguments."""
     if not e.is_pair and not e.cols:
         return (_Term(rows=(e,)),)
     if e is power or _is_hit(e):
         return (_Term(pairs=(e,)),)
-    if e.op in ("add", "sub", "mul"):
-        a, b = (_terms(x, power, results) for x in e.args)
-        if a is None or b is None:
-            return None
-        if e.op != "mul":
-            return (*a, *(b if e.op == "add" else map(_negated, b)))
-        return (
-            tuple(_Term(s.pairs + t.pairs, s.rows + t.rows) for s in a for t in b) if len(a) * len(b) < _MANY else None
-        )
-    if e.op == "neg":
-        found = _terms(e.args[0], power, results)
-        return None if found is None else tuple(map(_negated, found))
-    if e.op == "div" and not e.args[1].cols:
-        found = _terms(e.args[0], power, results)
+    if not _is_sum(e):
+        return None if dependent else (_Term(pairs=(e,)),)
+    first = found[e.args[0]]
+    if first is None or e.op == "neg":
+        return first and tuple(map(_negated, first))
+    if e.op == "div":
         part = apply("div", ONE, e.args[1])
-        return None if found is None else tuple(_Term(t.pairs, (*t.rows, part)) for t in found)
-    return None if results & set(topological([e])) else (_Term(pairs=(e,)),)
+        return tuple(_Term(t.pairs, (*t.rows, part)) for t in first)
+    second = found[e.args[1]]
+    if second is None:
+        return None
+    if e.op != "mul":
+        return (*first, *(second if e.op == "add" else map(_negated, second)))
+    if len(first) * len(second) >= _MANY:
+        return None
+    return tuple(_Term(s.pairs + t.pairs, s.rows + t.rows) for s in first for t in second)
 
 
 def _negated(t: _Term) -> _Term:

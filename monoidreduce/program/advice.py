@@ -1,0 +1,159 @@
+"""What to write instead of functions that the pair language does not have: a table, by what they mean.
+
+People reach for torch's and NumPy's functions of whole tensors; a body is written for one pair. Each row says how the
+same is written there. What has no row is answered with a name that is spelt alike, where there is one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from ..errors import TraceError, UnknownFunctionError
+
+_DISTANCE = "Write mr.sqdist(x, y) for the squared distance of a pair, torch.sqrt(mr.sqdist(x, y)) for the distance"
+_PRODUCT = "A body is one pair: write x @ y for the product of a row's and a column's vector"
+_JOIN = "Take both as arguments and add: x @ y + u @ v is the product of the joined vectors"
+_BEFORE = "Apply it to the tensors before the call, for example op({name}(x, ...), y)"
+_ORDER = "mr.topk(x, k) gives the k largest, or with largest=False the smallest, in order"
+_RUNNING = "A running total is a sum under a condition: mr.sum(torch.where(mr.col_index <= mr.row_index, s, 0.0))"
+_READ = "Read one column's value with mr.sum(torch.where(mr.col_index == i, value, 0.0)), which is a gather"
+_TRIANGLE = "Hide pairs with torch.where(mr.col_index <= mr.row_index, s, 0.0), or -torch.inf for logits"
+_PLAIN = "A body is one pair: write a plain number, such as 0.0 or 1.0"
+_AXES = "There are no axes to arrange in a body: a value is one row's, one column's or one pair's"
+_DRAW = "Draw with mr.uniform(seed), mr.gumbel(seed) or mr.dropout(x, p, seed), the same numbers in every recomputation"
+_LOSS = "mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0)) is the cross entropy of a row"
+_COUNT = "Count or mark pairs with a condition: mr.count(s != 0), mr.any(s == x)"
+
+INSTEAD: dict[str, str] = {
+    **dict.fromkeys(("cdist", "pairwise_distance", "dist", "pdist", "euclidean"), _DISTANCE),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "addbmm", "multi_dot", "chain_matmul"), _PRODUCT),
+    **dict.fromkeys(
+        ("einsum", "tensordot", "outer", "ger", "kron", "bilinear"), _PRODUCT + ", x * y for their products"
+    ),
+    **dict.fromkeys(
+        ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "append", "column_stack"), _JOIN
+    ),
+    "linear": "Apply it to the tensors before the call, op(F.linear(x, weight), y); inside, x @ w is one output of it",
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm", "fft"),
+        _BEFORE,
+    ),
+    **dict.fromkeys(
+        ("median", "nanmedian", "quantile", "nanquantile", "percentile", "kthvalue", "mode", "sort", "argsort"),
+        _ORDER,
+    ),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "diff", "trapezoid"), _RUNNING),
+    "softmax": "The mean under a softmax over columns is mr.softmax_mean(logit, value); a weight of it is "
+    "torch.exp(s - mr.logsumexp(s)). torch.softmax itself is for the features of a row's or a column's vector",
+    "log_softmax": "Over columns it is s - mr.logsumexp(s); torch.log_softmax itself is for the features of a row's or "
+    "a column's vector",
+    "softmin": "Over columns, mr.softmax_mean(-logit, value)",
+    **dict.fromkeys(("cross_entropy", "nll_loss", "nll_loss_nd"), _LOSS),
+    "scaled_dot_product_attention": "Write mr.softmax_mean(q @ k * scale, v)",
+    "multi_head_attention_forward": "Write mr.softmax_mean(q @ k * scale, v), heads as a batch dimension",
+    "one_hot": "mr.col_index == label is 1 at one column and 0 at all others",
+    **dict.fromkeys(
+        ("embedding", "gather", "index_select", "take", "take_along_dim", "take_along_axis", "scatter", "index_put"),
+        _READ,
+    ),
+    **dict.fromkeys(("tril", "triu", "tril_indices", "triu_indices"), _TRIANGLE),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones"), _PLAIN),
+    **dict.fromkeys(("rand_like", "randn_like", "bernoulli", "normal", "uniform_"), _DRAW),
+    **dict.fromkeys(
+        ("flatten", "ravel", "chunk", "split", "roll", "flip", "repeat", "tile", "movedim", "swapaxes", "broadcast_to"),
+        _AXES,
+    ),
+    **dict.fromkeys(("nonzero", "argwhere", "unique", "bincount", "histc", "histogram", "isin"), _COUNT),
+    **dict.fromkeys(("allclose", "isclose", "equal", "array_equal"), "Write (a - b).abs() <= tolerance"),
+    "mse_loss": "Write (a - b).square(), and fold it with mr.mean",
+    "l1_loss": "Write (a - b).abs(), and fold it with mr.mean",
+    "cosine_similarity": "Write F.normalize(x, dim=-1) @ F.normalize(y, dim=-1)",
+    "hypot": "Write torch.sqrt(a * a + b * b)",
+    "fmod": "Write a - b * torch.trunc(a / b); a % b has the sign of b",
+    "clamp_": "Nothing is changed in place in a body: use clamp",
+    "nansum": "Write mr.sum(torch.where(torch.isnan(s), 0.0, s))",
+    "nanmean": "Write mr.weighted_mean(~torch.isnan(s), torch.nan_to_num(s))",
+    "average": "Write mr.mean(x), or mr.weighted_mean(weight, x)",
+    "vectorize": "A body is written for one pair already: use torch's functions in it",
+}  # fmt: skip
+
+# torch's reductions over an axis that is not there, and what folds over columns or rows
+REDUCTIONS = {
+    **{n: f"mr.{n}" for n in ("max", "min", "argmax", "argmin", "logsumexp", "topk", "any", "all", "var")},
+    "std": "mr.var(...).sqrt()", "count_nonzero": "mr.count", "prod": "mr.reduce(mr.monoids.Prod, ...)",
+    "multinomial": "mr.sample", "dropout": "mr.dropout",
+}  # fmt: skip
+_OF_TWO = {
+    "max": "; the larger of two values is torch.maximum(a, b)",
+    "min": "; the smaller of two is torch.minimum(a, b)",
+}
+
+# NumPy's names of what torch calls otherwise
+_NUMPY = {
+    "power": "pow", "true_divide": "div", "mod": "remainder", "fabs": "abs", "rint": "round", "conjugate": "positive",
+    "arcsin": "asin", "arccos": "acos", "arctanh": "atanh", "cbrt": "pow", "invert": "logical_not",
+}  # fmt: skip
+
+# What NumPy calls when one of its numbers stands left of an operator
+NUMPY_OPERATORS = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "power": "pow",
+    "floor_divide": "floor_divide", "remainder": "remainder", "equal": "eq", "not_equal": "ne", "less": "lt",
+    "less_equal": "le", "greater": "gt", "greater_equal": "ge", "bitwise_and": "bitwise_and",
+    "bitwise_or": "bitwise_or", "bitwise_xor": "bitwise_xor", "matmul": "matmul",
+}  # fmt: skip
+
+REFUSED_ATTRIBUTES = dict.fromkeys(
+    ("shape", "size", "ndim", "dim", "dtype", "device", "numel"),
+    "Sizes and types are not part of a body: it is written for one pair (mr.num_rows and mr.num_cols are numbers)",
+) | dict.fromkeys(
+    ("T", "mT", "t", "H", "transpose", "unsqueeze", "squeeze", "view", "reshape", "expand", "permute"),
+    "There are no axes to arrange in a body: a symbol is one row's or one column's value, so write q @ k",
+) | dict.fromkeys(
+    ("item", "numpy", "tolist", "cpu", "data", "grad", "backward"), "A body is traced, it has no values",
+)  # fmt: skip
+
+
+def refuse(name: str, is_known: Callable[[str], bool], functions: Iterable[str]) -> NoReturn:
+    """Say what to write instead of a function that is not in the language."""
+    if name.endswith("_") and is_known(name.rstrip("_")):
+        raise TraceError(
+            detail=f"{name} writes in place",
+            fix=f"Nothing is changed in place in a body: use {name.rstrip('_')} and keep its result",
+        )
+    if name in INSTEAD:
+        raise UnknownFunctionError(name=name, nearest="", fix=INSTEAD[name])
+    if name in REDUCTIONS:
+        fix = "To fold over columns or rows use {nearest}" + _OF_TWO.get(name, "")
+        raise UnknownFunctionError(name=name, nearest=REDUCTIONS[name], fix=fix)
+    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.75)
+    if not near:
+        fix = "Write it with the functions it has (monoidreduce.functions() lists them)"
+        raise UnknownFunctionError(name=name, nearest="", fix=fix)
+    raise UnknownFunctionError(name=name, nearest=near[0])
+
+
+def refuse_numpy(name: str, is_known: Callable[[str], bool]) -> NoReturn:
+    """Say what to write instead of a function of NumPy's."""
+    ours = _NUMPY.get(name, name)
+    if ours in ("sum", "mean"):
+        fix = f"Use mr.{ours}(...) to fold over columns, or x.{ours}() for the features of a vector"
+    elif ours in INSTEAD:
+        fix = INSTEAD[ours]
+    elif ours in REDUCTIONS:
+        fix = f"Use {REDUCTIONS[ours]}"
+    elif is_known(ours):
+        fix = f"Use torch.{ours}, which the pair language has"
+    else:
+        fix = "Use torch's functions (monoidreduce.functions() lists those that the pair language has)"
+    raise TraceError(detail=f"NumPy's {name} was called in a body", fix=fix.replace("{name}", name))
+
+
+def check_truth_values(name: str, truths: Sequence[bool]) -> None:
+    """Refuse the arithmetic on truth values that torch refuses; ``truths``: which of the arguments are such."""
+    if name in ("sub", "neg") and any(truths):
+        fix = "Negate a truth value with ~, compare two with ^, or take it as a number with .int() or .float()"
+        raise TraceError(detail=f"{name} was asked of a truth value, which torch does not do either", fix=fix)
+    if name in ("abs", "floor", "ceil", "round", "trunc", "floor_divide", "remainder") and all(truths):
+        raise TraceError(detail=f"{name} was asked of truth values alone", fix="Take them as numbers with .int()")

@@ -1,0 +1,241 @@
+"""Elementwise operations on expressions, simplified as they are built.
+
+:func:`apply` is the one constructor of elementwise nodes. It folds constants, drops neutral elements and moves factors
+to where they cost least. A rule looks at a bounded number of nodes, so that building an expression of n operations
+takes O(n) time however its subexpressions are shared. The operations on features are in ``build.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError
+from .expr import Expr, const, fit, is_whole_power, join, node, topological, widest
+from .philox import DRAWS
+from .primitives import PRIMITIVES
+
+ZERO, ONE = const(0.0), const(1.0)
+_NESTED = 4  # a factor is pushed under at most so many nested masks: each of them is built again
+
+
+def lift(value: Any) -> Expr:
+    return value if isinstance(value, Expr) else const(value)
+
+
+def apply(name: str, *values: Any, **attributes: Any) -> Expr:
+    """An elementwise primitive on expressions or Python numbers, simplified."""
+    args = tuple(lift(v) for v in values)
+    features = list(dict.fromkeys(a.feature for a in args if a.feature is not None))
+    if len(features) > 1 and not all(fit(a, b) for a, b in itertools.combinations(features, 2)):
+        one, other = sorted(map(str, features))[:2]
+        raise ShapeError(
+            detail=f'{name} combines a vector over "{one}" with a vector over "{other}"',
+            fix="Elementwise arithmetic needs equal letters; use @ to contract, or declare both with one letter",
+        )
+    primitive = PRIMITIVES[name]
+    attrs = tuple(attributes.get(key, default) for key, default in primitive.attributes.items())
+    simple = _simplify(name, args, attrs)
+    if simple is not None:
+        return simple
+    if all(a.op == "const" for a in args) and name not in (*DRAWS, "detach"):
+        return _fold_constants(name, args, attrs)
+    whole = name == "pow" and is_whole_power(*args)
+    if primitive.result == "float" and widest(args) != "float" and name not in (*DRAWS, "cast") and not whole:
+        args = tuple(apply("cast", a, to="float") for a in args)  # torch would take log(3) of integers in float32
+    rows, cols, feature = join(args)
+    if primitive.result == "same" or whole:
+        dtype = widest(args[1:] if name == "where" else args)
+    else:
+        dtype = attrs[0] if name == "cast" else primitive.result
+    return node(name, args, attrs, rows=rows, cols=cols, feature=feature, dtype=dtype)
+
+
+def _fold_constants(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr:
+    if name == "cast":
+        return const({"float": float, "int": int, "bool": bool}[attrs[0]](args[0].const))
+    primitive = PRIMITIVES[name]
+    kinds = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+    tensors = [torch.tensor(a.const, dtype=kinds[a.dtype], device="cpu") for a in args]
+    return const(primitive.torch(*tensors, **dict(zip(primitive.attributes, attrs, strict=True))).item())
+
+
+def is_constant(e: Expr, value: float) -> bool:
+    """Whether an expression is this number."""
+    return e.op == "const" and e.dtype != "bool" and e.attrs[0] == value
+
+
+def _shaped(e: Expr, like: tuple[Expr, ...]) -> bool:
+    """Whether ``e`` already has all the axes and the number class of the result of combining ``like``."""
+    return e.axes == join(like) and e.dtype == widest(like)
+
+
+def _simplify(name: str, args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    rule = _RULES.get(name)
+    return rule(args, attrs) if rule else None
+
+
+def _are_truths(args: tuple[Expr, ...]) -> bool:
+    return all(a.dtype == "bool" for a in args)
+
+
+def _add(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    a, b = args
+    if _are_truths(args):
+        return apply("logical_or", a, b)
+    for one, other in ((a, b), (b, a)):
+        if is_constant(one, 0) and _shaped(other, args):
+            return other
+    if b.op == "neg":
+        return apply("sub", a, b.args[0])
+    if a.op == "neg":
+        return apply("sub", b, a.args[0])
+    return None
+
+
+def _sub(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    a, b = args
+    if is_constant(b, 0) and _shaped(a, args):
+        return a
+    if is_constant(a, 0) and _shaped(b, args):
+        return apply("neg", b)
+    return apply("add", a, b.args[0]) if b.op == "neg" else None
+
+
+def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    a, b = args
+    if _are_truths(args):
+        return apply("logical_and", a, b)
+    if a is b:
+        return apply("square", a)
+    for one, other in ((a, b), (b, a)):
+        if is_constant(one, 0) and _shaped(one, args):
+            return one
+        if is_constant(one, 1) and _shaped(other, args):
+            return other
+        if is_constant(one, -1) and _shaped(other, args):
+            return apply("neg", other)
+        if one.op == "neg":
+            return apply("neg", apply("mul", one.args[0], other))
+        if not one.is_pair and one.feature is None and _is_mask(other):  # push factors under a mask
+            return apply("where", other.args[0], apply("mul", other.args[1], one), other.args[2])
+        if other.op == "mul" and other.is_pair and not one.is_pair and one.feature is None and one.dtype == "float":
+            for pair, number in (other.args, other.args[::-1]):
+                if pair.is_pair and _joins(number, one):  # one factor per pair instead of two
+                    return apply("mul", pair, apply("mul", number, one))
+    return None
+
+
+def _is_mask(e: Expr) -> bool:
+    """Whether an expression is 0 where a condition does not hold, and not nested too deep for a factor to go inside."""
+    if e.op != "where" or not is_constant(e.args[2], 0):
+        return False
+    nested = 0
+    while e.op == "where" and is_constant(e.args[2], 0) and nested <= _NESTED:
+        e, nested = e.args[1], nested + 1
+    return nested <= _NESTED
+
+
+def _joins(a: Expr, b: Expr) -> bool:
+    """Whether two numbers are multiplied once, outside the pairs; a ``decay`` stays beside its exponential."""
+    if a.is_pair or a.feature is not None or a.dtype != "float" or "decay" in (a.op, b.op):
+        return False
+    return not ((a.rows and b.cols) or (a.cols and b.rows))
+
+
+def _div(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    a, b = args
+    if is_constant(a, 0) and _shaped(a, args):
+        return ZERO
+    return a if is_constant(b, 1) and _shaped(a, args) and a.dtype == "float" else None
+
+
+def _neg(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    (x,) = args
+    if x.op == "neg":
+        return x.args[0]
+    return apply("sub", x.args[1], x.args[0]) if x.op == "sub" else None
+
+
+def _pow(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    x, n = args
+    simple = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    x = apply("cast", x, to="float") if n.dtype == "float" and x.op != "const" else x
+    if n.op == "const" and n.const in simple:
+        return apply(simple[n.const], x)
+    if x.dtype == "int" and n.dtype == "int" and n.const in range(2, 9):  # whole numbers stay whole
+        return apply("mul", x, apply("pow", x, n.const - 1))
+    return x if is_constant(n, 1) else None
+
+
+def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+    c, a, b = args
+    if c.dtype != "bool":
+        return apply("where", apply("cast", c, to="bool"), a, b)
+    chosen = {True: a, False: b}.get(c.const) if c.op == "const" else a if a is b and a.axes == join(args) else None
+    if chosen is not None and chosen.dtype == widest((a, b)):
+        return chosen
+    if a.op == "where" and a.args[0] is c:
+        return apply("where", c, a.args[1], b)
+    if b.op == "where" and b.args[0] is c:
+        return apply("where", c, a, b.args[2])
+    hidden_twice = a.op == "where" and is_constant(b, -math.inf) and is_constant(a.args[2], -math.inf)
+    if hidden_twice and _joined(c) and _joined(a.args[0]):
+        return apply("where", apply("logical_and", c, a.args[0]), a.args[1], b)
+    return None
+
+
+def _joined(c: Expr) -> bool:
+    """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
+    gathers = c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)
+    return c.feature is None and not gathers and _is_known(c)
+
+
+_known: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()  # answers of :func:`_is_known`
+
+
+def _is_known(c: Expr) -> bool:
+    """Whether an expression is arithmetic on what lives on one side, so that its range on a tile is known."""
+    for e in topological([c], stop=_known.__contains__):
+        if e not in _known:
+            given = (e.is_pair and e.op not in PRIMITIVES) or e.op in DRAWS
+            _known[e] = not given and all(_known[a] for a in e.args)
+    return _known[c]
+
+
+def _logical(neutral: bool) -> Any:
+    def rule(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
+        for one, other in (args, args[::-1]):
+            if one.op == "const":
+                return other if bool(one.const) is neutral else const(not neutral)
+        return args[0] if args[0] is args[1] else None
+
+    return rule
+
+
+def _truths_as(name: str) -> Any:
+    """An operation that is a logical one where all its arguments are truth values."""
+    return lambda args, attrs: apply(name, *args) if _are_truths(args) else None
+
+
+_RULES = {
+    "minimum": _truths_as("logical_and"),
+    "maximum": _truths_as("logical_or"),
+    "sign": lambda args, attrs: args[0] if _are_truths(args) else None,
+    "square": lambda args, attrs: apply("square", apply("cast", args[0], to="int")) if _are_truths(args) else None,
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "neg": _neg,
+    "pow": _pow,
+    "where": _where,
+    "logical_and": _logical(True),
+    "logical_or": _logical(False),
+    "logical_not": lambda args, attrs: args[0].args[0] if args[0].op == "logical_not" else None,
+    "cast": lambda args, attrs: args[0] if args[0].dtype == attrs[0] else None,
+}
