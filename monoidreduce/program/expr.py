@@ -141,8 +141,9 @@ def widest(args: Iterable[Expr]) -> str:
 def is_whole_power(x: Expr, n: Expr) -> bool:
     """Whether x ** n is an integer, as torch's power of integer tensors is: not where the exponent is known to be
     negative, and not for two numbers given at the call, which Python would raise to a fraction."""
-    axes = join((x, n))[:2]
-    return any(axes) and widest((x, n)) == "int" and not (n.op == "const" and n.const < 0)
+    if widest((x, n)) != "int":
+        return False
+    return n.const >= 0 if n.op == "const" else any(join((x, n))[:2])
 
 
 def reduce_node(kind: str, over: str, params: tuple, fields: tuple[Expr, ...]) -> Expr:

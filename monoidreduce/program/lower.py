@@ -166,7 +166,9 @@ def _scales(
 def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tuple[Expr, Expr]]) -> Pass:
     # A gather reads whatever place its target names, so a target that is arithmetic on an index is computed before the
     # pass and fed as a label: engines only know targets that are a plain index or a leaf.
-    computed = {r: r.args[0] for r in reductions if r.attrs[0] == "pick" and _of_indices(r.args[0])}
+    targets = [r.args[0] for r in reductions if r.attrs[0] == "pick"]
+    arithmetic = _of_indices(targets)
+    computed = {r: r.args[0] for r in reductions if r.attrs[0] == "pick" and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else build.ONE for r in reductions]
     feeds, derived = _feeds(fields)

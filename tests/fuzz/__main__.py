@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .generate import generate
-from .runner import Outcome, check, known, report
+from .runner import Outcome, check, report
 
 
 def main() -> int:
@@ -36,7 +36,6 @@ def main() -> int:
     seeds = [given.only] if given.only is not None else range(given.seed, given.seed + given.programs)
     counts: collections.Counter[str] = collections.Counter()
     failures: dict[str, list[int]] = collections.defaultdict(list)
-    looked_past: collections.Counter[str] = collections.Counter()
     start = last = time.monotonic()
     for done, seed in enumerate(seeds, 1):
         program = generate(seed, given.share)
@@ -47,13 +46,10 @@ def main() -> int:
         failure = check(program)
         counts.update([f"engine {program.run.engine}", f"mode {program.run.mode}", program.dtype])
         counts["second gradients"] += program.run.second
-        reason = known(program, failure) if failure else None
-        if reason:
-            looked_past[reason] += 1
-        elif failure:
+        if failure:
             failures[failure.kind].append(seed)
             if len(failures[failure.kind]) <= given.shown:
-                print(report(Outcome(seed, program, failure, None)), "\n", flush=True)
+                print(report(Outcome(seed, program, failure)), "\n", flush=True)
         if time.monotonic() - last > 10:
             last = time.monotonic()
             bad = sum(map(len, failures.values()))
@@ -67,7 +63,6 @@ def main() -> int:
         "torch": torch.__version__,
         "of": dict(sorted(counts.items())),
         "failures": dict(failures),
-        "known": dict(looked_past),
     }
     print(json.dumps(summary, indent=1))
     if given.record:
