@@ -12,18 +12,26 @@ call the attention function are refused (:func:`check_dispatch`).
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
+import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, FallbackWarning
 from ..ops import attention
+
+recorded_outputs: Any = None
+with contextlib.suppress(ImportError):  # what a forward pass records; not all models pass `output_attentions` on
+    from transformers.utils.output_capturing import _active_collector as recorded_outputs
 
 NAME = "monoidreduce"
 
@@ -37,7 +45,8 @@ def register() -> None:
     """Make ``attn_implementation="monoidreduce"`` a choice for every model of transformers.
 
     A model whose layers do not call the registered attention function (Bloom, MPT, Falcon and others with attention
-    code of their own) raises :class:`ArgumentError` when it is made with this choice, or when the choice is set later.
+    code of their own) raises :class:`ArgumentError` when it is made with this choice, or when it first runs where the
+    choice was written into its configuration later.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from monoidreduce.integrations.transformers import register
@@ -79,7 +88,7 @@ def attention_forward(
 
     Raises :class:`ArgumentError` for ``output_attentions`` and for the paged cache of continuous batching.
     """
-    if output_attentions:
+    if output_attentions or _records_attentions():
         raise ArgumentError(
             detail="output_attentions=True asks for attention weights, which are never built",
             fix='Leave it out, or use attn_implementation="eager" where the weights are needed',
@@ -115,11 +124,19 @@ def attention_forward(
     return found.transpose(1, 2).contiguous(), None
 
 
+def _records_attentions() -> bool:
+    """Whether the model was called with ``output_attentions`` (or has it in its configuration)."""
+    if recorded_outputs is None or torch.compiler.is_dynamo_compiling():
+        return False
+    asked = recorded_outputs.get()
+    return bool(asked) and any(name.endswith("attentions") for name in asked)
+
+
 def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -169,13 +186,22 @@ def check_dispatch(model_class: type) -> None:
     """Raise :class:`ArgumentError` for a model class whose attention layers do not call the attention function.
 
     Such a model would take the mask of :func:`mask`, which leaves causal order to the attention function, and then
-    compute attention with code of its own: a causal model would see the future.
+    compute attention with code of its own: a causal model would see the future. Encoders of images and sounds, parts of
+    larger models, compute what they always do, with a :class:`FallbackWarning`.
     """
-    if not _dispatches(model_class):
+    found = _dispatch(model_class)
+    if found is Dispatch.REFUSED:
         raise ArgumentError(
             detail=f'{model_class.__name__} was given attn_implementation="{NAME}", but its attention layers have code '
             "of their own and do not call the attention function that is registered with transformers",
-            fix='Use attn_implementation="eager" (or "sdpa" where the model has it) for this model',
+            fix='Use attn_implementation="eager" (or "sdpa" where the model has it) for this model. Where it is a part '
+            f'of a larger one, choose for each part: dict(text_config="{NAME}", vision_config="eager")',
+        )
+    if found is Dispatch.IGNORED:
+        warnings.warn(
+            f'{model_class.__name__} has attention code of its own: attn_implementation="{NAME}" does not change it',
+            FallbackWarning,
+            stacklevel=2,
         )
 
 
@@ -186,35 +212,94 @@ def check_attention(model: PreTrainedModel) -> None:
             check_dispatch(type(part))
 
 
+class Dispatch(enum.Enum):
+    """What becomes of a model class that is set to our attention."""
+
+    SERVED = enum.auto()  # its layers look the attention function up, or it has no attention
+    IGNORED = enum.auto()  # its layers have code of their own, and are given the masks that they can read
+    REFUSED = enum.auto()  # its layers have code of their own
+
+
+class Reading(NamedTuple):
+    """What the bytecode of a model class, and of the layers that it constructs, says about its attention."""
+
+    classes: frozenset[type]  # the model class, its layers, and models inside it that share its configuration
+    has_attention: bool
+    uses_interface: bool  # transformers' AttentionInterface, where our function is registered
+    own_choice: bool  # among layers of its own, by the name of the implementation: it does not know ours
+    has_parts: bool  # models with configurations of their own, which are looked at when they are made
+
+
 @functools.cache
-def _dispatches(model_class: type) -> bool:
-    """Whether a model class has no attention layers of its own, or some that use transformers' AttentionInterface.
+def _dispatch(model_class: type) -> Dispatch:
+    """What becomes of a model class that is set to our attention."""
+    found = _read(model_class)
+    if found.own_choice:
+        return Dispatch.REFUSED
+    if found.uses_interface or not found.has_attention:
+        return Dispatch.SERVED
+    config_class = getattr(model_class, "config_class", None)
+    if any(_read(c).uses_interface and model_class in _read(c).classes for c in _models(config_class)):
+        return Dispatch.IGNORED  # an encoder, say, beside a decoder that looks the attention function up
+    if found.has_parts:
+        return Dispatch.SERVED
+    of_tokens = "input_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return Dispatch.REFUSED if of_tokens else Dispatch.IGNORED
 
-    Looked up in the modules that define the class and its bases: a subclass elsewhere inherits its layers.
-    """
-    names = {c.__module__ for c in model_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel}
-    layers = [c for name in names for c in _classes(name) if issubclass(c, nn.Module)]
-    own = [c for c in layers if "Attention" in c.__name__ and not issubclass(c, PreTrainedModel)]
-    return not own or any(_uses_interface(c) for c in layers)
+
+@functools.cache
+def _read(model_class: type) -> Reading:
+    has_attention = uses_interface = own_choice = has_parts = False
+    pending, seen = [model_class], set()
+    while pending:
+        found = pending.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        has_attention |= "Attention" in found.__name__ and not issubclass(found, PreTrainedModel)
+        for name, value in _globals_used(found):
+            uses_interface |= name == "ALL_ATTENTION_FUNCTIONS"
+            own_choice |= isinstance(value, dict) and "eager" in value and all(map(_is_layer, value.values()))
+            if _is_layer(value) and _shares_config(value, model_class):
+                pending.append(value)
+            elif _is_layer(value) or name.startswith("AutoModel"):
+                has_parts = True
+    return Reading(frozenset(seen), has_attention, uses_interface, own_choice, has_parts)
 
 
-def _uses_interface(layer: type) -> bool:
-    """Whether a method of a class reads transformers' table of attention functions."""
-    for member in vars(layer).values():
-        function = getattr(member, "__func__", member)
-        while function is not None:
-            code = getattr(function, "__code__", None)
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-            function = getattr(function, "__wrapped__", None)  # under a decorator
-    return False
+def _models(config_class: type | None) -> list[type]:
+    """The model classes that have a configuration of this class."""
+    return [c for c in _subclasses(PreTrainedModel) if getattr(c, "config_class", None) is config_class]
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _shares_config(layer: type, model_class: type) -> bool:
+    """False for a model with a configuration of its own, which has an attention implementation of its own."""
+    return not issubclass(layer, PreTrainedModel) or layer.config_class is getattr(model_class, "config_class", None)
+
+
+def _globals_used(layer: type) -> Iterator[tuple[str, Any]]:
+    """The global names that the methods of a class use, those of its bases included, and their values."""
+    bases = [c for c in layer.__mro__ if c not in PreTrainedModel.__mro__]
+    # `_init_weights` names layers that other models construct
+    members = [m for c in bases for name, m in vars(c).items() if name != "_init_weights"]
+    functions = [inspect.unwrap(getattr(m, "__func__", m)) for m in members if callable(getattr(m, "__func__", m))]
+    for function in filter(inspect.isfunction, functions):
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+            codes += [c for c in code.co_consts if inspect.iscode(c)]  # comprehensions and inner functions
 
 
 def _classes(module_name: str) -> list[type]:
     """The classes that a module defines."""
     module = sys.modules.get(module_name)
-    found = () if module is None else vars(module).values()
-    return [c for c in found if isinstance(c, type) and c.__module__ == module_name]
+    found = [] if module is None else [c for c in vars(module).values() if isinstance(c, type)]
+    return [c for c in found if c.__module__ == module_name]
 
 
 @functools.cache
@@ -228,14 +313,15 @@ def _mask_form_of_modules(*names: str) -> str:
 
 @functools.cache
 def _mask_form_of_config(config_class: type) -> str:
-    """The form of masks of the models that have a configuration of this class, which must dispatch."""
-    for known in config_class.__mro__:
-        models = [c for c in _subclasses(PreTrainedModel) if getattr(c, "config_class", None) is known]
-        if models:
-            if not any(map(_dispatches, models)):
-                check_dispatch(models[0])
-            return _mask_form_of_modules(*sorted({c.__module__ for c in models}))
-    return _FLASH
+    """The form of masks of the models that have a configuration of this class, some of which must be served."""
+    models = next(filter(None, map(_models, config_class.__mro__)), [])
+    outcomes = {c: _dispatch(c) for c in models if _read(c).has_attention}
+    if outcomes and Dispatch.SERVED not in outcomes.values():
+        for model_class in outcomes:
+            check_dispatch(model_class)
+    if any(found is not Dispatch.SERVED for found in outcomes.values()):
+        return _EAGER  # what attention code of their own can read
+    return _mask_form_of_modules(*sorted({c.__module__ for c in models}))
 
 
 # Dynamo runs these once and takes the answers for constants: they depend on classes alone.
@@ -252,7 +338,7 @@ def _mask_form_of_layer_class(layer_class: type) -> str:
 
 
 def _subclasses(parent: type) -> list[type]:
-    found = list(parent.__subclasses__())
+    found: list[type] = list(parent.__subclasses__())
     return found + [c for child in found for c in _subclasses(child)]
 
 
@@ -273,4 +359,4 @@ def _check_models_when_made() -> None:
         return check(self, requested_attention, *args, **kwargs)
 
     checked._checks_dispatch = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = checked
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
