@@ -100,8 +100,10 @@ def attention_forward(
         )
     if attention_mask is None:
         asked = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        form = _mask_form_of_layer_class(type(module))
-        causal = bool(asked) and form != _EAGER
+        config = getattr(module, "config", None)
+        form = _mask_form_of_layer_class(type(module)) if config is None else _mask_form_of_config_class(type(config))
+        # A layer that says `is_causal` may also be used for cross-attention, where nothing is masked.
+        causal = bool(asked) and (form == _FLASH or (form == _SDPA and query.shape[2] == key.shape[2]))
         windowed = causal and form == _FLASH
     else:
         causal = windowed = attention_mask.dim() == 2
@@ -154,7 +156,7 @@ def mask(
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if aligned and allow_is_causal_skip and form != _EAGER:
         windowed = mask_function is not causal_mask_function
-        if not windowed and attention_mask is None:
+        if not windowed and attention_mask is None and (q_length == kv_length or q_length == 1):
             return None
         if form == _FLASH and (not windowed or _is_sliding_window(mask_function, local_size, config)):
             if attention_mask is None:
@@ -302,13 +304,16 @@ def _classes(module_name: str) -> list[type]:
     return [c for c in found if c.__module__ == module_name]
 
 
+def _mask_form(model_class: Any) -> str:
+    """The form of masks that a model class declares to understand."""
+    return _FLASH if model_class._supports_flash_attn else _SDPA if model_class._supports_sdpa else _EAGER
+
+
 @functools.cache
-def _mask_form_of_modules(*names: str) -> str:
-    """The form of masks that all models which are defined in these modules understand."""
-    models = [c for name in names for c in _classes(name) if issubclass(c, PreTrainedModel)]
-    if not all(c._supports_flash_attn or c._supports_sdpa for c in models):
-        return _EAGER
-    return _FLASH if all(c._supports_flash_attn for c in models) else _SDPA
+def _mask_form_of_module(name: str) -> str:
+    """The form of masks of a layer that has no configuration: the best that a model in the same module understands."""
+    forms = [_mask_form(c) for c in _classes(name) if issubclass(c, PreTrainedModel)]
+    return next((form for form in (_FLASH, _SDPA, _EAGER) if form in forms), _FLASH)
 
 
 @functools.cache
@@ -321,7 +326,8 @@ def _mask_form_of_config(config_class: type) -> str:
             check_dispatch(model_class)
     if any(found is not Dispatch.SERVED for found in outcomes.values()):
         return _EAGER  # what attention code of their own can read
-    return _mask_form_of_modules(*sorted({c.__module__ for c in models}))
+    forms = [_mask_form(c) for c in outcomes]
+    return next((form for form in (_EAGER, _SDPA) if form in forms), _FLASH)
 
 
 # Dynamo runs these once and takes the answers for constants: they depend on classes alone.
@@ -334,7 +340,7 @@ def _mask_form_of_config_class(config_class: type) -> str:
 
 @torch.compiler.assume_constant_result
 def _mask_form_of_layer_class(layer_class: type) -> str:
-    return _mask_form_of_modules(layer_class.__module__)
+    return _mask_form_of_module(layer_class.__module__)
 
 
 def _subclasses(parent: type) -> list[type]:
