@@ -320,7 +320,7 @@ def _mask_form_of_module(name: str) -> str:
 def _mask_form_of_config(config_class: type) -> str:
     """The form of masks of the models that have a configuration of this class, some of which must be served."""
     models = next(filter(None, map(_models, config_class.__mro__)), [])
-    outcomes = {c: _dispatch(c) for c in models if _read(c).has_attention}
+    outcomes = {c: _dispatch(c) for c in models if _read(c).has_attention or _read(c).own_choice}
     if outcomes and Dispatch.SERVED not in outcomes.values():
         for model_class in outcomes:
             check_dispatch(model_class)

@@ -179,6 +179,21 @@ def test_a_model_of_images():
     same_gradients(ours, theirs, lambda model: model(pixels).last_hidden_state.square().mean())
 
 
+def test_cross_attention_in_a_layer_that_says_it_is_causal():
+    from transformers.models.kosmos2 import modeling_kosmos2
+
+    register()
+    x, others, found = torch.randn(2, 5, 32), torch.randn(2, 9, 32), []
+    for implementation in (NAME, "eager"):
+        config = transformers.Kosmos2Config().text_config
+        config._attn_implementation = implementation
+        torch.manual_seed(0)
+        layer = modeling_kosmos2.KosmosTextAttention(config, 32, 4, is_decoder=False)
+        assert layer.is_causal
+        found.append(layer(x, encoder_hidden_states=others)[0])
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "gemma3"])
 def test_packed_sequences(name):
     ours, theirs = pair(name)
