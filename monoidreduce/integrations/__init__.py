@@ -1,1 +1,1 @@
-"""Doors to other libraries, one file each, importing what they are named after; nothing here is imported by default."""
+"""Doors to other libraries, each named after what it imports; nothing here is imported by default."""

@@ -4,7 +4,8 @@
     fuse_loss(model)                              # its loss then never builds [tokens, vocabulary]
 
 Causal, sliding and padded attention are said by indices and by one truth value per key; only masks of another form (a
-prefix, packed documents, a static cache) reach us as a matrix, which is then read tile by tile.
+prefix, packed documents, a static cache) reach us as a matrix, which is then read tile by tile. The attention is in
+``transformers_attention.py``, the loss here.
 """
 
 from __future__ import annotations
@@ -17,108 +18,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ArgumentError
-from ..ops import attention, linear_cross_entropy, linear_logprobs
+from ..ops import linear_cross_entropy, linear_logprobs
+from .transformers_attention import NAME, attention_forward, check_attention, mask, register
 
-NAME = "monoidreduce"
+__all__ = [
+    "NAME",
+    "attention_forward",
+    "causal_lm_loss",
+    "fuse_loss",
+    "mask",
+    "register",
+    "token_logprobs",
+]
 _IGNORED = -100
 _LOSS_OPTIONS = ("num_items_in_batch", "shift_labels", "ignore_index")
-
-
-# Attention
-
-
-def register() -> None:
-    """Make ``attn_implementation="monoidreduce"`` a choice for every model of transformers.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from monoidreduce.integrations.transformers import register
-    >>> register()
-    >>> config = LlamaConfig(
-    ...     vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    ... )
-    >>> config._attn_implementation = "monoidreduce"
-    >>> LlamaForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
-    torch.Size([1, 3, 50])
-    """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask)
-
-
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls: ``query`` [B, H, M, f], ``key`` and ``value`` [B, Hkv, N, f] give [B, M, H, f].
-
-    ``attention_mask`` is what :func:`mask` made: None, one truth value per key [B, N] (both beside causal and sliding,
-    the last query standing beside the last key), or a matrix [B, 1, M, N] that says all there is to say.
-    """
-    asked = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    by_index = attention_mask is None or attention_mask.dim() == 2
-    causal = bool(asked) and by_index
-    if attention_mask is not None and attention_mask.dim() == 2:
-        attention_mask = attention_mask[:, None, None, :]
-    found = attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        causal="lower_right" if causal else False,
-        window=(sliding_window - 1, None) if causal and sliding_window is not None else None,
-        scale=scaling,
-        softcap=softcap,
-        bias=position_bias,
-        sinks=s_aux,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return found.transpose(1, 2).contiguous(), None
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask that :func:`attention_forward` needs: nothing or a vector where indices say the rest, else a matrix."""
-    aligned = q_offset + q_length == kv_offset + kv_length
-    if not (aligned and _by_index(mask_function)):
-        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs | skips
-        )
-    return None if attention_mask is None else attention_mask[:, -kv_length:].bool()
-
-
-def _by_index(function: Callable) -> bool:
-    """Whether a mask is causal, or causal in a sliding window: what our indices say."""
-    if function is causal_mask_function:
-        return True
-    cells: Any = getattr(function, "__closure__", None) or ()
-    parts = cells[0].cell_contents if len(cells) == 1 and isinstance(cells[0].cell_contents, tuple) else ()
-    others = [p for p in parts if p is not causal_mask_function]
-    return len(parts) == 2 and len(others) == 1 and others[0].__qualname__.startswith("sliding_window_overlay.")
 
 
 # The loss
@@ -128,11 +45,14 @@ def fuse_loss(model: PreTrainedModel, *, check: bool = True) -> PreTrainedModel:
     """Make a causal language model compute its loss from hidden states, never its logits, where labels are given.
 
     The model (returned, and changed in place) then answers ``model(input_ids, labels=labels)`` with the same ``loss``
-    and with ``logits=None``; without labels (generation, evaluation of logits) nothing changes. Soft caps and scales of
-    the logits are read from the configuration. ``check`` compares both roads on a few random tokens first, so that a
-    model which does something else to its logits is refused; turn it off where the weights are not there yet.
+    and with ``logits=None``; without labels (generation, evaluation of logits) nothing changes. With
+    ``return_dict=False``, in the call or in the configuration, the answer is a tuple with None in the logits' place.
+    Soft caps and scales of the logits are read from the configuration. ``check`` compares both losses on a few random
+    tokens first, so that a model which does something else to its logits is refused; turn it off where the weights are
+    not there yet.
 
-    Raises :class:`ArgumentError` for a model without a linear head, or whose loss is not the cross-entropy of its head.
+    Raises :class:`ArgumentError` for a model without a linear head, whose loss is not the cross-entropy of its head, or
+    that is set to our attention and does not call it.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from monoidreduce.integrations.transformers import fuse_loss
@@ -145,6 +65,7 @@ def fuse_loss(model: PreTrainedModel, *, check: bool = True) -> PreTrainedModel:
     True
     """
     _head(model)
+    check_attention(model)  # comparing losses would not notice: both would come from the same wrong attention
 
     @functools.wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -201,29 +122,31 @@ def token_logprobs(model: PreTrainedModel, inputs: Mapping[str, Any], tokens: Te
     >>> torch.allclose(found, expected, atol=1e-5)
     True
     """
-    hidden = _base(model)(**inputs).last_hidden_state
+    hidden = _hidden(model, (), inputs)[1]
     head, options = _head(model)
     return linear_logprobs(hidden, head.weight, tokens, bias=head.bias, **options)
 
 
-def _forward(model: PreTrainedModel, args: tuple, labels: Tensor | None, kwargs: dict) -> CausalLMOutputWithPast:
+def _forward(
+    model: PreTrainedModel, args: tuple, labels: Tensor | None, kwargs: dict
+) -> CausalLMOutputWithPast | tuple:
     """A causal language model's forward with labels: the base model, then the loss of its head."""
     outputs, hidden, loss_options = _hidden(model, args, kwargs)
     found: Any = _loss(model, hidden, labels, **loss_options)
-    return CausalLMOutputWithPast(
-        loss=found,
-        logits=None,
-        past_key_values=outputs.get("past_key_values"),
-        hidden_states=outputs.get("hidden_states"),
-        attentions=outputs.get("attentions"),
-    )
+    rest = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    return_dict = kwargs.get("return_dict")
+    if return_dict is None:
+        return_dict = getattr(model.config, "return_dict", True)
+    if not return_dict:  # transformers leaves out what is None, but the logits keep their place before the others
+        return (found, None, *(value for value in rest.values() if value is not None))
+    return CausalLMOutputWithPast(loss=found, logits=None, **rest)
 
 
-def _hidden(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[Any, Tensor, dict[str, Any]]:
+def _hidden(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor, dict[str, Any]]:
     """The base model's outputs, its last hidden states, and the options that were meant for the loss."""
     loss_options = {k: v for k, v in kwargs.items() if k in _LOSS_OPTIONS}
     others = {k: v for k, v in kwargs.items() if k not in (*_LOSS_OPTIONS, "logits_to_keep", "return_dict")}
-    outputs = _base(model)(*args, **others)
+    outputs = _base(model)(*args, **others, return_dict=True)
     return outputs, outputs.last_hidden_state, loss_options
 
 
@@ -284,8 +207,8 @@ def _check(model: PreTrainedModel, fused: Callable) -> None:
     training = model.training
     model.eval()
     try:
-        expected = model(input_ids=tokens, labels=tokens).loss
-        found = fused(input_ids=tokens, labels=tokens).loss
+        expected = model(input_ids=tokens, labels=tokens, return_dict=True).loss
+        found = fused(input_ids=tokens, labels=tokens, return_dict=True).loss
     finally:
         model.train(training)
     if not torch.allclose(found.float(), expected.float(), rtol=2e-2 if head.weight.dtype.itemsize < 4 else 1e-4):

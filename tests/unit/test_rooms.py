@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     },  # the decorator: ties program, plan and engine together
     "ops": {"errors", "algebra", "program", "plan", "engine", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics
-    "integrations": {"errors", "nn", "ops"},  # doors to other libraries, one file each
+    "integrations": {"errors", "nn", "ops"},  # doors to other libraries
 }
 EVERYTHING = {"__init__", "__main__", "cli"}  # the doors of the house: they may import any room, and the package itself
 ENGINES = {"reference", "eager", "triton", "distributed"}  # <name>.py, <name>_*.py or <name>/, perhaps in a room

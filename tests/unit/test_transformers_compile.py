@@ -1,0 +1,129 @@
+"""torch.compile around models of transformers with our attention: one graph, the same numbers.
+
+Most of the time goes into tracing transformers itself, so each test compiles a model of one layer once.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from monoidreduce.integrations.transformers import NAME, mask, register  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, {"sliding_window": 5}),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        {"sliding_window": 5, "head_dim": 8, "attn_logit_softcapping": 2.0},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_earlier_graphs():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def pair(name):
+    """A model with our attention and its twin with transformers' own."""
+    register()
+    model_class, config_class, options = MODELS[name]
+    found = []
+    for implementation in (NAME, "eager"):
+        model = model_class._from_config(config_class(**SMALL, **options), attn_implementation=implementation)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.15, generator=generator)
+        found.append(model.eval())
+    return found
+
+
+def tokens(batch=2, length=13, seed=1):
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_sliding_window_and_open_lengths_in_one_graph():
+    ours, theirs = pair("mistral")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for length in (13, 17):
+            ids = tokens(length=length)
+            torch.testing.assert_close(compiled(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_training_step_without_a_cache_in_one_graph():
+    """Without a cache transformers looks for packed sequences, which cannot be ruled out in a graph."""
+    ours, theirs = pair("llama")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=False, backend="aot_eager")
+    places = torch.cat([torch.arange(5), torch.arange(8)]).expand(2, -1)
+    for model in (compiled, theirs):
+        model(tokens(), labels=tokens(), position_ids=places, use_cache=False).loss.backward()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generation_with_a_static_cache_in_one_graph(name):
+    ours, theirs = pair(name)
+    ids = tokens(length=9)
+    seen = torch.ones_like(ids)
+    seen[1, :4] = 0
+    options = dict(attention_mask=seen, max_new_tokens=7, do_sample=False)
+    config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True  # transformers compiles on accelerators unless it is told otherwise
+    found = ours.generate(ids, cache_implementation="static", compile_config=config, **options)
+    assert hasattr(ours, "_compiled_call"), "nothing was compiled"
+    assert torch.equal(found, theirs.generate(ids, **options))
+
+
+def test_the_masks_of_a_compiled_model_are_those_of_a_plain_one():
+    """No matrix where indices say it; chunks, which have a size like a window's, are no window."""
+    utilities = transformers.masking_utils
+    config = transformers.MistralConfig(**SMALL, sliding_window=4)
+    config._attn_implementation = NAME
+    config.attention_chunk_size = 6
+    register()
+
+    def masks(embeddings, padding):
+        given = (config, embeddings, padding, None)
+        return [
+            utilities.create_causal_mask(*given),
+            utilities.create_sliding_window_causal_mask(*given),
+            utilities.create_chunked_causal_mask(*given),
+        ]
+
+    compiled = torch.compile(masks, fullgraph=True, backend="eager")
+    embeddings, padding = torch.randn(2, 9, 32), torch.ones(2, 9, dtype=torch.long)
+    padding[1, :3] = 0
+    for given in (None, padding):
+        plain, traced = masks(embeddings, given), compiled(embeddings, given)
+        shapes = [None if m is None else tuple(m.shape) for m in plain]
+        assert shapes == ([None, None] if given is None else [(2, 9), (2, 9)]) + [(2, 1, 9, 9)]
+        for a, b in zip(plain, traced, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_static_cache_is_not_read():
+    """Its number of tokens is a tensor: a matrix is built without looking at it, filled cache or not."""
+    for place in (3, 7):
+        found = mask(2, 1, 8, q_offset=torch.tensor(place))
+        assert found.shape == (2, 1, 1, 8) and found[0, 0, 0].sum() == place + 1
