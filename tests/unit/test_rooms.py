@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "monoidreduce"
-MOST_LINES = 400
+MOST_LINES = 600
 
 # room: the rooms it may import, besides itself and the version. From the bottom of the house to the top.
 ROOMS: dict[str, set[str]] = {
@@ -169,7 +169,7 @@ def test_the_house_keeps_its_rules():
         ("plan/cost.py", "def f():\n    import math", ":2: math is imported inside a function"),
         ("cli/demo.py", "class A:\n    def f(self):\n        from monoidreduce import op", "inside a function"),
         ("attic.py", "", "attic is no room of the house"),
-        ("plan/cost.py", "x = 1\n" * (MOST_LINES + 1), "401 lines, more than 400"),
+        ("plan/cost.py", "x = 1\n" * (MOST_LINES + 1), "601 lines, more than 600"),
     ],
 )
 def test_a_planted_violation_is_found(path, source, problem, tmp_path):
