@@ -11,7 +11,7 @@ import monoidreduce as mr
 from monoidreduce.engine import recover, whole
 from monoidreduce.engine.planning import costs, planner, roads, winners
 from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.plan import candidates
+from monoidreduce.plan import candidates, ceilings
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import directions
 from tests.layers import BY_NAME, DIFFERENTIABLE, ZOO
@@ -20,8 +20,25 @@ from tests.layers_compare import assert_equal, assert_error_rule, cast, flatten,
 DENSE = {"call": Choice("dense")}
 
 
+# What is chosen follows from the rates of a device: here always those of one CPU, whatever this one is busy with.
+CPU = ceilings.Ceilings(
+    "CPU, 1 thread",
+    {"float32": 3e10, "float64": 1.5e10},
+    bandwidth=2e10,
+    plain=3e9,
+    special=6e8,
+    launch=1.5e-6,
+    cache=2**25,
+    near=2**20,
+    link=2e9,
+    fresh=1e-10,
+    half=200,
+)
+
+
 @pytest.fixture(autouse=True)
-def auto():
+def auto(monkeypatch):
+    monkeypatch.setattr(ceilings, "measured", lambda threads: CPU)
     with mr.use(engine="auto"):
         yield
 

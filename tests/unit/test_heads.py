@@ -109,22 +109,26 @@ def test_many_small_tiles_and_the_dense_engine_agree(name, sample, monkeypatch):
 @pytest.mark.parametrize("fit", [0.3, 1.0])
 def test_small_losses_keep_their_digits(fit, seed):
     """Where a prediction is good, a loss is a small gap of large numbers."""
-    w, target = torch.randn(300, 32), torch.randint(300, (128,))
-    x = fit * w[target] + 0.3 * torch.randn(128, 32)
-    given = 0.999 * F.one_hot(target, 300) + 0.001 / 300
-    calls = {
-        "linear_cross_entropy": {"x": x, "weight": w, "target": given, "reduction": "none"},
-        "linear_logprobs": {"x": x, "weight": w, "target": target, "return_entropy": True},
-        **{
-            name: {"x": x, "weight": w, "teacher_x": 1.01 * x, "teacher_weight": w, "reduction": "none"}
-            for name in ("linear_kl", "linear_jsd", "linear_cross_entropy_soft")
-        },
-    }
-    for name, inputs in calls.items():
-        names, args = split(inputs)
-        exact = [a.double() if is_float(a) else a for a in args]
-        ours, plain = (by_name(g, names) for g in (FUNCTIONS[name].ours, FUNCTIONS[name].plain))
-        assert_error_rule([(run(ours, args), run(plain, args), run(plain, exact))])
+    trials = {}
+    for _ in range(4):  # judged together: which CPU rounds a single draw better is a matter of luck
+        w, target = torch.randn(300, 32), torch.randint(300, (128,))
+        x = fit * w[target] + 0.3 * torch.randn(128, 32)
+        given = 0.999 * F.one_hot(target, 300) + 0.001 / 300
+        calls = {
+            "linear_cross_entropy": {"x": x, "weight": w, "target": given, "reduction": "none"},
+            "linear_logprobs": {"x": x, "weight": w, "target": target, "return_entropy": True},
+            **{
+                name: {"x": x, "weight": w, "teacher_x": 1.01 * x, "teacher_weight": w, "reduction": "none"}
+                for name in ("linear_kl", "linear_jsd", "linear_cross_entropy_soft")
+            },
+        }
+        for name, inputs in calls.items():
+            names, args = split(inputs)
+            exact = [a.double() if is_float(a) else a for a in args]
+            ours, plain = (by_name(g, names) for g in (FUNCTIONS[name].ours, FUNCTIONS[name].plain))
+            trials.setdefault(name, []).append((run(ours, args), run(plain, args), run(plain, exact)))
+    for found in trials.values():
+        assert_error_rule(found)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
