@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,10 @@ from .cpu import commit, environment
 
 LENGTH, HEADS = 2048, 8
 NAMES = "output", "dq", "dk", "dv"
+HEADING = (
+    f"Errors of attention against float64, {HEADS} heads of {LENGTH} rows and columns. Four numbers are those of the output, "
+    "dq, dk and dv."
+)
 
 
 def _direction(q: Tensor) -> Tensor:
@@ -181,8 +186,17 @@ def main() -> None:
     head = environment() | ({"commit": given.commit} if given.commit else {})
     head |= {"command": f"python3 -m benchmarks.accuracy {' '.join(sys.argv[1:])}".strip()}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "accuracy.json").write_text(json.dumps({**head, "gpu": torch.cuda.get_device_name(), "rows": rows}))
+    write(given.out, head | {"gpu": torch.cuda.get_device_name()}, rows)
     print(table(rows))
+
+
+def write(out: Path, head: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """The record: every number as JSON, and the table."""
+    digits = re.sub("[^0-9]", "", head["date"])
+    path = out / f"accuracy-{digits[:8]}-{digits[8:12]}.json"
+    path.write_text(json.dumps(head | {"rows": rows}) + "\n")
+    said = "\n".join(f"- {name}: {value}" for name, value in head.items())
+    path.with_suffix(".md").write_text(f"{said}\n\n{HEADING}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
