@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: lint types docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/ranks  # each with eight processes of its own
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks  # each with eight processes of its own, which often wait
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from .cpu import commit, environment
 LENGTH, HEADS = 2048, 8
 NAMES = "output", "dq", "dk", "dv"
 HEADING = (
-    f"Errors of attention against float64, {HEADS} heads of {LENGTH} rows and columns. Four numbers are those of the output, "
+    f"Errors of attention against float64, {HEADS} heads of {LENGTH} rows and columns. Four numbers: of the output, "
     "dq, dk and dv."
 )
 

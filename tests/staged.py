@@ -209,10 +209,10 @@ def online_softmax(q, k, v, causal=False, tile=128):
     return (mean / total).to(v.dtype)
 
 
-def check_peaked(kind, device, d=128, causal=False, length=384, dtype=torch.bfloat16):
+def check_peaked(kind, device, d=128, causal=False, length=300, dtype=torch.bfloat16):
     """Where few weights dominate a row, an error of at most 1.2 times that of an online softmax (root mean square);
     the logsumexp is exact."""
-    q, k, v, _ = inputs(kind, (2, length, d), dtype, device)
+    q, k, v, _ = inputs(kind, (1, length, d), dtype, device)
     got, lse = ops.attention(q, k, v, causal=causal, return_lse=True)
     with mr.use(engine="reference"):
         exact, exact_lse = ops.attention(q.double(), k.double(), v.double(), causal=causal, return_lse=True)

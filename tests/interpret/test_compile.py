@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here: they fit in shared memory, use the tensor cores, spill nothing.
 
-The ready-made layers always; the others, which take minutes, with the slow tests.
+One case of every schedule always; all of them, which take minutes, with the slow tests.
 """
 
 import json
@@ -22,27 +22,47 @@ SPILLS |= {"contrastive 128": 8, "gated mlp 128": 4, "wide cross-entropy, in lit
 SPILLS |= {"wide cross-entropy, stowed": 8}  # nor here
 SPILLS |= {"dropped attention 128": 444}  # its forward; with Triton 3.6 that spills 36
 SPILLS |= {"wide cross-entropy, 256 rows": 8}
-STAGED = {
-    True: [
-        "wide contractions",
-        "wide contrastive",
-        "wide cross-entropy, 256 rows",
-        "gated mlp 128",
-        "gelu mlp 128",
-        "mlp 128",
-        "capped attention 128",
-        "sloped attention 128",
-        "causal attention 128",
-        "attention 128",
-    ],
-    False: ["attention 128, float16"],
+STAGED = {  # whose forward is hand-scheduled
+    "wide contractions",
+    "wide contrastive",
+    "wide cross-entropy, 256 rows",
+    "gated mlp 128",
+    "gelu mlp 128",
+    "mlp 128",
+    "capped attention 128",
+    "sloped attention 128",
+    "causal attention 128",
+    "attention 128",
+    "attention 128, float16",
 }
 
 
-def chosen(capability, ready):
-    """The cases to compile: for 8.0 every second of the ready-made ones, since minutes count; all of 8.9 when slow."""
-    mine = [c for c in CASES if c.lean == ready and (capability >= 90 or not c.hopper)]
-    return mine[::2] if capability == 80 and ready else mine
+# At least one kernel of every schedule. All the ready-made ones take five minutes in empty caches: with the slow tests.
+QUICK = {
+    80: ["causal attention 64", "mlp 64", "cross-entropy 128", "wide cross-entropy"],
+    90: [
+        "causal attention 64",
+        "causal attention 128",
+        "capped attention 128",
+        "gated mlp 128",
+        "gelu mlp 128",
+        "cross-entropy 128",
+        "gaussian 64",
+        "wide argmax, 256 rows",
+        "wide cross-entropy, 256 rows",
+        "wide cross-entropy, in little memory",
+        "wide contrastive",
+        "attention 64, float16",
+        "handmade loss 64",
+    ],
+}
+
+
+def chosen(capability, which):
+    """The cases to compile: ``quick``, the ready-made ones (``ready-made``), or all the others (``others``)."""
+    if which == "quick":
+        return [c for c in CASES if c.name in QUICK[capability]]
+    return [c for c in CASES if c.lean == (which == "ready-made") and (capability >= 90 or not c.hopper)]
 
 
 def _private(folder):
@@ -51,33 +71,43 @@ def _private(folder):
     return {name: f"{folder}/{where}" for name, where in caches.items()} | {"PYTHONWARNINGS": "ignore"}
 
 
-def compiled(capability, ready, folder):
+def compiled(capability, which, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= _private(folder)
-    names = [c.name for c in chosen(capability, ready)]
+    names = [c.name for c in chosen(capability, which)]
     command = [sys.executable, "-m", "tests.interpret.aot", f"cuda:{capability}", *names]
     said = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr[-3000:]
     return list(map(json.loads, said.stdout.splitlines()))
 
 
-@pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ready-made", "others"])
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90])
-def test_kernels_compile(capability, ready, tmp_path):
-    found = compiled(capability, ready, tmp_path)
-    for case in chosen(capability, ready):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("capability", "which"),
+    [
+        (80, "quick"),
+        (90, "quick"),
+        *(pytest.param(c, w, marks=SLOW) for c in sorted(FAMILIES) for w in ("ready-made", "others")),
+    ],
+)
+def test_kernels_compile(capability, which, tmp_path):
+    found = compiled(capability, which, tmp_path)
+    for case in chosen(capability, which):
         mine = [k for k in found if k["case"] == case.name]
         assert mine, case.name
         for kernel in mine:
             assert kernel["shared"] <= FAMILIES[capability].shared, kernel
-            if ready:
+            if which != "others":
                 plain = kernel["kernel"] == "side" or case.name.startswith(("gaussian", "wide"))
                 assert kernel["tensor_cores"] > 0 or plain, kernel
                 most = SPILLS.get(case.name, 0) if capability == 90 else max(SPILLS.values())
                 assert kernel["spills"] <= most, kernel
             assert not (kernel["staged"] and kernel["crumbs"]), kernel
     forward = {k["case"]: k["staged"] for k in found[::-1]}
-    assert [c for c, staged in forward.items() if staged] == (STAGED[ready] if capability == 90 else [])
+    expected = {name for name in STAGED if name in forward} if capability == 90 else set()
+    assert {name for name, staged in forward.items() if staged} == expected
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
