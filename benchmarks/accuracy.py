@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,7 @@ def main() -> None:
                     continue
                 rows += [measure(kind, d, causal, dtype) for kind in given.data]
     head = environment() | ({"commit": given.commit} if given.commit else {})
-    head |= {"command": f"python3 -m benchmarks.accuracy {' '.join(sys.argv[1:])}".strip()}
+    head |= {"command": f"python -m benchmarks.accuracy --out DIR --commit {head['commit']}"}
     given.out.mkdir(parents=True, exist_ok=True)
     write(given.out, head | {"gpu": torch.cuda.get_device_name()}, rows)
     print(table(rows))

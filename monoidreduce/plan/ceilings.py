@@ -58,7 +58,7 @@ def _gpu(name: str, half: float, single: float, double: float, **rest: Any) -> C
     return Ceilings(name, {"bfloat16": half, "float16": half, "float32": single, "float64": double}, **rest)
 
 
-_MEASURED = "H200: benchmarks/results/gpu-20261115-0919.md and gpu-wide-20261115-0950.md"
+_MEASURED = "H200: benchmarks.gpu and benchmarks.gpu_wide, 2026-11-15"
 _DERIVED = "the vendor's peaks, at the shares measured on an H200"
 
 # float32 is the plain one: many pairs go by the matrix units, and others where that is asked for, mr.use(precision=)
