@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.stamp
 MAKEFLAGS += -j2  # types and the site are checked at the same time
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs docs-serve bench release-check clean
+.PHONY: help setup demo test ranks lint types docs docs-serve bench release-check clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -33,10 +33,14 @@ demo: $(STAMP)  ## what the library does, shown
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two workers with one thread each: torch's own threads would fight over the cores.
-test: lint types docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
+test: lint docs  ## lint, types, the site, unit tests, the examples in docstrings and on every page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks  # each with eight processes of its own, which often wait
+	@$(MAKE) types ranks
+
+# Each test has up to eight processes of its own, which often wait for each other: types are checked beside them.
+ranks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow" tests/ranks
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -43,14 +43,12 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
 def test_every_layer_in_panels(layer, seed):
-    trials = []
-    for k in range(2):  # judged together: of a single draw plain torch may round well by luck
-        args = layer.args(5, 21, seed + k, torch.float32)
-        with mr.use(engine="panel"), mr.budget(60_000):
-            got = run(layer.op, args)
-        trials.append((got, run(layer.dense, args), run(layer.dense, cast(args, torch.float64))))
+    args = layer.args(5, 21, seed, torch.float32)
+    with mr.use(engine="panel"), mr.budget(60_000):
+        got = run(layer.op, args)
+    trial = (got, run(layer.dense, args), run(layer.dense, cast(args, torch.float64)))
     # the interpreter's powers and logarithms are NumPy's in float32: several units off in the last place on some CPUs
-    assert_error_rule(trials, factor=4.0, ulps=16.0, terms=1.0)
+    assert_error_rule([trial], factor=4.0, ulps=16.0, terms=1.0)
 
 
 @mr.op

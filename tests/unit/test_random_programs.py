@@ -1,7 +1,8 @@
-"""Four hundred random programs: the eager engine against the reference engine, and that against plain torch.
+"""250 random programs: the eager engine against the reference engine, and that against plain torch.
 
 Values, gradients and (one program in four) gradients of gradients, in float64, by small random tiles. The programs
-are the same on every run; one that fails is shrunk and printed as a script that reproduces it.
+are the same on every run; one that fails is shrunk and printed as a script that reproduces it. ``tests/fuzz`` has
+more programs, of another kind.
 """
 
 import collections
@@ -16,7 +17,7 @@ from monoidreduce.engine.eager import accumulate
 from monoidreduce.program.primitives import COMPOSITES, NAMES, PRIMITIVES
 from tests.programs import INPUTS, Program, program_of, programs
 
-SHARDS, EXAMPLES = 10, 40
+SHARDS, EXAMPLES = 10, 25
 FIXED = hypothesis.settings(
     derandomize=True,
     deadline=None,
