@@ -17,7 +17,7 @@ help:  ## what there is to make
 # Redone only when what is to be installed changes. Our own build runs without isolation, so that the setuptools it
 # uses is the pinned one too.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): torch and about 140 packages, once. This takes two to five minutes; pip tells how far it is."
+	@echo "Setting up $(VENV): torch and about a hundred packages, once. This takes two to five minutes; pip tells how far it is."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,docs]'
