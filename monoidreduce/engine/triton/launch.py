@@ -64,9 +64,8 @@ def compiler_options(kernel: emit.Kernel, plan: KernelPlan) -> dict[str, int]:
     if kernel.staged:
         return {} if kernel.alone else staged.options()
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.state_width <= 64
-    return (
-        {"maxnreg": 128} if kernel.guesses and small and torch.version.hip is None else {}
-    )  # AMD's has no such option
+    limited = kernel.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
+    return {"maxnreg": 128} if limited else {}
 
 
 def execute(call: Call) -> Callable[..., None] | None:
