@@ -90,7 +90,8 @@ def _matched_leaf(
         length = sizes.rows if by_rows else sizes.cols
         return torch.arange(length, device=sizes.device)[part].view(1, -1, 1) if own else safe
     if e.is_pair and e in leaves:
-        v = leaves[e] if by_rows else leaves[e].mT
+        v = leaves[e].expand(-1, sizes.rows, sizes.cols)  # one number may stand for a whole axis
+        v = v if by_rows else v.mT
         return v[:, part].expand(*safe.shape[:2], -1).gather(2, safe)
     if e.is_pair:  # a vector over the target's letter, one number per match
         name = e.attrs[0].removesuffix("/match")

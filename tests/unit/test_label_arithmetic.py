@@ -73,3 +73,20 @@ def test_columns_that_come_in_chunks(name):
     got = [value.detach(), given.grad, torch.cat([found[k] for k in sorted(found)], 1)]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["eager", "panel", "auto", "reference"])
+def test_a_pair_that_is_broadcast_is_read_where_the_label_points(engine):
+    """One number of a pair tensor may stand for all rows, or for all columns."""
+
+    @mr.op
+    def op(x: mr.Row["f"], p: mr.Pair):
+        met = mr.row_index == mr.num_cols - mr.col_index
+        return mr.sum(torch.where(met, p, 0.0), over="rows"), mr.sum(torch.where(met, p, 0.0))
+
+    x, rows, cols = torch.zeros(4, 1), torch.arange(4)[:, None], torch.arange(3)[None, :]
+    for p in (torch.randn(1, 3), torch.randn(4, 1).expand(4, 3), torch.randn(4, 3)):
+        dense = torch.where(rows == 3 - cols, p, 0.0)
+        with mr.use(engine=engine):
+            found = op(x, p)
+        torch.testing.assert_close(found, (dense.sum(0), dense.sum(1)))
