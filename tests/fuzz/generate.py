@@ -155,10 +155,13 @@ class _Generator:
 
     def _number(self, rows: bool, cols: bool, depth: int, exact: bool) -> Node:
         r = self.random
+        # A mean over nothing is NaN, and NaN times a sum over nothing stays NaN: factors are taken out of sums.
+        undefined = ("mr.mean", "mr.var") if 0 in (self.sizes.rows, self.sizes.cols) else ()
         usable = [
             n
             for n in self.results
             if n.feature is None and (rows or not n.rows) and (cols or not n.cols) and n.cls == "float"
+            if n.op not in undefined
         ]
         if usable and self.chance(0.15):
             found = r.choice(usable)
