@@ -11,11 +11,13 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, staged, use_plan
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention
 from tests.staged import BY_TURNS, CAPPED, CASES, SLANTED, check, check_nan, check_peaked, check_slanted, made
 
-HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
@@ -25,9 +27,9 @@ PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels that are launched for the first time."""
-    found, real = [], launch.execute
+    found, real = [], fold_kernel.execute
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch, "execute", lambda call: found.append(call.kernel) or real(call))
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: found.append(call.kernel) or real(call))
     return found
 
 

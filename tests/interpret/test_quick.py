@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.interpret.quick import quicken
 from tests.layers import BY_NAME
 from tests.layers_compare import run

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import registry
 from monoidreduce.plan import tiles
+from monoidreduce.runtime import registry
 from tests.layers import BY_NAME, ZOO
 from tests.layers_compare import flatten, is_float, named, run, use_small_tiles
 from tests.layers_memory import usage

@@ -1,0 +1,28 @@
+"""Where Triton kernels can run: on a GPU, or in Triton's interpreter. Importing this does not import Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from ....plan.environment import Variable
+
+_interpreted = Variable("TRITON_INTERPRET")
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a GPU, or in Triton's interpreter."""
+    return (device.type == "cuda" or _interpreted.said() == "1") and available()
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether kernels run there, and not in an interpreter."""
+    return device.type == "cuda" and runs_on(device)
