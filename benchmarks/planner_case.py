@@ -26,7 +26,7 @@ from monoidreduce.plan import candidates, plan_records
 from monoidreduce.plan.op_counts import Case, directions
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import dense_or_tiled
-from monoidreduce.tune import trial, tuner
+from monoidreduce.tuning import trial, tuner
 
 from .measure import Held, captured, held_at_peak
 from .planner_works import Size, Work

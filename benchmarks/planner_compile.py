@@ -19,7 +19,7 @@ from monoidreduce.engines.auto import planner
 from monoidreduce.plan import cost
 from monoidreduce.plan.op_counts import Case
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.tune import tuner
+from monoidreduce.tuning import tuner
 
 from .planner_case import PASSES, folds, following, varied, ways
 from .planner_works import WORKS, Size, Work

@@ -23,7 +23,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import tune
 from monoidreduce.engines.auto import planner
-from monoidreduce.tune import tuner
+from monoidreduce.tuning import tuner
 
 from .gpu import _qkv
 from .gpu_right import attention64, attention128, causal64, causal128, contrastive, gaussian, mlp

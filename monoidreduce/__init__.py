@@ -10,6 +10,7 @@
 from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
+from .autotune import Tuning, tune
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
 from .engines.common.skip_small_tiles import skip_below
 from .engines.common.tile_counter import Tally, tally
@@ -48,7 +49,6 @@ from .program.vocabulary import sum as sum
 from .runtime.registry import use
 from .sources import chunks
 from .stream import Stream
-from .tune import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autotune import Tuning, tune
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
 from .engines.stream.chunked_passes import Walk
@@ -37,7 +38,6 @@ from .runtime.call import Form, Plan, formed
 from .runtime.call_cache import Plans
 from .runtime.traced_programs import Programs
 from .stream import Prepared, Stream
-from .tune import Tuning, tune
 
 _MEASURED = 256  # kinds of calls whose measurements are kept
 

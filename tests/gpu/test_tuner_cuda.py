@@ -15,7 +15,7 @@ from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, tiles
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.tune import trial, tuner
+from monoidreduce.tuning import trial, tuner
 from tests.layers_compare import errors
 from tests.wrong_kernels import GUESSED, wrong
 

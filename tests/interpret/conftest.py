@@ -18,7 +18,6 @@ from monoidreduce.engines import triton
 from monoidreduce.engines.triton.codegen import k_loop, kernel_text
 from monoidreduce.engines.triton.kernels import (
     exponent_shift,
-    float32_split,
     fold_kernel,
     row_kernels,
     split_combine,
@@ -32,7 +31,7 @@ from monoidreduce.engines.triton.panel import (
     panel_replay,
     sparse_contraction,
 )
-from monoidreduce.engines.triton.schedules import pingpong
+from monoidreduce.engines.triton.schedules import float32_split, pingpong
 from tests.interpret.quick import quicken
 
 

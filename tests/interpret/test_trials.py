@@ -18,7 +18,7 @@ from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import kernel_memory_estimate
 from monoidreduce.runtime.dry_run import Noted
 from monoidreduce.runtime.live_memory import Alive
-from monoidreduce.tune import trial
+from monoidreduce.tuning import trial
 from tests.wrong_kernels import CHANGES, GUESSED, wrong
 
 SAFE = Choice("flash", (("cols", (16, 16, 4, 1, 1)),))

@@ -50,9 +50,9 @@ PACKAGES: dict[str, set[str]] = {
     "blockwise": {"errors", "algebra", "elementwise", "engines.triton.kernels"},
     "sources": {"errors"},
     "stream": COMMON | {"engines.ranks", "engines.stream", "sources"},
-    "tune": {"errors", "plan", "runtime", "tuning", "sources"},
+    "autotune": {"errors", "plan", "runtime", "tuning", "sources"},
     "explain": COMMON | {"engines.triton", "runtime"},
-    "op": COMMON | {"engines.ranks", "engines.stream", "runtime", "stream", "tune", "explain"},  # the decorator
+    "op": COMMON | {"engines.ranks", "engines.stream", "runtime", "stream", "autotune", "explain"},  # the decorator
     "ops": COMMON | {"engines.ranks", "runtime", "op"},
     "nn": {"errors", "ops"},  # modules: no mathematics
     "integrations": {"errors", "nn", "ops"},  # doors to other libraries

@@ -16,7 +16,7 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, disk, plan_records
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import call_cost, dense_or_tiled, registry
-from monoidreduce.tune import trial, tuner
+from monoidreduce.tuning import trial, tuner
 from tests.layers import BY_NAME
 from tests.layers_compare import errors
 
