@@ -66,7 +66,13 @@ def exact_products(monkeypatch):
         x, y = (f"{block}.to(tl.float32)" for block in blocks)
         return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
-    written = kernel_text.kernel, epilogue_kernels.kernel, epilogue.epilogue, pingpong.kernel, epilogue.paired.kernel
+    written = (
+        kernel_text.kernel,
+        epilogue_kernels.kernel,
+        epilogue.epilogue,
+        pingpong.kernel,
+        epilogue.pingpong_epilogue.kernel,
+    )
     for one in written:
         one.cache_clear()
     monkeypatch.setattr(k_loop, "_dot", exact)

@@ -145,7 +145,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 
         return whole.Script((), (), run, "", None, (), ())
 
-    monkeypatch.setattr(dense_or_tiled.whole, "whole", failing)
+    monkeypatch.setattr(dense_or_tiled.dense, "whole", failing)
     released = []
     monkeypatch.setattr(oom_retry, "release", released.append)
     with mr.tally() as tally:

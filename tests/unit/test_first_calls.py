@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, nn, ops
+from monoidreduce.runtime import registry
 from tests.layers import DIFFERENTIABLE
 from tests.layers_compare import flatten, is_float
 
@@ -87,7 +88,7 @@ def gradients(f, args, change=False):
 
 
 def in_threads(f, args):
-    found, engine = [], mr.engine.registry.engine()
+    found, engine = [], registry.engine()
 
     def run():
         with mr.use(engine=engine):

@@ -509,7 +509,7 @@ def road_of(*args):
 @pytest.mark.parametrize("slow", ["passes", "dense"])
 def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
-    real, ran = dense_or_tiled.whole.whole, []
+    real, ran = dense_or_tiled.dense.whole, []
 
     def whole(*program):
         ran.append(1)
@@ -520,7 +520,7 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
         clock.sleep(0.05 if slow == "passes" else 0)
         return right(*call)
 
-    monkeypatch.setattr(dense_or_tiled.whole, "whole", whole)
+    monkeypatch.setattr(dense_or_tiled.dense, "whole", whole)
     monkeypatch.setattr(planner, "perform", perform)
     few(monkeypatch)
     *_, found = attention.tune(*args, backward=False, quiet=True).folds
