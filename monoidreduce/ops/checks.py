@@ -302,18 +302,17 @@ def undivided() -> bool:
     return agreement.current() is None
 
 
-@functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
-    """A layer whose checks, where they fail on one rank of a group, fail on all; its own Python is done once for calls
-    of one kind (``runtime/layer_replay.py``)."""
-    outlines = layer_replay.Outlines(layer)
+    """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
+    repeated calls of one kind replay its Python (``runtime/layer_replay.py``)."""
+    replay = layer_replay.Outlines(layer)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return layer(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or layer_replay.watching.get() is not None:
+            return layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
         if not agreement.is_divided():
-            return outlines(args, kwargs)
+            return replay(args, kwargs)
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:

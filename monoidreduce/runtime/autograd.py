@@ -27,7 +27,7 @@ from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
 from ..program.saved_row_gradients import Early, gradients
-from . import autocast, forward_settings, saved_row_gradients, torch_operator
+from . import autocast, forward_settings, fused_expressions, saved_row_gradients, torch_operator
 from .forward_replay import Program
 from .frozen_pass import Pass, freezes
 from .gradient_programs import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
@@ -102,7 +102,7 @@ def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) 
 def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
     """The same, step by step; so is what stands for a call whose steps would be launches."""
     gathered = alike or (engine == REHEARSAL and matmul.rehearsed.get() is not None)
-    folder, run = Walk(engine, alike), script(program, numbers, gathered).run
+    folder, run = Walk(engine, alike), script(program, numbers, gathered, fused_expressions.row_dot).run
     return lambda sizes, *values: run(sizes, folder, *values)
 
 

@@ -29,7 +29,7 @@ from ..plan import budget, panel_layout
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import Total, total
 from ..program.lower import lower
-from . import autograd, gradient_programs, logit_rounding
+from . import autograd, fused_expressions, gradient_programs, logit_rounding
 from . import forward_settings as asked
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
@@ -191,7 +191,7 @@ class _Sum(torch.autograd.Function):
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):
             grad = waiting.get(name)
-            found.append(None if grad is None else matmul.scale_(grad, g).to(t.dtype))
+            found.append(None if grad is None else fused_expressions.scale_(grad, g).to(t.dtype))
         return None, *found
 
 
@@ -219,7 +219,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         usual = lower((context.outputs[context.program.moving],))
         usual = logit_rounding.marked(usual, logit_rounding.asking(inputs), context.sizes)
-        made = script(usual, frozenset(context.numbers))
+        made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))

@@ -14,6 +14,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import script
 from ..program.lower import Lowered
+from . import fused_expressions
 from .gradient_programs import Gradient, Ready, Walker, asks
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
@@ -38,7 +39,8 @@ class Arithmetic:
 
     def _by_torch(self) -> Run:
         names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
-        made = script(Lowered((), self.side.outputs), frozenset(n for n, k in names.items() if self.numbers[k]))
+        numbers = frozenset(n for n, k in names.items() if self.numbers[k])
+        made = script(Lowered((), self.side.outputs), numbers, False, fused_expressions.row_dot)
         return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Gradient:

@@ -277,7 +277,8 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(fold_kernel, "execute", found.append),
         mock.patch.object(jit_module, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
-        mock.patch.multiple(matmul, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
+        mock.patch.object(matmul, "panel_into", _nothing),  # slow in 16 bits on a CPU
+        mock.patch.object(contraction, "contract_into", _nothing),
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),

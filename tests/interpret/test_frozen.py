@@ -11,13 +11,12 @@ from triton.runtime import interpreter
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import fold_kernel, row_kernels
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import budget
 from monoidreduce.plan.environment import Variable
 from monoidreduce.plan.schedule import follow
-from monoidreduce.runtime import frozen_pass, gradient_programs
+from monoidreduce.runtime import frozen_pass, fused_expressions, gradient_programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -348,7 +347,7 @@ def test_the_share_of_a_row(count, by_address):
     labels[1::3] = -100
     share, others = row_kernels.sharer(labels, -100), labels.flip(0).clamp(max=3)
     for given in (labels, others, labels):
-        assert torch.equal(share(given, -100), matmul.share(given, -100, torch.float32))
+        assert torch.equal(share(given, -100), fused_expressions.label_share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
     assert row_kernels.sharer(nothing, -100)(nothing, -100) == torch.inf
     assert (

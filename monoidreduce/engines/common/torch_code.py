@@ -23,7 +23,6 @@ from ...program.lower import Fold, Lowered
 from ...program.primitives import PRIMITIVES
 from .axis_reductions import REDUCERS
 from .evaluate import Sizes, cast, from_layout, to_layout
-from .matmul import row_dot
 from .one_sided import Side, gather
 
 Value = Any  # a Tensor as users hold it, or a Python number
@@ -77,12 +76,18 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def script(program: Lowered, numbers: frozenset[str] = frozenset(), gathered: bool = False) -> Script:
-    """Write a program down; ``numbers`` are the inputs that are Python numbers.
+def script(
+    program: Lowered,
+    numbers: frozenset[str] = frozenset(),
+    gathered: bool = False,
+    row_dot: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+) -> Script:
+    """Write a program as Python; ``numbers`` are the inputs that are Python numbers. ``row_dot(x, y, dtype)``
+    computes the product of two vectors of one side, summed over their features.
 
     ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by
     ``folder.side``."""
-    writer = Writer(numbers, frozenset() if gathered else _products(program))
+    writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
     for p in program.passes:
         if gathered:
             writer.gather(p.feeds)
@@ -108,7 +113,7 @@ def _products(program: Lowered) -> frozenset[Expr]:
 class Writer:
     """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
-    def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
+    def __init__(self, numbers: frozenset[str], products: frozenset[Expr], row_dot: Any = None):
         self.numbers, self.products = numbers, products
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"filled": _filled, "number": number, "row_dot": row_dot}

@@ -31,13 +31,12 @@ from ..common.label_gather import run_pick
 from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
-from .kernels import elementwise, fold_kernel, row_kernels, topk
+from .kernels import elementwise, fold_kernel, topk
 from .kernels.record_launches import Made, record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import resting
 from .launch.launch_replay import Buffer, Counted, Recorded, Tape
-from .panel import contraction
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, overrides, use_plan
@@ -77,12 +76,6 @@ __all__ = [
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
-
-
-matmul.CONTRACT[:] = [contraction.into]
-matmul.ROW_DOT[:] = [row_kernels.dot]
-matmul.SCALE[:] = [row_kernels.scale]
-matmul.SHARE[:] = [row_kernels.sharer]
 
 
 def run(

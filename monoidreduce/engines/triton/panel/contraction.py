@@ -35,6 +35,13 @@ PADDED = 1.05  # features of tiles to those that there are, at most
 _MOST = 1024
 
 
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
+    the kernel of this file where it is faster, else by the vendor's product."""
+    if weights.dtype not in matmul.SIXTEEN or not into(out, weights, vectors, add):
+        matmul.contract_into(out, weights, vectors, add)
+
+
 def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once; False where the vendor's
     product is as fast, or there is no such kernel."""

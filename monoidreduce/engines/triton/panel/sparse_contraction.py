@@ -18,6 +18,7 @@ from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module
 from ..launch.launch_cache import Kernels
+from . import contraction
 
 _TEXT = '''"""Products of a matrix of weights, of whose tiles some are left out."""
 
@@ -124,7 +125,7 @@ class Contract:
             self.kept[key] = _kept(weights)
         kept = self.kept[key]
         if kept is None:
-            matmul.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
+            contraction.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
         else:
             _contract(out, weights, vectors, over, add, kept)
 
