@@ -88,7 +88,7 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    launch_cache.tell(_nothing, given)
+    launch_cache.report(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:

@@ -18,6 +18,7 @@ from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row, tune
 from monoidreduce.engines import triton
 from monoidreduce.engines.common import unchanged_tensors
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.panel import contraction, panel_replay
 from monoidreduce.runtime import torch_operator
 from monoidreduce.runtime.live_memory import Alive
@@ -155,9 +156,9 @@ def again():
     for name, budget in [*WITHIN, *whole]:
         found = []
         for repeated in (False, True):
-            with h200(repeated), mr.budget(budget), mock.patch.object(panel_replay, "_KINDS", {}):
+            with h200(repeated), mr.budget(budget), mock.patch.object(panel_replay, "_KINDS", BoundedCache(32)):
                 found.append(counted(*(CASES | MANY)[name]).peak)
-                written = sum(len(kind.reels) for kind in panel_replay._KINDS.values())
+                written = sum(len(kind.recordings) for kind in panel_replay._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
     assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
 
@@ -184,7 +185,7 @@ def staying():
             forgotten = (
                 (triton, "_READY", {}),
                 (unchanged_tensors, "_kept", OrderedDict()),
-                (panel_replay, "_KINDS", {}),
+                (panel_replay, "_KINDS", BoundedCache(32)),
             )
             with contextlib.ExitStack() as stack:
                 for where in forgotten:

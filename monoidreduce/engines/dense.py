@@ -65,7 +65,7 @@ class _Whole(Writer):
             return self._line(f"{self.names[e.args[0]]}[{e.attrs[0]}]")
         if e.op in ("dot", "sqdist"):
             x, y = (self._raised(a) for a in (e.args if e.args[0].rows else e.args[::-1]))
-            return self._line(f"{self._keep(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
+            return self._line(f"{self.hold(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
         return super()._node(e)
 
     def _fold(self, e: Expr) -> str:
@@ -88,7 +88,7 @@ class _Whole(Writer):
         else:
             own = _Plain(over, kind, params, tuple(a.feature is not None for a in e.args))
             given = [self._fielded(a) for a in e.args]
-        return self._line(f"{self._keep(own)}(S, {', '.join(given)})")
+        return self._line(f"{self.hold(own)}(S, {', '.join(given)})")
 
     def _parts(self, value: Expr, over: str) -> list[tuple[_Part, list[str]]]:
         """How Σ value is computed, and the names of what it is computed from."""
@@ -114,11 +114,11 @@ class _Whole(Writer):
 
     def _number(self, e: Expr) -> str:
         """A number per pair, as a whole matrix [*batch, M, N]."""
-        return self._line(f"{self._keep(_matrix)}({self._on_pairs(e)}, S)")
+        return self._line(f"{self.hold(_matrix)}({self._on_pairs(e)}, S)")
 
     def _fielded(self, e: Expr) -> str:
         """A number [*batch, M, N] or a vector [*batch, M, N, f] per pair, broadcast or not."""
-        return self._on_pairs(e) if e.feature is None else self._line(f"{self._keep(_vectors)}({self._on_pairs(e)}, S)")
+        return self._on_pairs(e) if e.feature is None else self._line(f"{self.hold(_vectors)}({self._on_pairs(e)}, S)")
 
     def _on_pairs(self, e: Expr) -> str:
         name = self.of(e)

@@ -55,11 +55,11 @@ class Rewind:
     def __init__(self, steps: Steps, walker: Walker, sizes: Sizes, results: Sequence[str], kept: triton.Buffer):
         self.steps, self.walker, self.sizes, self.results, self.kept = steps, walker, sizes, results, kept
         self.settings = forward_settings.now()
-        self.tapes: dict[tuple, triton.Tape | None] = {}
+        self.tapes: dict[tuple, triton.ProgramReplay | None] = {}
         self.gradients: dict[tuple, Gradient] = {}
-        self.counted: dict[tuple, tuple[triton.Counted | None, list[int]]] = {}
+        self.counted: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
 
-    def tape(self, needs: Needs, saved: Saved) -> triton.Tape | None:
+    def tape(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         """The tape for tensors like these, if there is one."""
         kind = saved.kind()
         if kind is None:
@@ -73,7 +73,7 @@ class Rewind:
         counted, places = self._counted(needs, _there(saved))
         return () if counted is None else triton.signs(counted(*[saved.numbers[k] for k in places]))
 
-    def _counted(self, needs: Needs, given: tuple[bool, ...]) -> tuple[triton.Counted | None, list[int]]:
+    def _counted(self, needs: Needs, given: tuple[bool, ...]) -> tuple[triton.NumberArithmetic | None, list[int]]:
         """A gradient program's arithmetic of numbers, and which of those that are saved it takes."""
         found = self.counted.get((needs, given))
         if found is None:
@@ -83,7 +83,7 @@ class Rewind:
             found = self.counted[needs, given] = counted, [numbers.index(k) for k in ready.sources if k in numbers]
         return found
 
-    def _met(self, key: tuple, needs: Needs, saved: Saved) -> triton.Tape | None:
+    def _met(self, key: tuple, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         if len(self.tapes) < _MOST:
             with forward_settings.again(self.settings):
                 self.tapes[key] = oom_retry.instead(self._tape, lambda *_: None, (needs, saved), self.sizes)
@@ -136,7 +136,7 @@ class Rewind:
         cotangents = [g.expand(shape) if total and g is not None else g for g in saved.cotangents]
         return [*self._leaves(saved), *(known[name] for name in self.results), *cotangents]
 
-    def _tape(self, needs: Needs, saved: Saved) -> triton.Tape | None:
+    def _tape(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         ready = self.gradient(needs, _there(saved)).ready
         steps, pool = Steps(self.steps.engine, ready.program, ready.numbers), self._pool(saved)
         moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
@@ -155,7 +155,7 @@ class Rewind:
         inputs, tensors, parts = self._names(dict(zip(ready.sources, steps.script.names, strict=True)), saved)
         if recorded.looked & parts.keys():
             return None
-        tape = triton.Tape(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        tape = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
         return tape if tape.lean else None
 
     def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engines import triton
+from ..engines.common.generated_code import define
 from ..engines.ranks import agreement
 from . import autocast, gradient_programs, registry
 
@@ -75,11 +76,9 @@ def _written(form: tuple, kinds: Sequence[type], declared: Sequence[str], tensor
             return None
         parts += [part.format(name) for part in found]
         if kind is int and said in (WHOLE, NUMBER):  # what is larger is looked at each time
-            checked.append(f"    if not {-_LARGEST} < {name} < {_LARGEST}:\n        return None\n")
-    given = ", ".join(["engine", "asked", *(f"v{k}" for k in range(len(kinds)))])
-    scope: dict[str, Any] = {"form": form}
-    exec(f"def key({given}):\n{''.join(checked)}    return ({', '.join(parts)})", scope)
-    return scope["key"]
+            checked += [f"if not {-_LARGEST} < {name} < {_LARGEST}:", "    return None"]
+    given = ["engine", "asked", *(f"v{k}" for k in range(len(kinds)))]
+    return define("key", given, [*checked, f"return ({', '.join(parts)})"], {"form": form})
 
 
 def _is_tensor(kind: type, said: str) -> bool:

@@ -45,7 +45,7 @@ class Program:
         names = steps.script.inputs
         self.numbers = tuple(k for k, name in enumerate(names) if name in steps.numbers)
         self.tensors = tuple(k for k, name in enumerate(names) if name not in steps.numbers)
-        self.counted: triton.Counted | None = None
+        self.counted: triton.NumberArithmetic | None = None
         self.store: Any = None  # the one that the launches are from
         self.kept: dict[tuple, Replay | None] = {}
 
@@ -94,7 +94,7 @@ class Program:
         moves = any(self.moving or ())  # else nothing has a backward
         kept = [name for name in recorded.results if moves and name not in self.steps.script.returned]
         tensors = [made.names[k] for k in self.tensors]
-        tape = triton.Tape(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
+        tape = triton.ProgramReplay(recorded, made.names, tensors, self.steps.script.returned, kept, sizes)
         if saved_row_gradients.many(sizes) and not tape.lean:
             return None
         return Replay(self, sizes, tape, Rewind(self.steps, self.walker, sizes, recorded.results, tape.kept))
@@ -126,7 +126,7 @@ class Program:
 class Replay:
     """A program in one situation. ``wide``: its gradients take panels, which no tape has."""
 
-    def __init__(self, program: Program, sizes: Sizes, tape: triton.Tape, rewind: Rewind):
+    def __init__(self, program: Program, sizes: Sizes, tape: triton.ProgramReplay, rewind: Rewind):
         self.program, self.sizes, self.tape, self.rewind = program, sizes, tape, rewind
         self.wide = any(panel.is_wide(p.fold, sizes) for p in program.steps.program.passes)
 

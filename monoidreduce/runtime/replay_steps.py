@@ -59,14 +59,18 @@ class Steps:
         theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
         return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
 
-    def counted(self, sizes: Sizes) -> triton.Counted | None:
+    def counted(self, sizes: Sizes) -> triton.NumberArithmetic | None:
         """The arithmetic of numbers alone among the steps, if there is any."""
         is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
         steps = [step for step in self.script.steps or () if is_number(step.what)]
         pairs = zip(self.script.names, self.script.inputs, strict=True)
-        return triton.Counted(steps, [name for name, given in pairs if given in self.numbers], sizes) if steps else None
+        return (
+            triton.NumberArithmetic(steps, [name for name, given in pairs if given in self.numbers], sizes)
+            if steps
+            else None
+        )
 
-    def recorded(self, values: Sequence[Any], sizes: Sizes) -> triton.Recorded | None:
+    def recorded(self, values: Sequence[Any], sizes: Sizes) -> triton.RecordedLaunches | None:
         """The launches on these inputs, if nothing else is done; they are run on the way."""
         if not self.launches:
             return None

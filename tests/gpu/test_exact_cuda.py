@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.panel import epilogue, panel_replay
 from monoidreduce.engines.triton.panel.arena import Room
 from monoidreduce.engines.triton.panel.kernel_step import KernelStep
@@ -22,8 +23,8 @@ def held(request, monkeypatch):
     """Once as predicted, once where gradients go by the vendor's products: the types of the pairs that panels held, and
     the one that those of gradients should have."""
     found, begin, fuses = [], KernelStep.begin, Room.fuses
-    monkeypatch.setattr(panel_replay, "_KINDS", {})  # nothing is run as another test's walk was
-    monkeypatch.setattr(panel_replay, "_ONCE", {})
+    monkeypatch.setattr(panel_replay, "_KINDS", BoundedCache(32))  # nothing is run as another test's walk was
+    monkeypatch.setattr(panel_replay, "_ONCE", BoundedCache(256))
     monkeypatch.setattr(KernelStep, "begin", lambda step, panel: found.append(step.pairs) or begin(step, panel))
     if not request.param:
         monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines import triton
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton.codegen import k_loop, kernel_text
 from monoidreduce.engines.triton.kernels import (
     exponent_shift,
@@ -105,9 +106,9 @@ def by_address(monkeypatch):
     monkeypatch.setattr(launch_cache.Kernels, "_first", first)
     small_ones = (sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
     for kernels in (label_corrections._run, *(module._kernels for module in small_ones)):
-        monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
-    monkeypatch.setattr(panel_replay, "_KINDS", {})
-    monkeypatch.setattr(panel_replay, "_ONCE", {})
+        monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
+    monkeypatch.setattr(panel_replay, "_KINDS", BoundedCache(32))
+    monkeypatch.setattr(panel_replay, "_ONCE", BoundedCache(256))
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -36,7 +36,7 @@ from .kernels.record_launches import Made, record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import resting
-from .launch.launch_replay import Buffer, Counted, Recorded, Tape
+from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
 from .schedules.kernel_plan import KernelPlan, overrides, use_plan
@@ -44,13 +44,13 @@ from .schedules.spec_from_tensors import as_for
 
 __all__ = [
     "Buffer",
-    "Counted",
     "KernelPlan",
     "KernelStep",
+    "NumberArithmetic",
     "Parted",
+    "ProgramReplay",
     "Ready",
-    "Recorded",
-    "Tape",
+    "RecordedLaunches",
     "Unsupported",
     "as_for",
     "available",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....program.expression import Expr
 from ...common.evaluate import Form
 from ..launch.launch_cache import Kernels
-from ..launch.launch_replay import Leaf, Recipe
+from ..launch.launch_recipes import Leaf, Recipe
 
 _TEXT = '''"""The results of a whole from those of its parts."""
 

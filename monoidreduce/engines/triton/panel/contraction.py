@@ -18,7 +18,7 @@ from torch import Tensor
 from ...common import matmul
 from ..kernels import fold_kernel
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kept
+from ..launch.launch_cache import Again, LaunchCache
 from ..schedules import attention, contraction_template, spec_from_tensors
 from ..schedules.contraction_template import DEPTH, PIECE, RUN, TILE, WIDTH
 from ..schedules.kernel_plan import KernelPlan
@@ -93,7 +93,7 @@ class Ready:
         panel, block = (weights, (RUN, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, RUN))
         forms = ((panel, block), (vectors, (DEPTH, WIDTH)), (out, (RUN, PIECE)))
         self.boxes = [descriptors.template(t, (), block, staged=True) for t, block in forms]
-        self.kept = Kept()
+        self.kept = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)

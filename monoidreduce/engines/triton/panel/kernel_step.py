@@ -62,13 +62,13 @@ class KernelStep(Sums):
             while len(_SIDES) > _MOST:
                 del _SIDES[next(iter(_SIDES))]
             found = launch(leaves)
-            launch_cache.tell(launch.again, (*found, *launch.filled(leaves)))
+            launch_cache.report(launch.again, (*found, *launch.filled(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, panel: panel_layout.Panels) -> None:
-        heard = launch_cache.hearing.get()
-        if heard is not None:
-            heard.begun(KernelStep(self.walk, self.sizes, self.given), panel)
+        recorder = launch_cache.recording.get()
+        if recorder is not None:
+            recorder.chose_panels(KernelStep(self.walk, self.sizes, self.given), panel)
         self.written = _written(self.walk)
         self._begin_sums(panel)
         numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
