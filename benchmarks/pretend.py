@@ -36,10 +36,9 @@ from monoidreduce.engines.triton.schedules import attention, float32_split, spec
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import (
+    call_context,
     dense_or_tiled,
-    forward_replay,
     fused_expressions,
-    gradient_programs,
     saved_row_gradients,
 )
 from monoidreduce.runtime.live_memory import Alive
@@ -63,12 +62,11 @@ def h200(again: bool = False) -> Iterator[None]:
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(on=yes)),
-        (gradient_programs, dict(straight=yes)),
+        (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard)),
         (contraction, dict(contract_into=_contracted)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
-        (forward_replay, dict(straight=yes)),
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),

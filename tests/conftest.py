@@ -49,12 +49,12 @@ def looking(monkeypatch: pytest.MonkeyPatch):
 
     from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
     from monoidreduce.runtime.layer_replay import (
-        Outlines,  # not above: Triton may not be imported before its interpreter
+        LayerReplay,  # not above: Triton may not be imported before its interpreter
     )
 
     def say(looks: bool) -> None:
         monkeypatch.setattr(checks, "visible", lambda t: looks)
-        monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
+        monkeypatch.setattr(LayerReplay, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
 
     return say
 

@@ -30,7 +30,7 @@ from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import Total, total
 from ..program.lower import lower
 from . import autograd, fused_expressions, gradient_programs, logit_rounding
-from . import forward_settings as asked
+from .call_context import apply_settings, current_settings
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -175,7 +175,7 @@ class _Sum(torch.autograd.Function):
             made = gradient_programs.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
-        ctx.context, ctx.asked = context, asked.now()
+        ctx.context, ctx.settings = context, current_settings()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
         return sums
@@ -186,7 +186,7 @@ class _Sum(torch.autograd.Function):
         g = cotangents[context.program.moving]
         waiting, context.waiting = context.waiting, None
         if waiting is None or torch.is_grad_enabled():
-            with asked.again(ctx.asked):
+            with apply_settings(ctx.settings):
                 return None, *_again(context, ctx.saved_tensors, ctx.needs_input_grad[1:], g)
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):

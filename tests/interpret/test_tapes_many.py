@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton.kernels import exponent_shift
 from monoidreduce.engines.triton.schedules import spec_from_tensors
-from monoidreduce.runtime import forward_replay, saved_row_gradients
+from monoidreduce.runtime import replay, saved_row_gradients
 from tests.interpret.test_tapes import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -122,7 +122,7 @@ def test_a_loss_that_keeps_its_row_gradients_is_no_tape(by_address):
 
 
 def test_a_tape_is_not_worth_its_first_run_where_pairs_are_too_many(by_address, monkeypatch):
-    monkeypatch.setattr(forward_replay, "_PAIRS", 0)
+    monkeypatch.setattr(replay, "_PAIRS", 0)
     args = heads()
     y = attention(*args)
     assert_close([y, *grads(y, args)], by_torch(*args), 5e-5)
