@@ -14,8 +14,8 @@ from monoidreduce.engine.planning import planner, trial, tuner, winners
 from monoidreduce.engine.triton import KernelPlan, source
 from monoidreduce.plan import candidates, store, tiles
 from monoidreduce.plan.choice import Choice
-from tests.layers_compare import errors
-from tests.wrong_kernels import GUESSED, wrong
+from tests.support.comparison import errors
+from tests.support.wrong_kernels import GUESSED, wrong
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -18,7 +18,7 @@ from monoidreduce.engine import triton
 from monoidreduce.engine.triton import kept, launch, opened, paired, pieces, rows, shifts, source, strips, united
 from monoidreduce.engine.triton.text import deep, emit
 from monoidreduce.engine.triton.wide import epilogue, filtered, reels, rest, write
-from tests.interpret.quick import quicken
+from tests.support.fast_interpreter import quicken
 
 
 def _unseen(run):

@@ -15,8 +15,8 @@ from monoidreduce.engine.walks import walks
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panels
 from monoidreduce.program.total import total
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import Result, assert_error_rule, cast, run
+from tests.support.comparison import Result, assert_error_rule, cast, run
+from tests.support.layers import BY_NAME, ZOO
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")

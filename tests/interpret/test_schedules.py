@@ -18,8 +18,8 @@ from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, use_plan
 from monoidreduce.engine.triton.text import emit, kinds
 from monoidreduce.errors import EngineError
-from tests.layers import BY_NAME
-from tests.layers_compare import assert_equal, assert_error_rule, run
+from tests.support.comparison import assert_equal, assert_error_rule, run
+from tests.support.layers import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SMALL = KernelPlan(16, 16, 4, 1)

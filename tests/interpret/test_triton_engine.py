@@ -25,10 +25,10 @@ from monoidreduce.engine.triton import KernelPlan, launch, recent, skip, source,
 from monoidreduce.engine.triton.text import emit
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expr import index
-from tests.interpret.golden import compare
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import assert_equal, assert_error_rule, cast, run
-from tests.programs import program_of
+from tests.support.comparison import assert_equal, assert_error_rule, cast, run
+from tests.support.golden_files import compare
+from tests.support.layers import BY_NAME, ZOO
+from tests.support.random_programs import program_of
 
 SMALL = KernelPlan(16, 32, 4, 1)
 FALLS_BACK = [
