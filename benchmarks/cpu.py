@@ -26,7 +26,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine.hardware import raise_16bit
+from monoidreduce.engines.common.matmul import raise_16bit
 
 from . import papers
 from .measure import best_times, peak_growth

@@ -25,9 +25,10 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import registry, triton
-from monoidreduce.engine.evaluate import form
-from monoidreduce.engine.triton import launch
+from monoidreduce.engines import triton
+from monoidreduce.engines.common.evaluate import form
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.runtime import registry
 
 Call = Callable[..., Tensor]
 
@@ -113,7 +114,7 @@ def no_engine() -> Iterator[None]:
         return [t.detach() for t in made[fold]]  # autograd asks for a tensor of its own each time
 
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
-    silent = mock.patch.object(launch, "execute", lambda call: lambda *arguments: None)
+    silent = mock.patch.object(fold_kernel, "execute", lambda call: lambda *arguments: None)
     try:
         with silent, mock.patch.object(triton, "_READY", {}):  # another store: launches are made anew, and after it
             yield

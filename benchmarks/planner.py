@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from monoidreduce import ops
-from monoidreduce.engine.recover import is_lost
+from monoidreduce.engines.common.oom_retry import is_lost
 
 from .cpu import RESULTS, commit, environment
 from .host import both

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import tuning
-from monoidreduce.engine import recover
-from monoidreduce.engine.planning import planner, roads, trial, tuner
+from monoidreduce import autotune
+from monoidreduce.engines.auto import planner
+from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
-from monoidreduce.plan import candidates, store
-from monoidreduce.plan.choice import Choice, follow
-from monoidreduce.plan.work import Case, directions
+from monoidreduce.plan import candidates, plan_records
+from monoidreduce.plan.op_counts import Case, directions
+from monoidreduce.plan.schedule import Choice, follow
+from monoidreduce.runtime import dense_or_tiled
+from monoidreduce.tuning import trial, tuner
 
 from .measure import Held, captured, held_at_peak
 from .planner_works import Size, Work
@@ -54,7 +56,7 @@ def following(choice: Followed) -> Iterator[None]:
 
 def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.Call]]:
     """The folds of a call, with what they are given."""
-    return list(tuner.sessions(tuning.recorded(work.op, args, {}, backward=True).folds))
+    return list(tuner.sessions(autotune.recorded(work.op, args, {}, backward=True).folds))
 
 
 def ways(case: Case) -> tuple[str | None, ...]:
@@ -123,14 +125,14 @@ def tuned(op: Any, args: list[Tensor]) -> tuple[dict[str, Choice], dict[str, Tim
 @contextlib.contextmanager
 def tuned_plans() -> Iterator[None]:
     """What is tuned inside the block is known inside such blocks alone."""
-    kept = store.FOLDER
-    store.FOLDER = f"{kept}-tuned"
-    store.forget()
+    kept = plan_records.FOLDER
+    plan_records.FOLDER = f"{kept}-tuned"
+    plan_records.forget()
     try:
         yield
     finally:
-        store.FOLDER = kept
-        store.forget()
+        plan_records.FOLDER = kept
+        plan_records.forget()
 
 
 def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
@@ -142,7 +144,7 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
             return trial.seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
-        if recover.is_lost(call[2].device):
+        if oom_retry.is_lost(call[2].device):
             raise DeviceLost(f"{choice}: {problem}") from None
     row.setdefault("refused", {})[str(choice)] = problem
     return None
@@ -234,7 +236,7 @@ def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: s
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
     spent = [0.0]
-    kept = planner._chosen, roads.is_dense, roads.Roads._is_dense
+    kept = planner._chosen, dense_or_tiled.is_dense, dense_or_tiled.Roads._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -250,20 +252,20 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     op._plans.kept.clear()
     with following(None):
         try:
-            planner._chosen, roads.is_dense = timed(kept[0]), timed(kept[1])
+            planner._chosen, dense_or_tiled.is_dense = timed(kept[0]), timed(kept[1])
             step = step_of(op, args)
             step()
             first, spent[0] = spent[0], 0.0
-            roads.is_dense = kept[1]
-            roads.Roads._is_dense = timed(kept[2])  # type: ignore[method-assign]
+            dense_or_tiled.is_dense = kept[1]
+            dense_or_tiled.Roads._is_dense = timed(kept[2])  # type: ignore[method-assign]
             each = []
             for _ in range(21):
                 step()
                 each.append(spent[0])
                 spent[0] = 0.0
         finally:
-            planner._chosen, roads.is_dense = kept[:2]
-            roads.Roads._is_dense = kept[2]  # type: ignore[method-assign]
+            planner._chosen, dense_or_tiled.is_dense = kept[:2]
+            dense_or_tiled.Roads._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": statistics.median(each) * 1e6}
 
 

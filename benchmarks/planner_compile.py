@@ -15,10 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from monoidreduce.engine.planning import planner, tuner
+from monoidreduce.engines.auto import planner
 from monoidreduce.plan import cost
-from monoidreduce.plan.choice import Choice
-from monoidreduce.plan.work import Case
+from monoidreduce.plan.op_counts import Case
+from monoidreduce.plan.schedule import Choice
+from monoidreduce.tuning import tuner
 
 from .planner_case import PASSES, folds, following, varied, ways
 from .planner_works import WORKS, Size, Work

@@ -27,14 +27,16 @@ from torch.utils._pytree import tree_leaves
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import monoidreduce as mr
-from monoidreduce.engine import early, gradients, hardware, script
-from monoidreduce.engine.planning import planner, roads
-from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.engine.tapes import replay
-from monoidreduce.engine.triton import boxes, describe, kept, pieces, rows, source, staged
-from monoidreduce.engine.triton.wide import contract, epilogue, reels
-from monoidreduce.plan import ceilings, defaults
+from monoidreduce.engines.auto import planner
+from monoidreduce.engines.common import matmul, torch_code
+from monoidreduce.engines.triton.kernels import row_kernels
+from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
+from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
+from monoidreduce.engines.triton.schedules import attention, float32_split, spec_from_tensors
+from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
+from monoidreduce.runtime import dense_or_tiled, forward_replay, gradient_programs, saved_row_gradients
+from monoidreduce.runtime.live_memory import Alive
 
 from .planner_works import Size, Work, cases
 
@@ -46,30 +48,30 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.bare, early.form, boxes.line
-    repeated = reels.repeated if again else lambda walked, *given: walked(*given)
+    bare, form, line = planner.bare, saved_row_gradients.form, descriptors.line
+    repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (boxes, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
-        (ceilings, dict(of=lambda device: ceilings.GPUS["hopper"])),
-        (describe, dict(family=lambda device: defaults.family(9, 0), has_tanh=yes, processors=many)),
-        (early, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
+        (descriptors, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
+        (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
+        (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
+        (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(on=yes)),
-        (gradients, dict(straight=yes)),
-        (hardware, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
+        (gradient_programs, dict(straight=yes)),
+        (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
-        (reels, dict(repeated=repeated)),
-        (replay, dict(straight=yes)),
-        (roads, dict(may_be_dense=lambda *given: False)),
-        (script, dict(row_dot=_row_dot)),
-        (source, dict(again=lambda *given: _nothing, repeats=yes)),
-        (staged, dict(on=yes, processors=many)),
-        (pieces, dict(on=yes)),
+        (panel_replay, dict(repeated=repeated)),
+        (forward_replay, dict(straight=yes)),
+        (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
+        (torch_code, dict(row_dot=_row_dot)),
+        (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
+        (attention, dict(on=yes, processors=many)),
+        (float32_split, dict(on=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:
             stack.enter_context(mock.patch.multiple(module, **names))
-        stack.enter_context(source.resting())
+        stack.enter_context(jit_module.resting())
         yield
 
 
@@ -79,18 +81,18 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    kept.tell(_nothing, given)
+    launch_cache.tell(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
-    if not contract.into(out, weights, vectors, add):
+    if not contraction.into(out, weights, vectors, add):
         _heard(out, weights, vectors, add)
 
 
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-    found = rows.dot(x, y) if x.dtype in hardware.SIXTEEN and compute is torch.float32 and not asks else None
-    return hardware.row_dot(x, y, compute) if found is None else found
+    found = row_kernels.dot(x, y) if x.dtype in matmul.SIXTEEN and compute is torch.float32 and not asks else None
+    return matmul.row_dot(x, y, compute) if found is None else found
 
 
 @dataclass(frozen=True)

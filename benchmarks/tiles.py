@@ -3,7 +3,7 @@
     python3 -m benchmarks.tiles --out DIR [--only WORD|WORD] [--workers N]
 
 All candidates are first compiled by many processes (Triton keeps them on disk), then tried one after another, as
-``mr.tune`` does. The results say what ``monoidreduce/engine/triton/plan.py`` should choose by itself.
+``mr.tune`` does. The results say what ``monoidreduce/engines/triton/schedules/kernel_plan.py`` should choose by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 import monoidreduce as mr
-from monoidreduce import tuning
-from monoidreduce.engine.planning import planner, tuner
+from monoidreduce import autotune
+from monoidreduce.engines.auto import planner
+from monoidreduce.tuning import tuner
 
 from .gpu import _qkv
 from .gpu_right import attention64, attention128, causal64, causal128, contrastive, gaussian, mlp
@@ -59,7 +60,7 @@ CASES: dict[str, tuple[Any, Callable[[], list[torch.Tensor]]]] = {
 def _compile(case: str, part: int, parts: int) -> None:
     """Run every ``parts``-th candidate of every fold once, so that its kernel is on disk."""
     op, make = CASES[case]
-    for session, call in tuner.sessions(tuning.recorded(op, make(), {}, backward=True).folds):
+    for session, call in tuner.sessions(autotune.recorded(op, make(), {}, backward=True).folds):
         for choice in session.proposed()[part::parts]:
             with contextlib.suppress(Exception):  # too large for the hardware: when it is tried, it will say so
                 planner.perform(choice, *call)

@@ -10,23 +10,22 @@
 from . import nn, ops
 from ._version import __version__
 from .algebra import Monoid, Scalar, Vector, dot, fold, laws, monoids
+from .autotune import Tuning, tune
 from .blockwise import MonoidReduce, mk_GeMMMapReduce
-from .engine.eager.tally import Tally, tally
-from .engine.filtering import skip_below
-from .engine.ranks.agree import shard
-from .engine.registry import use
+from .engines.common.skip_small_tiles import skip_below
+from .engines.common.tile_counter import Tally, tally
+from .engines.ranks.agreement import shard
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .op import Op, op
 from .plan import cache
 from .plan.budget import budget
-from .program.body import (
-    all as all,
-)
-from .program.body import (
-    any as any,
-)
-from .program.body import (
+from .program.declarations import Batch, Col, Pair, Row
+from .program.draws import dropout, gumbel, uniform
+from .program.symbol import functions
+from .program.vocabulary import all as all
+from .program.vocabulary import any as any
+from .program.vocabulary import (
     argmax,
     argmin,
     col_index,
@@ -44,21 +43,12 @@ from .program.body import (
     var,
     weighted_mean,
 )
-from .program.body import (
-    max as max,
-)
-from .program.body import (
-    min as min,
-)
-from .program.body import (
-    sum as sum,
-)
-from .program.declare import Batch, Col, Pair, Row
-from .program.draws import dropout, gumbel, uniform
-from .program.symbol import functions
+from .program.vocabulary import max as max
+from .program.vocabulary import min as min
+from .program.vocabulary import sum as sum
+from .runtime.registry import use
 from .sources import chunks
 from .stream import Stream
-from .tuning import Tuning, tune
 
 # Names that shadow a builtin (sum, max, ...) are reached as mr.sum; a star import leaves the builtins alone.
 __all__ = [

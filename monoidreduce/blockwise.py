@@ -6,7 +6,7 @@ Local Gradient Theorem (2.1), walks the same tiles backward from the final produ
 :func:`elementwise_grad` are the definition that both must agree with, pair by pair.
 
 Apart because a tile function is opaque: nothing here is traced or planned. Tile functions written in Triton get their
-walk as a kernel (``engine/triton/handmade.py``).
+walk as a kernel (``engines/triton/kernels/user_kernels.py``).
 """
 
 import inspect
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from monoidreduce.elementwise import check_shape, differentiable, elementwise_fold, elementwise_grad, vjp
-from monoidreduce.engine.triton import handmade
+from monoidreduce.engines.triton.kernels import user_kernels
 from monoidreduce.errors import ArgumentError, MonoidReduceError, NoGradientError
 
 __all__ = ["MonoidReduce", "elementwise_fold", "elementwise_grad", "mk_GeMMMapReduce"]
@@ -84,11 +84,11 @@ def MonoidReduce(
     """
     if avals < 1 or bvals < 1:
         raise ArgumentError(detail=f"{name}: avals is {avals}, bvals {bvals}", fix="Give each side 1 tensor or more")
-    if any(map(handmade.is_kernel, (proj_fold, proj_fold_bwd, binary_reduce))):
+    if any(map(user_kernels.is_kernel, (proj_fold, proj_fold_bwd, binary_reduce))):
         if D is not None:
             raise ArgumentError(detail=f"{name} has D and @triton.jit functions", fix="Give proj_fold_bwd instead of D")
         functions = (proj_fold, binary_reduce, proj_fold_bwd)
-        kernels = handmade.Layer(name, init, (avals, bvals), (islice, jslice), *functions)  # type: ignore[arg-type]
+        kernels = user_kernels.Layer(name, init, (avals, bvals), (islice, jslice), *functions)  # type: ignore[arg-type]
         return _make_function(kernels, f"MonoidReduce_{name}", module=init.__module__)
     for label, cut in (("islice", islice), ("jslice", jslice)):
         if not callable(cut):
@@ -237,7 +237,7 @@ class _Layer:
         return tuple(g.to(x.dtype) if need else None for g, x, need in zip(totals, inputs, needs, strict=True))
 
 
-def _make_function(layer: _Layer | handmade.Layer, title: str, module: str) -> type[Function]:
+def _make_function(layer: _Layer | user_kernels.Layer, title: str, module: str) -> type[Function]:
     class TileReduce(Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensors:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # private, but what torch.func itself flattens its arguments with
 
-from monoidreduce.engine.pullback import vjp as pullback_of
 from monoidreduce.errors import ShapeError
+from monoidreduce.runtime.vjp import vjp as pullback_of
 
 __all__ = ["check_shape", "differentiable", "elementwise_fold", "elementwise_grad", "vjp"]
 

@@ -1,7 +1,7 @@
 """``@mr.op``: the front door. Binds a call's arguments, checks them, traces the body once, and runs it.
 
 Checks happen before any work. A new shape is the same program; only a new number class, a new fixed choice or a
-left-out argument traces again. A call that was right once is kept as a plan (``engine/calls.py``); the next call like
+left-out argument traces again. A call that was right once is kept as a plan (``runtime/call.py``); the next call like
 it goes straight there, and a wrong one finds none.
 """
 
@@ -16,32 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import autocast, compiled, exact, gradients, known, outline, registry
-from .engine.arguments import check_kind, check_sizes, inputs_of, padded, sizes_of
-from .engine.calls import Form, Plan, formed
-from .engine.evaluate import Sizes
-from .engine.plans import Plans
-from .engine.programs import Programs
-from .engine.ranks import agree, dtensors, sharded
-from .engine.streaming import Walk
+from .autotune import Tuning, tune
+from .engines.common.evaluate import Sizes
+from .engines.ranks import agreement, dtensors, sharded_program
+from .engines.stream.chunked_passes import Walk
 from .errors import ArgumentError, MonoidReduceError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
-from .plan import panels
+from .plan import panel_layout
 from .plan.budget import asked as budget_asked
 from .plan.budget import budget
 from .plan.cost import Cost
-from .program import declare
-from .program.expr import Expr
+from .program import declarations
+from .program.expression import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place
+from .runtime import autocast, dynamo, gradient_programs, layer_replay, logit_rounding, registry
+from .runtime import gradient_in_forward as known
+from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
+from .runtime.call import Form, Plan, formed
+from .runtime.call_cache import Plans
+from .runtime.traced_programs import Programs
 from .stream import Prepared, Stream
-from .tuning import Tuning, tune
 
 _MEASURED = 256  # kinds of calls whose measurements are kept
 
 
-class Op(compiled.Compiled):
+class Op(dynamo.Compiled):
     """A layer: call it like the function it decorates, with tensors for its Row, Col and Batch parameters.
 
     >>> import torch, monoidreduce as mr
@@ -57,7 +58,7 @@ class Op(compiled.Compiled):
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
         self.function = function
-        self.parameters = declare.parameters(function)
+        self.parameters = declarations.parameters(function)
         self.signature = inspect.signature(function)
         self._choices = tuple(n if p.axis == "static" else None for n, p in self.parameters.items())
         self._programs = Programs(function, self.parameters)
@@ -82,8 +83,8 @@ class Op(compiled.Compiled):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
-            outline.spoil()
-        if agree.current() is not None or dtensors.given((*args, *kwargs.values())):
+            layer_replay.spoil()
+        if agreement.current() is not None or dtensors.given((*args, *kwargs.values())):
             return self._divided(args, kwargs)
         device = autocast.region(args or kwargs.values())
         if device is not None:
@@ -119,10 +120,10 @@ class Op(compiled.Compiled):
         if key is not None or not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
-        outline.spoil()  # what is taken in the forward depends on who asks for gradients
-        plain = autocast.region(given) is None and agree.current() is None and not dtensors.given(given)
+        layer_replay.spoil()  # what is taken in the forward depends on who asks for gradients
+        plain = autocast.region(given) is None and agreement.current() is None and not dtensors.given(given)
         engine = registry.engine()
-        if plain and gradients.straight() and engine != "reference":
+        if plain and gradient_programs.straight() and engine != "reference":
             traced, bound, sizes, _ = self._prepare(args, kwargs)
             inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
             found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
@@ -264,16 +265,16 @@ class Op(compiled.Compiled):
         stays = {n: v for n, v in inputs.items() if n not in chunk}
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
-        name = f"{agree.fingerprint(traced.outputs)} {shape}"
-        program = exact.marked(lower(traced.outputs), frozenset(inputs), sizes)
+        name = f"{agreement.fingerprint(traced.outputs)} {shape}"
+        program = logit_rounding.marked(lower(traced.outputs), frozenset(inputs), sizes)
         return Prepared(Walk(program, sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
         inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
-        program = exact.marked(lower(traced.outputs), exact.asking(inputs), sizes)
-        results = sharded.execute(program, inputs, sizes, registry.sharded_folder())
+        program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(inputs), sizes)
+        results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 
     # Plans
@@ -304,13 +305,13 @@ class Op(compiled.Compiled):
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            sizes, out = sizes_of(self.parameters, values, agree.pairs_are_wide())
+            sizes, out = sizes_of(self.parameters, values, agreement.pairs_are_wide())
             traced = self._programs.traced(values)
-            sizes = agree.place(sizes, traced.outputs, values)
+            sizes = agreement.place(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are
                 check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
-            agree.withdraw(error)
+            agreement.withdraw(error)
             raise error.at(self._describe(args, kwargs)) from None
         return traced, values, sizes, out
 
@@ -346,7 +347,7 @@ class Op(compiled.Compiled):
 def _is_wide(form: Form | None, values: Sequence[Any]) -> bool:
     """Whether an argument may have features enough; asked first, for it costs nothing."""
     given = () if form is None else [values[at] for at in form.vectors]
-    return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panels.NARROW for v in given]
+    return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panel_layout.NARROW for v in given]
 
 
 def _summed(value: Any) -> Any:

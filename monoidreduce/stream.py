@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import streaming
-from .engine.checksum import Readings, row_checksums
-from .engine.combine import State
-from .engine.evaluate import Sizes
-from .engine.ranks import agree
-from .engine.ranks.parts import results as closed
-from .engine.streaming import Chunk, OnGradient, Walk
+from .engines.common.combine import State
+from .engines.common.evaluate import Sizes
+from .engines.common.subproblem import results as closed
+from .engines.ranks import agreement
+from .engines.stream import chunked_passes
+from .engines.stream.checksum import Readings, row_checksums
+from .engines.stream.chunked_passes import Chunk, OnGradient, Walk
 from .errors import ArgumentError, StreamError
-from .program.declare import Parameter
+from .program.declarations import Parameter
 from .sources import Chunks, progress
 
 Ranges = tuple[tuple[int, int], ...]  # disjoint intervals [start, stop) of column numbers, in order, none adjacent
@@ -102,7 +102,7 @@ class Stream:
             ranges = _joined(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
             walk, p = prepared.walk, _only(prepared.walk)
             leaves = walk.leaves(p, walk.kept(p, {}, None), chunk, None)
-            self._states = streaming.merged(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
+            self._states = chunked_passes.merged(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 
     def merge(self, other: Stream) -> Stream:
@@ -125,7 +125,7 @@ class Stream:
                 self._states = list(other._states)
             else:
                 first, second = (self, other) if self.start <= other.start else (other, self)
-                self._states = streaming.merged(fold, first._states, second._states or [])
+                self._states = chunked_passes.merged(fold, first._states, second._states or [])
         self._ranges = ranges
         if ranges and not self._placed:
             self._next = max(self._next, ranges[-1][1])
@@ -200,7 +200,7 @@ class Stream:
                 yield chunk
                 del chunk
 
-        return prepared.form(*streaming.over(prepared.walk, read, gradients, columns_ask))
+        return prepared.form(*chunked_passes.over(prepared.walk, read, gradients, columns_ask))
 
     # Stop and resume
 
@@ -308,7 +308,7 @@ def _resumed(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def _alone() -> None:
-    if agree.current() is not None:
+    if agreement.current() is not None:
         raise StreamError(
             detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
         )

@@ -52,8 +52,10 @@ def looking(monkeypatch: pytest.MonkeyPatch):
     """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
     did: not in this test, where it changes."""
 
-    from monoidreduce.engine.outline import Outlines  # not above: Triton may not be imported before its interpreter
     from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
+    from monoidreduce.runtime.layer_replay import (
+        Outlines,  # not above: Triton may not be imported before its interpreter
+    )
 
     def say(looks: bool) -> None:
         monkeypatch.setattr(checks, "visible", lambda t: looks)

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from .._version import __version__
-from ..engine.recover import ran_out
+from ..engines.common.oom_retry import ran_out
 from ..errors import MonoidReduceError
 from . import terminal
 from .bench import COMMAND as BENCH

@@ -17,11 +17,11 @@ from torch.autograd.gradcheck import GradcheckError
 
 from .. import errors
 from ..algebra import Monoid, laws
-from ..engine.registry import use
 from ..errors import MonoidLawError, NoGradientError
 from ..plan import tiles
 from ..plan.budget import budget
-from ..program.expr import topological
+from ..program.expression import topological
+from ..runtime.registry import use
 from . import trial
 from .layers import SEED
 from .memory import Profile

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from .._version import __version__
-from ..engine import registry, triton
+from ..engines import triton
 from ..errors import MonoidReduceError
 from ..plan import cache
+from ..runtime import registry
 from . import terminal
 from .command import Answer, Command
 from .peers import PEERS

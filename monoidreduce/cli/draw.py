@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import MonoidReduceError
 from ..op import Op
-from ..program.declare import Parameter
-from ..program.expr import Expr, topological
+from ..program.declarations import Parameter
+from ..program.expression import Expr, topological
 from .command import CommandError
 from .layers import LOGIT, SEED
 

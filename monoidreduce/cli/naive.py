@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.arguments import inputs_of
-from ..engine.calls import formed
-from ..engine.evaluate import Evaluator, Value
+from ..engines.common.evaluate import Evaluator, Value
 from ..op import Op
-from ..program.build import Term, terms
-from ..program.expr import Expr, topological
+from ..program.constructors import Term, terms
+from ..program.expression import Expr, topological
+from ..runtime.bind import inputs_of
+from ..runtime.call import formed
 
 
 def dense(op: Op) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..engine import hardware
+from ..engines.common import matmul
 from . import memory
 from .layers import SEED
 from .memory import Profile, Tensors
@@ -170,5 +170,5 @@ def too_large(pairs: int, args: tuple[Any, ...], device: torch.device) -> str:
     """Why a dense form should not be tried, if it would not fit in the free memory; "" if it does."""
     size = max((a.element_size() for a in learned(args)), default=4)
     batch = max((a.shape[:-2].numel() for a in learned(args)), default=1)
-    need, free = HELD * pairs * batch * size, hardware.free_memory(device)
+    need, free = HELD * pairs * batch * size, matmul.free_memory(device)
     return f"it would take about {need / 1e9:.1f} GB of {free / 1e9:.1f} GB free" if free and need > free else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..tuning import tune
+from ..autotune import tune
 from . import options, subject
 from .command import Answer, Command
 from .target import users_code

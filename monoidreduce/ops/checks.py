@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..engine import autocast, outline
-from ..engine.gradients import PLAIN, plain
-from ..engine.ranks import agree
+from ..engines.ranks import agreement
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
+from ..runtime import autocast, layer_replay
+from ..runtime.gradient_programs import PLAIN, plain
 
 Reduction = Literal["mean", "sum", "none"]
 Layer = TypeVar("Layer", bound=Callable)
@@ -98,7 +98,7 @@ def once(check: Callable) -> Callable:
 
 def _looked(given: tuple) -> tuple | None:
     """All that such a check depends on; None where that is not said cheaply."""
-    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agree.current() is not None:
+    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current() is not None:
         return None
     found: list[Any] = []
     for value in given:
@@ -211,7 +211,7 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     flat = flat if flat.dtype is torch.int64 else flat.long()
     if not visible(flat):
         return Labels(flat, False)
-    count = agree.whole(flat.numel(), count)[1] if agree.divides_cols() else count
+    count = agreement.whole(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
         return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
@@ -250,7 +250,7 @@ def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
 
 def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
     """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
-    return (*x.shape[:-1], target.shape[-1] if agree.pairs_are_wide() and target.dim() else len(weight))
+    return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
@@ -290,34 +290,34 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
     if how == "none":
         return value
     if how == "sum":
-        return agree.over(axis, value.sum())
+        return agreement.over(axis, value.sum())
     if share is None and undivided():
         return value.mean()
     count = torch.ones_like(value) if share is None else share
-    return agree.over(axis, value.sum()) / agree.over(axis, count.sum())
+    return agreement.over(axis, value.sum()) / agreement.over(axis, count.sum())
 
 
 def undivided() -> bool:
     """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
-    return agree.current() is None
+    return agreement.current() is None
 
 
 @functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
     """A layer whose checks, where they fail on one rank of a group, fail on all; its own Python is done once for calls
-    of one kind (``engine/outline.py``)."""
-    outlines = outline.Outlines(layer)
+    of one kind (``runtime/layer_replay.py``)."""
+    outlines = layer_replay.Outlines(layer)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return layer(*args, **kwargs)
-        if not agree.is_divided():
+        if not agreement.is_divided():
             return outlines(args, kwargs)
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:
-            agree.withdraw(error)
+            agreement.withdraw(error)
             raise
 
     return cast(Layer, checked)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.ranks import agree
+from ..engines.ranks import agreement
 from ..errors import ArgumentError, ShapeError
 from . import checks
 from . import language as mr
@@ -176,7 +176,7 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
 
 
 def _enough(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
-    m, n = agree.whole(x.shape[-2], y.shape[-2])
+    m, n = agreement.whole(x.shape[-2], y.shape[-2])
     fits = m == n or (kind != "clip" and (labelled or (kind == "infonce" and m < n)))
     if not fits:
         raise ShapeError(

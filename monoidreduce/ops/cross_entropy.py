@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engine import hardware, outline
-from ..engine.ranks import agree
+from ..engines.common import matmul
+from ..engines.ranks import agreement
 from ..errors import ArgumentError
+from ..runtime import layer_replay
 from . import checks, heads
 from . import language as mr
 
@@ -277,7 +278,7 @@ def _of_labels(
     its share there, so that a gradient is not read and written again to be divided."""
     kept = None if options["lse"] else labels.kept
     rows, index = _kept(rows, kept), _kept(labels.classes, kept)
-    if "smoothing" in options and heads.careful(rows) and len(weight) and not agree.divides_cols():
+    if "smoothing" in options and heads.careful(rows) and len(weight) and not agreement.divides_cols():
         options["near"] = _near(rows, weight, index.clamp(0, len(weight) - 1), options)
     all_count = labels.seen and labels.kept is kept
     if reduction == "none":
@@ -295,7 +296,7 @@ def _of_labels(
     return sums, kept
 
 
-_share = outline.step(hardware.share, hardware.sharer)
+_share = layer_replay.step(matmul.share, matmul.sharer)
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
@@ -312,7 +313,7 @@ def _whole(y: Tensor, x: Tensor, kept: Tensor | None = None) -> Tensor:
 def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
     """The numbers of each row against given probabilities."""
     near = best = None
-    if agree.divides_cols():  # other ranks have other classes, and perhaps the likeliest
+    if agreement.divides_cols():  # other ranks have other classes, and perhaps the likeliest
         best = _likeliest(given) if options["accuracy"] else None
     elif not given.shape[-1]:  # no class is any row's likeliest
         best = given.new_full(given.shape[:-1], -2, dtype=torch.int64)
@@ -324,7 +325,7 @@ def _of_probabilities(rows: Tensor, weight: Tensor, given: Tensor, options: dict
 
 def _likeliest(given: Tensor) -> Tensor:
     """Each row's likeliest class, where classes are divided over ranks: in a ring every rank has all of its rows'."""
-    return given.argmax(-1) if agree.pairs_are_wide() else _argmax(given)
+    return given.argmax(-1) if agreement.pairs_are_wide() else _argmax(given)
 
 
 @mr.op

@@ -7,7 +7,9 @@ gathers them here once, and every layer imports this module as ``mr`` and reads 
 from __future__ import annotations
 
 from ..op import op
-from ..program.body import (
+from ..program.declarations import Batch, Col, Pair, Row
+from ..program.draws import dropout, gumbel
+from ..program.vocabulary import (  # fmt: skip
     argmax,
     argmin,
     col_index,
@@ -22,9 +24,7 @@ from ..program.body import (
     sqdist,
     sum,
     topk,
-)  # fmt: skip
-from ..program.declare import Batch, Col, Pair, Row
-from ..program.draws import dropout, gumbel
+)
 
 __all__ = [
     "Batch", "Col", "Pair", "Row", "argmax", "argmin", "col_index", "count", "dropout", "gumbel", "logsumexp", "max",

@@ -4,7 +4,7 @@
 block, for a function or one op's calls, or as the process's default. Without it a small share of the free memory is
 taken. More memory means fewer, larger products; a budget that cannot be met raises :class:`BudgetError`, which says
 the least that could. Where memory runs out all the same, a fold is tried once more with a part of the room
-(``engine/recover.py``).
+(``engines/common/oom_retry.py``).
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CacheError
-from . import disk, store
-from .store import Key, Record
+from . import disk, plan_records
+from .plan_records import Key, Record
 
 KERNELS = "kernels"
-_SUFFIXES = {store.FOLDER: ".json", KERNELS: ".py"}
+_SUFFIXES = {plan_records.FOLDER: ".json", KERNELS: ".py"}
 
 __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
@@ -38,7 +38,7 @@ def plans() -> list[Record]:
     >>> all(plan.key.program for plan in mr.cache.plans())
     True
     """
-    return store.records()
+    return plan_records.records()
 
 
 def clear(*, kernels: bool = True) -> int:
@@ -53,11 +53,11 @@ def clear(*, kernels: bool = True) -> int:
     0
     """
     count = 0
-    for name in (store.FOLDER, KERNELS) if kernels else (store.FOLDER,):
+    for name in (plan_records.FOLDER, KERNELS) if kernels else (plan_records.FOLDER,):
         place = disk.base() / name
         if place.is_dir() and not place.is_symlink():
             count += sum(disk.remove(file) for file in disk.files(place, _SUFFIXES[name]))
-    store.forget()
+    plan_records.forget()
     return count
 
 
@@ -73,9 +73,9 @@ def export(file: str | os.PathLike[str]) -> int:
     True
     """
     found = plans()
-    body = {"format": store.FORMAT, "plans": [r.to_json() for r in found]}
+    body = {"format": plan_records.FORMAT, "plans": [r.to_json() for r in found]}
     try:
-        disk.put(Path(file), store.text(body).encode())
+        disk.put(Path(file), plan_records.text(body).encode())
     except OSError as error:
         raise CacheError(
             detail=f"plans cannot be written to {os.fspath(file)}: {error}", fix="Name a file in a folder of yours"
@@ -97,7 +97,7 @@ def import_(file: str | os.PathLike[str]) -> int:
     """
     found = _checked(Path(file))
     for record in found:
-        store.remember(record)
+        plan_records.remember(record)
     return len(found)
 
 
@@ -107,8 +107,9 @@ def _checked(file: Path) -> list[Record]:
             data = opened.read(disk.LARGEST + 1)
     except OSError as error:
         raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
-    body = store.parsed(data) if len(data) <= disk.LARGEST else None
-    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") != store.FORMAT:
+    body = plan_records.parsed(data) if len(data) <= disk.LARGEST else None
+    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") !=
+    plan_records.FORMAT:
         raise CacheError(
             detail=f"{file} holds no plans in the form that this version knows",
             fix="Give a file that mr.cache.export of the same version wrote",

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from . import budget, cost, tiles
-from .choice import Choice, told
-from .work import Case, directions
+from .op_counts import Case, directions
+from .schedule import Choice, told
 
 # What a kernel's tile may be: indices it owns, indices it meets at a time, warps, stages; parts are added for a split.
 KERNEL_TILES = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..program.expr import Expr
+from ..program.expression import Expr
 from ..program.lower import Fold
 
 Of = Callable[[str], int]  # the size of a feature letter

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from . import budget
 from . import tiles as tiling
-from .ceilings import Ceilings
-from .choice import Choice
 from .communication import forward_cost
-from .work import Case, Work, count, directions, gathers
+from .device_rates import Ceilings
+from .op_counts import Case, Work, count, directions, gathers
+from .schedule import Choice
 
 OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
 ASIDE = 1.1  # panels of torch against tiles of torch, at the same count (measured with attention: 1.03 to 1.4)
@@ -130,7 +130,8 @@ def _inputs(case: Case, work: Work) -> int:
 
 
 def _gathers(case: Case) -> Estimate:
-    """Single pairs: torch's operations on the vectors of one side, some of them at a time (``engine/pick.py``)."""
+    """Single pairs: torch's operations on the vectors of one side, some of them at a time
+    (``engines/common/label_gather.py``)."""
     work, roof, chunks, held = count(case), case.ceilings, 0, 0
     for r in case.fold.reductions:
         side, wide = case.rows if r.attrs[2] == ("col",) else case.cols, case.features(r.args[0]) * _widest(case)
@@ -221,7 +222,7 @@ _FEW = 8  # features, up to which a kernel has no matrix products
 _FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor is at its rate: with matrix products, and without
 
 
-# launches that put the parts of one reduction together (``engine/combine.py``)
+# launches that put the parts of one reduction together (``engines/common/combine.py``)
 COMBINING = {"best": 3, "moments": 16, "pick": 1, "soft": 1, "sum": 1, "topk": 10, "user": 12}
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from .build import substitute
-from .expr import Expr, node
+from .constructors import substitute
+from .expression import Expr, node
+from .loss_and_gradient import of_pass, pulled
 from .lower import Lowered
-from .total import of_pass, pulled
 
 
 def numbered(letter: str, exprs: Sequence[Expr]) -> tuple[Expr, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import intervals as iv
-from .build import ONE, gap_form, terms
-from .expr import Expr, topological
+from .constructors import ONE, gap_form, terms
+from .expression import Expr, topological
 from .lower import Fold
 from .philox import DRAWS
 from .primitives import PRIMITIVES

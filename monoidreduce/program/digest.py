@@ -7,7 +7,7 @@ import hashlib
 import uuid
 from typing import Any
 
-from .expr import Expr, topological
+from .expression import Expr, topological
 from .lower import Fold
 
 _PROCESS = uuid.uuid4().hex  # part of the names of folds over a user's own classes, whose text is not their meaning

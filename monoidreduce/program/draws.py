@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, shown
-from . import build, philox
-from .expr import Expr, index
+from . import constructors, philox
+from .expression import Expr, index
 from .signature import checked
 from .symbol import Symbol, expr_of
 
@@ -35,7 +35,7 @@ def _key(seed: Any) -> Expr:
 
 
 def _drawn(name: str, seed: Any) -> Any:
-    return Symbol(build.apply(name, _key(seed), index("batch"), index("row"), index("col")))
+    return Symbol(constructors.apply(name, _key(seed), index("batch"), index("row"), index("col")))
 
 
 @checked
@@ -77,5 +77,5 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
 def _coin(seed: Any) -> Any:
     """15 bits per pair. Rows have words of their own in each batch element, columns the same in all of them."""
     key, col = _key(seed), index("col")
-    row = build.apply("word", key, index("batch"), index("row"))
-    return Symbol(build.apply("coin", row, build.apply("mark", key, col), col))
+    row = constructors.apply("word", key, index("batch"), index("row"))
+    return Symbol(constructors.apply("coin", row, constructors.apply("mark", key, col), col))

@@ -1,7 +1,7 @@
 """Gradients by closure: the backward of a fold is a fold, written in the same language.
 
 Each reduction's pullback turns the cotangents of its results into cotangents of one pair's fields (Theorem 2.1);
-``pull.py`` takes them back to the leaves; there they are summed over the axes that the leaf does not have, as
+``reverse_mode.py`` takes them back to the leaves; there they are summed over the axes that the leaf does not have, as
 reductions (Corollary 2.1.1), and those of what was given per pair are written out. The results ``P`` and their
 cotangents are just more inputs, so the gradient program is again a program.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import build
-from .expr import Expr, node
-from .pull import pull
+from . import constructors
+from .expression import Expr, node
 from .reductions import KINDS, make
+from .reverse_mode import pull
 from .symbol import Symbol
 
 
@@ -44,7 +44,7 @@ def gradient(
             pulled = KINDS[kind].pullback(over, params, list(map(Symbol, r.args)), list(map(Symbol, outs)), live)
             for field, p in zip(r.args, pulled, strict=True):
                 if p is not None and field.dtype == "float":
-                    seeds.append((field, p.expr if isinstance(p, Symbol) else build.lift(p)))
+                    seeds.append((field, p.expr if isinstance(p, Symbol) else constructors.lift(p)))
         results += outs
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
@@ -57,7 +57,7 @@ def _gather(leaf: Expr, g: Expr | None) -> Expr | None:
     if g is None:
         return None
     if leaf.feature is not None and g.feature is None:
-        g = build.spread(g, leaf.feature)
+        g = constructors.spread(g, leaf.feature)
     if leaf.is_pair:
         return make("pair", "neither", (), (g, leaf))[0]
     if not leaf.cols:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from . import build
-from .expr import Expr, node, reduce_node, result, topological
-from .normal import is_pass, normalize
+from . import constructors
+from .expression import Expr, node, reduce_node, result, topological
+from .normal_form import is_pass, normalize
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 from .reductions import KINDS
@@ -37,13 +37,14 @@ class Fold:
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
         """Every reduction with its scale."""
-        return tuple(zip(self.reductions, self.scales or (build.ONE,) * len(self.reductions), strict=True))
+        return tuple(zip(self.reductions, self.scales or (constructors.ONE,) * len(self.reductions), strict=True))
 
     @functools.cached_property
     def pure(self) -> tuple[Expr, ...]:
         """The reductions with their scales inside: the same numbers, as the gradient sees them."""
         return tuple(
-            r if s is build.ONE else build.rebuild(r, (build.apply("mul", r.args[0], s),)) for r, s in self.scaled
+            r if s is constructors.ONE else constructors.rebuild(r, (constructors.apply("mul", r.args[0], s),))
+            for r, s in self.scaled
         )
 
     @functools.cached_property
@@ -91,7 +92,7 @@ def lower(outputs: tuple[Expr, ...]) -> Lowered:
     outputs = normalize(outputs)
     levels = _levels(outputs)
     for level in range(1, max(levels.values(), default=0) + 1):
-        outputs = build.substitute(outputs, _merge_soft(outputs, levels, level))
+        outputs = constructors.substitute(outputs, _merge_soft(outputs, levels, level))
         levels = _levels(outputs)
     deepest = max(levels.values(), default=0)
     passes = []
@@ -152,13 +153,13 @@ def _scales(
         results = users.get(r, [])
         if r.attrs[0] != "sum" or len(results) != 1 or results[0].feature is None or results[0].dtype != "float":
             continue
-        at, scale = results[0], build.ONE
+        at, scale = results[0], constructors.ONE
         while at not in outputs and len(above := users.get(at, [])) == 1 and above[0].op == "mul":
             other = above[0].args[above[0].args[0] is at]
             if other.feature is not None or levels[other] >= levels[r] or (other.cols if r.rows else other.rows):
                 break
-            at, scale = above[0], build.apply("mul", scale, other)
-        if scale is not build.ONE:
+            at, scale = above[0], constructors.apply("mul", scale, other)
+        if scale is not constructors.ONE:
             found[r] = at, scale
     return found
 
@@ -170,7 +171,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     arithmetic = _of_indices(targets)
     computed = {r: r.args[0] for r in reductions if r.attrs[0] == "pick" and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
-    factors = [scales[r][1] if r in scales else build.ONE for r in reductions]
+    factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
     feeds, derived = _feeds(fields)
     feeds = list(dict.fromkeys([*feeds, *computed.values(), *(f for f in factors if f.op not in _BUILTIN)]))
     leaves = {
@@ -180,13 +181,13 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     scaled = tuple(leaves.get(f, f) for f in factors)
     made = dict(leaves)
     for e in derived:
-        made[e] = build.rebuild(e, tuple(made.get(a, a) for a in e.args))
-    new = build.substitute(tuple(fields), made)
+        made[e] = constructors.rebuild(e, tuple(made.get(a, a) for a in e.args))
+    new = constructors.substitute(tuple(fields), made)
     renamed, at = [], 0
     for r in reductions:
         count = len(r.args) - (r in computed)
         target = (leaves[computed[r]],) if r in computed else ()
-        renamed.append(build.rebuild(r, (*target, *new[at : at + count])))
+        renamed.append(constructors.rebuild(r, (*target, *new[at : at + count])))
         at += count
     users: dict[tuple[Expr, int], list[Expr]] = {}
     for e in order:

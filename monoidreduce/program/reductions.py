@@ -1,8 +1,9 @@
-"""Reductions: the table of the few kinds that everything a body folds becomes (``body.py`` has what it calls).
+"""Reductions: the table of the few kinds that everything a body folds becomes (``vocabulary.py`` has what it calls).
 
 Every reduction of the language is one of seven kinds plus arithmetic on its results: ``sum``; ``soft`` (logsumexp and
 softmax means of any number of values, one logit); ``best`` (largest or smallest, and where); ``topk``; ``moments``;
-``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal.py`` only). An
+``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal_form.py``
+only). An
 eighth, ``pair``, folds nothing: it writes a number per pair out, in the shape of an argument that was given per pair,
 summed over what was broadcast in that (made by ``gradient.py`` only; its ``over`` is neither axis). A kind knows its
 results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a pair is idle,
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 
 from ..errors import NoGradientError
-from . import build
+from . import constructors
 from . import intervals as iv
-from .expr import Expr, Feature, index, node, reduce_node, result, size
-from .pull import pull
+from .expression import Expr, Feature, index, node, reduce_node, result, size
+from .reverse_mode import pull
 from .symbol import Symbol, expr_of
 
 Outputs = list[tuple[Feature, str]]
@@ -59,7 +60,7 @@ def _soft_pullback(over: str, params: tuple, fields: list, results: list, g: lis
     logit, *values = fields
     _, *means, log_total, peak = results
     raised: Any = torch.exp(logit - peak)  # of a symbol, so a symbol
-    weight = raised * Symbol(build.apply("decay", log_total.expr))
+    weight = raised * Symbol(constructors.apply("decay", log_total.expr))
     inner: Any = 0.0
     for g_log in (g[0], g[-2]):  # z and log_total differ by the peak, a constant: they move alike
         inner = inner if g_log is None else g_log + inner
@@ -138,7 +139,7 @@ def _pullback_from_remove(monoid: Any, names: list[str], whole: Any, part: Any, 
     seeds = [(expr_of(getattr(combined, n)), expr_of(getattr(g, n))) for n in names]
     pulled = pull(seeds, [expr_of(getattr(part, n)) for n in names])
     back = {held[n]: e for n, e in rest.items()}
-    return [None if e is None else Symbol(build.substitute((e,), back)[0]) for e in pulled]
+    return [None if e is None else Symbol(constructors.substitute((e,), back)[0]) for e in pulled]
 
 
 def _user_outputs(fields: tuple[Expr, ...], params: tuple) -> Outputs:

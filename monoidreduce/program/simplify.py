@@ -2,7 +2,7 @@
 
 :func:`apply` is the one constructor of elementwise nodes. It folds constants, drops neutral elements and moves factors
 to where they cost least. A rule looks at a bounded number of nodes, so that building an expression of n operations
-takes O(n) time however its subexpressions are shared. The operations on features are in ``build.py``.
+takes O(n) time however its subexpressions are shared. The operations on features are in ``constructors.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ShapeError
-from .expr import Expr, const, fit, is_whole_power, join, node, topological, widest
+from .expression import Expr, const, fit, is_whole_power, join, node, topological, widest
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 

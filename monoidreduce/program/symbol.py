@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ImpureError, TraceError, shown
-from . import build, vectors
+from . import constructors, vectors
 from .advice import NUMPY_OPERATORS, REFUSED_ATTRIBUTES, check_truth_values, refuse, refuse_numpy
 from .context import NeedValue, current_trace
-from .expr import Expr, const, size, topological
+from .expression import Expr, const, size, topological
 from .philox import DRAWS
 from .primitives import COMPOSITES, NAMES, PRIMITIVES
 
@@ -75,7 +75,7 @@ class Symbol:
                 detail=f"[{key!r}] was asked of {self!r}",
                 fix="Only one feature of a vector can be picked, with a plain integer such as x[0]",
             )
-        return Symbol(build.component(expr_of(self), key))
+        return Symbol(constructors.component(expr_of(self), key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TraceError(
@@ -203,12 +203,12 @@ for _name, _primitive in {
 
 
 def _feature_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    return Symbol(build.fsum(expr_of(x)))
+    return Symbol(constructors.fsum(expr_of(x)))
 
 
 def _feature_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Symbol:
     e = expr_of(x)
-    return Symbol(build.apply("div", build.fsum(e), size(str(e.feature))))
+    return Symbol(constructors.apply("div", constructors.fsum(e), size(str(e.feature))))
 
 
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, ord: Any = None, dtype: Any = None) -> Any:
@@ -226,7 +226,7 @@ def _normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: An
 
 def _feature_extreme(largest: bool) -> Callable:
     def f(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        return Symbol(build.feature_extreme(expr_of(x), largest))
+        return Symbol(constructors.feature_extreme(expr_of(x), largest))
 
     return f
 
@@ -262,11 +262,11 @@ def _extreme(name: str) -> Callable:
 
 
 def _dot(x: Any, y: Any) -> Symbol:
-    return Symbol(build.dot(expr_of(x), expr_of(y)))
+    return Symbol(constructors.dot(expr_of(x), expr_of(y)))
 
 
 def _cast_to(kind: str) -> Callable:
-    return lambda x: Symbol(build.apply("cast", expr_of(x), to=kind))
+    return lambda x: Symbol(constructors.apply("cast", expr_of(x), to=kind))
 
 
 def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
@@ -280,19 +280,23 @@ def _to(x: Any, target: Any, *rest: Any, **kwargs: Any) -> Symbol:
 def _divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     a, b = expr_of(x), expr_of(y)
     if rounding_mode == "floor":
-        return Symbol(build.apply("floor_divide", a, b))
+        return Symbol(constructors.apply("floor_divide", a, b))
     if rounding_mode is not None and "float" not in (a.dtype, b.dtype):
         return _truncated(a, b)
-    quotient = build.apply("div", a, b)
-    return Symbol(quotient if rounding_mode is None else build.apply("trunc", quotient))
+    quotient = constructors.apply("div", a, b)
+    return Symbol(quotient if rounding_mode is None else constructors.apply("trunc", quotient))
 
 
 def _truncated(a: Any, b: Any) -> Symbol:
     """An integer quotient rounded to zero: the rounded-down one, and one more where it is negative and not exact."""
-    down = build.apply("floor_divide", a, b)
-    inexact = build.apply("ne", build.apply("mul", down, b), a)
-    negative = build.apply("ne", build.apply("lt", a, 0), build.apply("lt", b, 0))
-    return Symbol(build.apply("add", down, build.apply("where", build.apply("logical_and", inexact, negative), 1, 0)))
+    down = constructors.apply("floor_divide", a, b)
+    inexact = constructors.apply("ne", constructors.apply("mul", down, b), a)
+    negative = constructors.apply("ne", constructors.apply("lt", a, 0), constructors.apply("lt", b, 0))
+    return Symbol(
+        constructors.apply(
+            "add", down, constructors.apply("where", constructors.apply("logical_and", inexact, negative), 1, 0)
+        )
+    )
 
 
 def _truth(name: str) -> Callable:
@@ -305,7 +309,7 @@ def _truth(name: str) -> Callable:
                 detail=f"{name} was asked of numbers",
                 fix="Combine truth values with &, |, ^, ~; use %, // and * for bits",
             )
-        return Symbol(build.apply(name.replace("bitwise", "logical"), *exprs))
+        return Symbol(constructors.apply(name.replace("bitwise", "logical"), *exprs))
 
     return f
 
@@ -394,8 +398,8 @@ def _primitive_call(primitive: Any, args: tuple, kwargs: dict) -> Symbol:
     exprs = [expr_of(t) for t in tensors]
     check_truth_values(primitive.name, [e.dtype == "bool" for e in exprs])
     if alpha != 1:
-        exprs[1] = build.apply("mul", exprs[1], alpha)
-    return Symbol(build.apply(primitive.name, *exprs, **attributes))
+        exprs[1] = constructors.apply("mul", exprs[1], alpha)
+    return Symbol(constructors.apply(primitive.name, *exprs, **attributes))
 
 
 _ARITY = dict.fromkeys(PRIMITIVES, 1) | dict.fromkeys(

@@ -21,8 +21,8 @@ from ..algebra import Monoid
 from ..errors import ImpureError, MonoidReduceError, NotReducedError, TraceError, UnreducedError, shown
 from .closure import Watched
 from .context import NeedValue, Trace, current_trace
-from .declare import Parameter
-from .expr import Expr, const, topological
+from .declarations import Parameter
+from .expression import Expr, const, topological
 from .symbol import Symbol, expr_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

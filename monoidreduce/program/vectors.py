@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import build
-from .build import apply
-from .expr import Expr
+from . import constructors
+from .constructors import apply
+from .expression import Expr
 
 
 def norm(x: Expr, p: Any = 2) -> Expr:
     """The p-norm; its slope at 0 is 0, as in torch."""
     if p in (2, 2.0, "fro", None):
-        square = build.fsum(apply("square", x))
+        square = constructors.fsum(apply("square", x))
         zero = apply("eq", square, 0)
         return apply("where", zero, 0.0, apply("sqrt", apply("where", zero, 1.0, square)))
     size = apply("abs", x)
     if p == 1:
-        return build.fsum(size)
+        return constructors.fsum(size)
     if p == math.inf:
-        return build.feature_extreme(size, True)
-    return apply("pow", build.fsum(apply("pow", size, p)), 1.0 / p)
+        return constructors.feature_extreme(size, True)
+    return apply("pow", constructors.fsum(apply("pow", size, p)), 1.0 / p)
 
 
 def normalize(x: Expr, p: float, eps: float) -> Expr:
@@ -32,12 +32,12 @@ def normalize(x: Expr, p: float, eps: float) -> Expr:
 def over_features(name: str, x: Expr) -> Expr:
     """``softmax``, ``log_softmax`` or ``logsumexp`` of a row's or a column's vector, less its largest feature first."""
     x = apply("cast", x, to="float")
-    peak = apply("detach", build.feature_extreme(x, True))
+    peak = apply("detach", constructors.feature_extreme(x, True))
     if name == "logsumexp":  # minus infinity, and not NaN, where all features are
         peak = apply("where", apply("isinf", peak), 0.0, peak)
     lowered = apply("sub", x, peak)
     raised = apply("exp", lowered)
-    total = build.fsum(raised)
+    total = constructors.fsum(raised)
     if name == "softmax":
         return apply("div", raised, total)
     return (

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce.plan.choice import Choice, follow
+from monoidreduce.plan.schedule import Choice, follow
 
 from .programs import DTYPES, Program, Run, flat
 from .tree import Node

@@ -201,7 +201,7 @@ class Program:
         lines.append(f"# {self.run}, sizes {self.sizes}")
         how = f'mr.use(engine="{self.run.engine}")'
         if self.run.tile is not None:
-            lines.append("from monoidreduce.plan.choice import Choice, follow")
+            lines.append("from monoidreduce.plan.schedule import Choice, follow")
             how += f', follow(Choice("flash", (("tile", {self.run.tile}),)))'
         lines += [f"with {how}:", f"    found = flat(program({names}))"]
         lines.append(f"expected = plain({self.sizes.rows}, {self.sizes.cols}, torch.{self.dtype}, {names})")

@@ -9,8 +9,9 @@ if not torch.cuda.is_available():
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, pieces
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import float32_split
 from tests.support.comparison import assert_error_rule, cast, run, there
 from tests.support.float32_split_cases import WORKS, gaussian, near, shapes
 
@@ -22,15 +23,15 @@ if torch.cuda.get_device_capability() < (9, 0):
 def split(monkeypatch):
     """Also small problems are split; whether each kernel that was made multiplies pieces."""
     found = []
-    real = launch.Launch.prepare
+    real = fold_kernel.Launch.prepare
 
     def prepare(self, *given):
         real(self, *given)
         found.append(self.spec.pieces)
 
-    monkeypatch.setattr(pieces, "MANY", 0)
+    monkeypatch.setattr(float32_split, "MANY", 0)
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch.Launch, "prepare", prepare)
+    monkeypatch.setattr(fold_kernel.Launch, "prepare", prepare)
     return found
 
 

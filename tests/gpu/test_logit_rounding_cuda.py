@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton.wide import epilogue, reels
-from monoidreduce.engine.triton.wide.panel import KernelStep
-from monoidreduce.engine.triton.wide.room import Room
+from monoidreduce.engines.triton.panel import epilogue, panel_replay
+from monoidreduce.engines.triton.panel.arena import Room
+from monoidreduce.engines.triton.panel.kernel_step import KernelStep
 from monoidreduce.plan import budget
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 
@@ -22,8 +22,8 @@ def held(request, monkeypatch):
     """Once as predicted, once where gradients go by the vendor's products: the types of the pairs that panels held, and
     the one that those of gradients should have."""
     found, begin, fuses = [], KernelStep.begin, Room.fuses
-    monkeypatch.setattr(reels, "_KINDS", {})  # nothing is run as another test's walk was
-    monkeypatch.setattr(reels, "_ONCE", {})
+    monkeypatch.setattr(panel_replay, "_KINDS", {})  # nothing is run as another test's walk was
+    monkeypatch.setattr(panel_replay, "_ONCE", {})
     monkeypatch.setattr(KernelStep, "begin", lambda step, panel: found.append(step.pairs) or begin(step, panel))
     if not request.param:
         monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))

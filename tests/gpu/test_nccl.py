@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine.ranks import agree, exchange
+from monoidreduce.engines.common import collectives
+from monoidreduce.engines.ranks import agreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -31,7 +32,7 @@ def mixed(q: Row["f"], k: Col["f"], v: Col["d"]):
 def results(layout=None):
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 16, generator=gen).cuda().requires_grad_() for n in (200, 333, 333))
-    with agree.dividing(layout or agree.Layout()):
+    with agreement.dividing(layout or agreement.Layout()):
         values = mixed(q, k, v)
     total = sum((t * torch.linspace(-1, 1, t.numel(), device="cuda").view(t.shape)).sum() for t in values[:2])
     return [*(t.detach() for t in values), *torch.autograd.grad(total + values[3].sum(), (q, k, v))]
@@ -40,7 +41,7 @@ def results(layout=None):
 @pytest.mark.parametrize("axes", [("rows",), ("cols",), ("rows", "cols")], ids="+".join)
 def test_a_group_of_one_is_one_process(group, axes):
     """Through the collectives, which ``mr.shard`` itself leaves out for a group of one."""
-    layout = agree.Layout(**{name: group for name in axes})
+    layout = agreement.Layout(**{name: group for name in axes})
     for got, expected in zip(results(layout), results(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -57,14 +58,14 @@ def test_tensors_are_passed_on(group):
     """To the next rank, which here is this one; of every type that travels."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         sent = [torch.ones(5, 3, device="cuda").to(dtype), torch.zeros(0, 3, device="cuda", dtype=dtype)]
-        received = exchange.Passing(sent, [torch.empty_like(t) for t in sent], group, 0, 0).done()
+        received = collectives.Passing(sent, [torch.empty_like(t) for t in sent], group, 0, 0).done()
         assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)), dtype
 
 
 def test_what_one_rank_refuses(group):
     """Its own error, which the others are told; the group is still good."""
     x = torch.ones(3, 4, device="cuda")
-    with agree.dividing(agree.Layout(cols=group)):
+    with agreement.dividing(agreement.Layout(cols=group)):
         with pytest.raises(mr.ShapeError):
             mixed(x, torch.ones(5, 3, device="cuda"), torch.ones(5, 2, device="cuda"))
         assert mr.ops.attention(x, x, x).shape == (3, 4)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton.wide import reels
+from monoidreduce.engines.triton.panel import panel_replay
 from monoidreduce.plan import budget
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -90,8 +90,8 @@ def test_weights_measured_from_a_guess(kind):
 @pytest.mark.parametrize("limit", ["2MB", "64MB", "300MB"])
 def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeypatch):
     """Walked, heard, run: the same bits each time, on other numbers too, and no more memory."""
-    monkeypatch.setattr(reels, "_KINDS", {})
-    monkeypatch.setattr(reels, "_ONCE", {})
+    monkeypatch.setattr(panel_replay, "_KINDS", {})
+    monkeypatch.setattr(panel_replay, "_ONCE", {})
     x, w, target = head(1000, 1104, 32003, True)
 
     def loss(x, w):
@@ -100,20 +100,20 @@ def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeyp
 
     def walked(x, w):
         with monkeypatch.context() as patch:
-            patch.setattr(reels, "repeated", lambda walked, *given: walked(*given))
+            patch.setattr(panel_replay, "repeated", lambda walked, *given: walked(*given))
             return extra(lambda: pulled(loss, x, w)), pulled(loss, x, w)
 
     bytes_walked, first = walked(x, w)
     for _ in range(3):
         for again, same in zip(pulled(loss, x, w), first, strict=True):
             assert torch.equal(again, same)
-    kinds = list(reels._KINDS.values())
+    kinds = list(panel_replay._KINDS.values())
     assert kinds and all(kind.reels and not kind.lost for kind in kinds)
     assert extra(lambda: pulled(loss, x, w)) <= bytes_walked
     other = x.flip(0).contiguous()
     for got, want in zip(pulled(loss, other, w), walked(other, w)[1], strict=True):
         assert torch.equal(got, want)
-    assert [kind.reels for kind in reels._KINDS.values()] == [kind.reels for kind in kinds]
+    assert [kind.reels for kind in panel_replay._KINDS.values()] == [kind.reels for kind in kinds]
 
 
 @mr.op

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import launch, staged
-from monoidreduce.engine.triton.wide import contract
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.schedules import attention
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check
 
-HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
@@ -30,9 +31,9 @@ def test_repeats_bit_for_bit():
 
 def test_column_gradients_over_panels(monkeypatch):
     """Walked, heard and run as it was written down: the same, and as near as torch."""
-    seen, real = [], launch.execute
-    monkeypatch.setattr(launch, "execute", lambda call: seen.append(call.kernel.name) or real(call))
-    monkeypatch.setattr(contract, "_READY", {})
+    seen, real = [], fold_kernel.execute
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: seen.append(call.kernel.name) or real(call))
+    monkeypatch.setattr(contraction, "_READY", {})
     gen = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 768, generator=gen).bfloat16().cuda().requires_grad_() for n in (4096, 70000))
     label = torch.randint(70000, (4096,), generator=gen).cuda()

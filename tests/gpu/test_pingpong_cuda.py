@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, staged, use_plan
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention
 from tests.support.pingpong_cases import (
     SIZES,
     by_turns,
@@ -23,7 +25,7 @@ from tests.support.pingpong_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
@@ -33,7 +35,7 @@ LARGER = [*SIZES, (1025, 4097, 1032), (3000, 20001, 776), (1000, 5003, 2056), (4
 @pytest.fixture
 def kernels(monkeypatch):
     """The names of the kernels by turns that are launched for the first time."""
-    found, real = [], launch.execute
+    found, real = [], fold_kernel.execute
 
     def execute(call):
         if call.kernel.staged:
@@ -41,7 +43,7 @@ def kernels(monkeypatch):
         return real(call)
 
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(fold_kernel, "execute", execute)
     return found
 
 

@@ -8,12 +8,14 @@ import torch
 
 import monoidreduce as mr
 from benchmarks.measure import captured
-from monoidreduce import Col, Row, explain, tuning
-from monoidreduce.engine import triton
-from monoidreduce.engine.planning import planner, trial, tuner, winners
-from monoidreduce.engine.triton import KernelPlan, source
-from monoidreduce.plan import candidates, store, tiles
-from monoidreduce.plan.choice import Choice
+from monoidreduce import Col, Row, autotune, explain
+from monoidreduce.engines import triton
+from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.plan import candidates, plan_records, tiles
+from monoidreduce.plan.schedule import Choice
+from monoidreduce.tuning import trial, tuner
 from tests.support.comparison import errors
 from tests.support.wrong_kernels import GUESSED, wrong
 
@@ -35,9 +37,9 @@ def loss(x: Row["d"], w: Col["d"], label: Row):
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setattr(tuner, "MOST", 4)  # candidates of a kernel: each is compiled
-    store.forget()
+    plan_records.forget()
     yield
-    store.forget()
+    plan_records.forget()
 
 
 def drawn(*lengths, d=64, dtype=torch.bfloat16):
@@ -51,10 +53,10 @@ def test_winners_are_right_and_found_again():
     q, k, v = (a.double() for a in args)  # logits of 16 bits alone would be off by more than the limit
     truth = torch.softmax(q @ k.mT, -1) @ v
     assert errors(attention(*args), truth).max() < 0.05
-    met = tuning.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
+    met = autotune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        assert winners.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
+        assert tuned_plans.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])
@@ -102,7 +104,7 @@ def test_peak_memory_is_as_predicted(name):
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
     monkeypatch.setattr(triton, "_READY", {})
-    with source.watched() as kernels:
+    with jit_module.watched() as kernels:
         attention(*drawn(512, 512, 512))
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
 

@@ -11,8 +11,10 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, staged, use_plan
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention
 from tests.support.warp_specialised_attention_cases import (
     BY_TURNS,
     CAPPED,
@@ -25,7 +27,7 @@ from tests.support.warp_specialised_attention_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 
@@ -35,9 +37,9 @@ PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels that are launched for the first time."""
-    found, real = [], launch.execute
+    found, real = [], fold_kernel.execute
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch, "execute", lambda call: found.append(call.kernel) or real(call))
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: found.append(call.kernel) or real(call))
     return found
 
 

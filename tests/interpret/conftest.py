@@ -14,10 +14,18 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engine import triton
-from monoidreduce.engine.triton import kept, launch, opened, paired, pieces, rows, shifts, source, strips, united
-from monoidreduce.engine.triton.text import deep, emit
-from monoidreduce.engine.triton.wide import epilogue, filtered, reels, rest, write
+from monoidreduce.engines import triton
+from monoidreduce.engines.triton.codegen import k_loop, kernel_text
+from monoidreduce.engines.triton.kernels import exponent_shift, fold_kernel, row_kernels, split_combine, topk_rows
+from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module, launch_cache
+from monoidreduce.engines.triton.panel import (
+    epilogue,
+    epilogue_kernels,
+    label_corrections,
+    panel_replay,
+    sparse_contraction,
+)
+from monoidreduce.engines.triton.schedules import float32_split, pingpong
 from tests.support.fast_interpreter import quicken
 
 
@@ -52,10 +60,10 @@ def exact_products(monkeypatch):
         x, y = (f"{block}.to(tl.float32)" for block in blocks)
         return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
-    written = emit.kernel, write.kernel, epilogue.epilogue, paired.kernel, epilogue.paired.kernel
+    written = kernel_text.kernel, epilogue_kernels.kernel, epilogue.epilogue, pingpong.kernel, epilogue.paired.kernel
     for one in written:
         one.cache_clear()
-    monkeypatch.setattr(deep, "_dot", exact)
+    monkeypatch.setattr(k_loop, "_dot", exact)
     yield
     for one in written:
         one.cache_clear()
@@ -65,7 +73,7 @@ def exact_products(monkeypatch):
 def by_address(monkeypatch):
     """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
     made = []
-    real, small = _unseen(launch.execute), _unseen(kept.Kernels._first)
+    real, small = _unseen(fold_kernel.execute), _unseen(launch_cache.Kernels._first)
 
     def execute(call):
         real(call)
@@ -82,17 +90,17 @@ def by_address(monkeypatch):
         small(self, *how)
         return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
 
-    monkeypatch.setattr(kept.Kernels, "_first", first)
-    small_ones = (filtered, pieces, rows, shifts, strips, united)
-    for kernels in (rest._run, *(module._kernels for module in small_ones)):
-        monkeypatch.setattr(kernels, "kept", kept.Kept())
-    monkeypatch.setattr(reels, "_KINDS", {})
-    monkeypatch.setattr(reels, "_ONCE", {})
+    monkeypatch.setattr(launch_cache.Kernels, "_first", first)
+    small_ones = (sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
+    for kernels in (label_corrections._run, *(module._kernels for module in small_ones)):
+        monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
+    monkeypatch.setattr(panel_replay, "_KINDS", {})
+    monkeypatch.setattr(panel_replay, "_ONCE", {})
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    monkeypatch.setattr(launch, "execute", execute)
-    monkeypatch.setattr(source, "repeats", lambda device: True)
+    monkeypatch.setattr(fold_kernel, "execute", execute)
+    monkeypatch.setattr(jit_module, "repeats", lambda device: True)
     monkeypatch.setattr(triton, "_READY", {})
     return made
 
@@ -100,8 +108,8 @@ def by_address(monkeypatch):
 @_unseen
 def _at(address, like):
     """The tensor at an address, of a form, or a descriptor of it."""
-    if hasattr(address, "block_shape") and isinstance(address.base, opened.Address):
-        return opened.filled(address, _at(address.base.at, like.base))
+    if hasattr(address, "block_shape") and isinstance(address.base, encoded_descriptors.Address):
+        return encoded_descriptors.filled(address, _at(address.base.at, like.base))
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))

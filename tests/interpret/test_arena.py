@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan
-from monoidreduce.engine.triton.wide import epilogue
-from monoidreduce.engine.triton.wide.panel import KernelStep
-from monoidreduce.plan import panels, tail
+from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton.panel import epilogue
+from monoidreduce.engines.triton.panel.kernel_step import KernelStep
+from monoidreduce.plan import in_place_layout, panel_layout
 from tests.interpret.test_epilogue_kernels import (
     FAR,
     SMALL,
@@ -40,9 +40,9 @@ def used(monkeypatch, tmp_path_factory, exact_products):
     monkeypatch.setattr(epilogue, "PLANS", PLANS)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
     for name, value in {"FEW": ROWS, "LONG": ROWS, "ROUND": 4, "MOST": 128}.items():
-        monkeypatch.setattr(panels, name, value)
+        monkeypatch.setattr(panel_layout, name, value)
     for name, value in {"_ROUND": 64, "_LEAST": 4, "_MORE": 8}.items():
-        monkeypatch.setattr(tail, name, value)
+        monkeypatch.setattr(in_place_layout, name, value)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     return found, plans
 
@@ -130,7 +130,7 @@ def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     got = pulled(function, (x, w), 4000)
     assert stowed(used)
     monkeypatch.setattr(epilogue, "on", lambda device: False)
-    monkeypatch.setattr(panels, "FEW", 4)
+    monkeypatch.setattr(panel_layout, "FEW", 4)
     expected = pulled(function, (x, w), "10MB")
     alike(got, expected)
 

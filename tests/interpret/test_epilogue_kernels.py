@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, ahead
-from monoidreduce.engine.triton.wide import epilogue, late
-from monoidreduce.engine.triton.wide.joint import groups, joint
-from monoidreduce.engine.triton.wide.rest import Rest
-from monoidreduce.engine.walks import walks
-from monoidreduce.plan import blocks, panels
-from monoidreduce.program.build import ZERO, apply
-from monoidreduce.program.expr import index, node, topological
-from monoidreduce.program.total import total
+from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton.launch import parallel_compile
+from monoidreduce.engines.triton.panel import epilogue, row_factor
+from monoidreduce.engines.triton.panel.fuse_stages import groups, joint
+from monoidreduce.engines.triton.panel.label_corrections import Rest
+from monoidreduce.plan import panel_layout as panels
+from monoidreduce.plan import row_blocks
+from monoidreduce.program.constructors import ZERO, apply
+from monoidreduce.program.expression import index, node, topological
+from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.runtime.gradient_in_forward import inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
@@ -122,8 +124,10 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     assert panels > 1
     used.clear()
     added, add = [], Rest.add
-    monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
-    monkeypatch.setattr(Rest, "add", lambda *given: added.append(ahead._waiting.get() is not None) or add(*given))
+    monkeypatch.setattr(parallel_compile, "_may_wait", lambda device: True)
+    monkeypatch.setattr(
+        Rest, "add", lambda *given: added.append(parallel_compile._waiting.get() is not None) or add(*given)
+    )
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)
     assert added == [True] + [False] * panels
@@ -277,7 +281,7 @@ def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatc
     firsts = [0, *(last for last, _, _ in plan)]
     found = tuple(panels.Block(first, *own) for first, own in zip(firsts, plan, strict=False))
     given = panels.Panels(max(b.rows for b in found), min(b.cols for b in found), outer="rows", blocks=found)
-    monkeypatch.setattr(blocks, "blocks", lambda *how: given)
+    monkeypatch.setattr(row_blocks, "blocks", lambda *how: given)
     x, w, _ = vectors(rows, cols, 264)
     loss = lambda x, w: own_index(x, w).sum()
     whole = pulled(loss, (x, w), "10MB")
@@ -316,10 +320,10 @@ def test_what_is_taken_apart():
         outputs = op._prepare(args, {})[0].outputs
         inputs = inputs_of(outputs)
         (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
-        return late.late(joint(walk, groups(walk)[0], False))
+        return row_factor.late(joint(walk, groups(walk)[0], False))
 
     apart = found(head, x, w, t, b)
-    assert apart is not None and apart.hit is not None and not late.distinct(apart.target)
+    assert apart is not None and apart.hit is not None and not row_factor.distinct(apart.target)
     assert not apart.late.cols and apart.early.op != "const"
     assert found(smooth, x, w, t) is None
     assert found(capped, x, w, t) is None
@@ -332,7 +336,7 @@ def test_a_weight_without_its_own_column():
     s = node("leaf", (), ("s",), rows=True, cols=True, feature=None, dtype="float")
     hits = [apply("where", apply("eq", col, t), number, ZERO) for t in here]
     weight = apply("mul", apply("sub", apply("exp", s), hits[0]), number)
-    others, own = late.apart(weight)
+    others, own = row_factor.apart(weight)
     assert own.weight is weight and own.target is here[0]
     assert others.op == "where" and hits[0] not in topological([others])
-    assert late.apart(apply("exp", s)) is None and late.apart(apply("sub", weight, hits[1])) is None
+    assert row_factor.apart(apply("exp", s)) is None and row_factor.apart(apply("sub", weight, hits[1])) is None

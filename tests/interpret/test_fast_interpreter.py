@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.support.comparison import run
 from tests.support.fast_interpreter import quicken
 from tests.support.layers import BY_NAME

@@ -5,9 +5,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, launch, pieces, use_plan
-from monoidreduce.engine.triton.text import emit
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import float32_split
 from tests.support.comparison import assert_error_rule, cast, run
 from tests.support.float32_split_cases import WORKS, gaussian, shapes
 
@@ -22,19 +24,19 @@ EXACT = """def piece_times(a, b, acc):
 def split(monkeypatch):
     """Everything is for the matrix units; whether each kernel that was made multiplies pieces."""
     found = []
-    library, real = {**emit._library(), "piece_times": EXACT}, launch.Launch.prepare
+    library, real = {**kernel_text._library(), "piece_times": EXACT}, fold_kernel.Launch.prepare
 
     def prepare(self, *given):
         real(self, *given)
         found.append(self.spec.pieces)
 
-    monkeypatch.setattr(emit, "_library", lambda: library)
-    monkeypatch.setattr(pieces, "MANY", 0)
+    monkeypatch.setattr(kernel_text, "_library", lambda: library)
+    monkeypatch.setattr(float32_split, "MANY", 0)
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch.Launch, "prepare", prepare)
-    emit.kernel.cache_clear()
+    monkeypatch.setattr(fold_kernel.Launch, "prepare", prepare)
+    kernel_text.kernel.cache_clear()
     yield found
-    emit.kernel.cache_clear()
+    kernel_text.kernel.cache_clear()
 
 
 @pytest.fixture(params=[("ieee", 0), ("tf32x3", 1)], ids=["ieee, loads", "tf32x3, copies"])
@@ -107,7 +109,7 @@ def test_thirds_add_up_to_their_number():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(70, 19, generator=gen) * torch.logspace(-25, 30, 70)[:, None]
     x[3, 2], x[4, 5], x[5, 1], x[6, 6] = torch.inf, -torch.inf, 0.0, 1.0
-    whole, norms, _ = pieces._split(x.expand(3, 70, 19), 1, None, True, False)
+    whole, norms, _ = float32_split._split(x.expand(3, 70, 19), 1, None, True, False)
     assert whole.shape == (3, 70, 96) and whole.stride(0) == 0
     first, second, third = whole[0].float().unflatten(1, (3, 32)).unbind(1)
     assert not first[:, 19:].any()
@@ -124,7 +126,7 @@ def test_thirds_add_up_to_their_number():
 def test_halves_add_up_to_their_number():
     x = torch.randn(70, 19, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 70)[:, None]
     x[1], x[2, 2:] = 0.0, 0.0
-    whole, norms, scales = pieces._split(x.expand(3, 70, 19), 1, None, True, True)
+    whole, norms, scales = float32_split._split(x.expand(3, 70, 19), 1, None, True, True)
     assert whole.shape == (3, 70, 64) and scales.shape == norms.shape == (3, 70) and scales.stride(0) == 0
     first, second = whole[0].double().unflatten(1, (2, 32)).unbind(1)
     together = (first + second)[:, :19] * scales[0].double()[:, None]
@@ -147,7 +149,7 @@ def test_vectors_of_which_more_is_made_are_left_whole(split):
 def test_where_vectors_are_split(split, monkeypatch):
     """Where pairs are many and memory is not bounded; products of TF32 are for who asks for them."""
     x, y = shapes((9, 16), (11, 16))(torch.Generator().manual_seed(0))
-    monkeypatch.setattr(pieces, "MANY", 100)
+    monkeypatch.setattr(float32_split, "MANY", 100)
     with mr.use(engine="triton", precision="tf32"):
         ops.knn(y, x.repeat(2, 1), 2)
     with mr.use(engine="triton"):

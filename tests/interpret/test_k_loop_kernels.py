@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine import panel
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, plan, use_plan
-from monoidreduce.engine.triton.spec import Spec
-from monoidreduce.engine.triton.text import chance, deep
+from monoidreduce.engines import panel
+from monoidreduce.engines.triton import KernelPlan, KernelStep, use_plan
+from monoidreduce.engines.triton.codegen import k_loop, philox
+from monoidreduce.engines.triton.codegen.kernel_spec import Spec
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import kernel_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -97,10 +99,10 @@ def test_a_gpu_s_gumbel_numbers(monkeypatch):
     the least are exact."""
     words = torch.cat([torch.arange(1000), 2**32 - 1 - torch.arange(1000), torch.randint(2**32, (200_000,))])
     u = words.float() * 2.0**-32 + 2.0**-33
-    monkeypatch.setattr(chance, "tl", torch)
-    monkeypatch.setattr(chance, "native_log2", torch.log2)
-    monkeypatch.setattr(chance, "lot", lambda *place: u)
-    got = chance.native_gumbel(0, 0, 0, 0, torch.float32).double()
+    monkeypatch.setattr(philox, "tl", torch)
+    monkeypatch.setattr(philox, "native_log2", torch.log2)
+    monkeypatch.setattr(philox, "lot", lambda *place: u)
+    got = philox.native_gumbel(0, 0, 0, 0, torch.float32).double()
     exact = -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24).double()))
     off = (got - exact).abs()
     assert u.max() == 1 and got.isfinite().all()
@@ -119,8 +121,8 @@ def test_samples_are_those_of_every_engine(features, plans, seed):
 
 def test_one_fold_walks_tiles_and_features_in_one_loop(monkeypatch, seed):
     """Where tensor descriptors copy; two folds at once have no registers for it."""
-    texts, execute = [], launch.execute
-    monkeypatch.setattr(launch, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    texts, execute = [], fold_kernel.execute
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
     x, w = vectors(12, 90, 264, seed)
     with mr.use(engine="triton", strict=True):
         for plans in (PLANS, BOXED):
@@ -158,7 +160,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     def first(x: mr.Row["d"], w: mr.Col["d"]):
         return mr.argmax(x @ w)
 
-    assert deep.rounds(spec(total, x, x)) and not deep.rounds(spec(first, x, x))
+    assert k_loop.rounds(spec(total, x, x)) and not k_loop.rounds(spec(first, x, x))
 
 
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
@@ -167,7 +169,7 @@ SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
 @pytest.mark.parametrize("beside", [1000, 20, 8])
 @pytest.mark.parametrize(("instances", "tiles"), SHAPES)
 def test_no_processor_is_idle_for_long(instances, tiles, beside):
-    count = plan.parts(KernelPlan(128, 256), instances, tiles, 132, beside)
+    count = kernel_plan.parts(KernelPlan(128, 256), instances, tiles, 132, beside)
     longest = -(-tiles * -(-instances * count // 132) // count)
     assert count * 2 <= max(2, tiles) and (instances * tiles / (longest * 132) > 0.75 or tiles < 4 * 132 // instances)
     if beside < instances and 4 * count < tiles:
@@ -175,12 +177,12 @@ def test_no_processor_is_idle_for_long(instances, tiles, beside):
 
 
 def test_a_few_rows_take_all_processors():
-    assert plan.parts(KernelPlan(128, 256), 8, 501, 132, 1000) == 33
+    assert kernel_plan.parts(KernelPlan(128, 256), 8, 501, 132, 1000) == 33
 
 
 def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
-    one = launch.Launch.__new__(launch.Launch)
+    one = fold_kernel.Launch.__new__(fold_kernel.Launch)
     one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
     assert one._cuts() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
@@ -188,9 +190,9 @@ def test_parts_differ_by_one_tile():
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
     one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
     many = 2**20
-    assert deep.beside(one, 128, many) == 2 * deep.beside(one, 256, many) == 4 * deep.beside(other, 256, many) > 0
-    assert deep.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert deep.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
+    assert k_loop.beside(one, 128, many) == 2 * k_loop.beside(one, 256, many) == 4 * k_loop.beside(other, 256, many) > 0
+    assert k_loop.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert k_loop.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
 
 
 def _given(width):
@@ -208,8 +210,8 @@ def test_parts_of_a_few_tiles_at_a_time(few, seed, monkeypatch):
     """The same numbers in whatever order program instances run, the last few tiles being fewer."""
     rows = 67 + few  # a launch of its own for each
     x, w = vectors(rows, 130, 300, seed)
-    monkeypatch.setattr(deep, "_NEAR", few * 16 * 300 * 2)
-    monkeypatch.setattr(deep, "_FITS", 0)
+    monkeypatch.setattr(k_loop, "_NEAR", few * 16 * 300 * 2)
+    monkeypatch.setattr(k_loop, "_FITS", 0)
     label = torch.arange(rows)
     with mr.use(engine="triton", strict=True), use_plan({"cols": KernelPlan(16, 32, parts=3)}):
         loss, best, _ = head(x, w, label, torch.zeros(130).half())

@@ -5,14 +5,17 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import chunks
-from monoidreduce.engine import exact, hardware, library, panel
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch
-from monoidreduce.engine.triton.wide import epilogue
-from monoidreduce.engine.triton.wide.room import Room
+from monoidreduce.engines import panel
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton import KernelPlan, KernelStep
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.panel import epilogue
+from monoidreduce.engines.triton.panel.arena import Room
 from monoidreduce.errors import BudgetError
-from monoidreduce.plan import panels
+from monoidreduce.plan import panel_layout
 from monoidreduce.program.lower import lower
+from monoidreduce.runtime import logit_rounding, torch_operator
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -48,11 +51,11 @@ def hopper(monkeypatch, tmp_path_factory, exact_products):
     monkeypatch.setattr(epilogue, "PLANS", SMALL)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(panels, "ROUND", 4)
+    monkeypatch.setattr(panel_layout, "ROUND", 4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
         one._plans.kept.clear()
-    exact._stays.cache_clear()
+    logit_rounding._stays.cache_clear()
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def zeros(*shapes, asks=True):
 def stays(op, *args):
     """Whether the folds of a call keep their products."""
     traced, bound, sizes, _ = op._prepare(args, {})
-    program = exact.marked(lower(traced.outputs), exact.asking(bound), sizes)
+    program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound), sizes)
     return [p.fold.exact for p in program.passes]
 
 
@@ -115,10 +118,11 @@ def test_gradients_inherit_and_a_compiler_tells_them_apart():
     x, w = zeros((5, 300), (9, 300))
     label = torch.zeros(5).long()
     traced, bound, sizes, _ = head._prepare((x, w, label), {})
-    (fold,) = (p.fold for p in exact.marked(lower(traced.outputs), exact.asking(bound), sizes).passes)
+    (fold,) = (p.fold for p in logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound), sizes).passes)
     (usual,) = (p.fold for p in lower(traced.outputs).passes)
-    assert fold != usual and library.name(fold) != library.name(usual)
-    assert library._known(library.name(fold)).exact and not library._known(library.name(usual)).exact
+    assert fold != usual and torch_operator.name(fold) != torch_operator.name(usual)
+    assert torch_operator._known(torch_operator.name(fold)).exact and not
+    torch_operator._known(torch_operator.name(usual)).exact
     with mr.use(engine="triton"):
         value = head(x, w, label).sum()
         seen, run = [], panel.as_program
@@ -214,12 +218,13 @@ def test_columns_in_chunks():
 
 
 def test_panels_in_torch_hold_float32_too(monkeypatch):
-    monkeypatch.setattr(hardware, "raise_16bit", lambda device, dtype: False)
+    monkeypatch.setattr(matmul, "raise_16bit", lambda device, dtype: False)
     seen, begin = [], panel.TorchStep.begin
     monkeypatch.setattr(panel.TorchStep, "begin", lambda step, found: seen.append(step.kind) or begin(step, found))
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
-    for program in (lower(traced.outputs), exact.marked(lower(traced.outputs), exact.asking(bound), sizes)):
+    for program in (lower(traced.outputs), logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(bound),
+    sizes)):
         (p,) = program.passes
         panel.run(p.fold, [bound[str(f.attrs[0])] for f in p.feeds], sizes)
     assert seen == [torch.bfloat16, torch.float32]
@@ -228,11 +233,12 @@ def test_panels_in_torch_hold_float32_too(monkeypatch):
 def test_texts_differ_by_the_rounding_alone(monkeypatch):
     """And kernels that were written for one are not run for the other."""
     texts = {}
-    execute = launch.execute
+    execute = fold_kernel.execute
     x, w, target = made(20, 40, 264)
     for marks in (True, False):
         made_here = texts.setdefault(marks, [])
-        monkeypatch.setattr(launch, "execute", lambda call, made=made_here: made.append(call.kernel) or execute(call))
+        monkeypatch.setattr(fold_kernel, "execute", lambda call, made=made_here: made.append(call.kernel) or
+        execute(call))
         monkeypatch.setattr(epilogue, "on", lambda device, marks=marks: marks)
         head._plans.kept.clear()
         with mr.use(engine="triton"), torch.no_grad():

@@ -5,16 +5,17 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine import triton
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.known import inputs_of
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, sides
-from monoidreduce.engine.triton.wide import sweep
-from monoidreduce.engine.triton.wide.lent import Lent
-from monoidreduce.engine.walks import walks
+from monoidreduce.engines import triton
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.triton import KernelPlan, KernelStep
+from monoidreduce.engines.triton.kernels import elementwise, fold_kernel
+from monoidreduce.engines.triton.panel import row_kernel
+from monoidreduce.engines.triton.panel.lent_memory import Lent
 from monoidreduce.errors import EngineError, FallbackWarning
-from monoidreduce.plan import panels
-from monoidreduce.program.total import total
+from monoidreduce.plan import panel_layout
+from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.runtime.gradient_in_forward import inputs_of
 from tests.support.comparison import Result, assert_error_rule, cast, run
 from tests.support.layers import BY_NAME, ZOO
 
@@ -27,8 +28,8 @@ PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
     for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panels, name, value)
-    monkeypatch.setattr(sweep, "PLANS", PLANS)
+        monkeypatch.setattr(panel_layout, name, value)
+    monkeypatch.setattr(row_kernel, "PLANS", PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -95,8 +96,10 @@ def counted_loss(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, ignored: int):
 def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, seed):
     """What a gradient multiplies rows by, where it waits for no panel: one kernel, however many panels there are."""
     launched = []
-    original = sides.Launch.__call__
-    monkeypatch.setattr(sides.Launch, "__call__", lambda self, leaves: launched.append(1) or original(self, leaves))
+    original = elementwise.Launch.__call__
+    monkeypatch.setattr(
+        elementwise.Launch, "__call__", lambda self, leaves: launched.append(1) or original(self, leaves)
+    )
     x, w = (torch.randn(s, 5) for s in (14, 37))
     target = torch.randint(37, (14,))
     target[3:6] = 36
@@ -113,20 +116,20 @@ def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, see
 
 def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
-    monkeypatch.setattr(panels, "ADDS", 2)
+    monkeypatch.setattr(panel_layout, "ADDS", 2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
     inputs = inputs_of(outputs)
     (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
     step = KernelStep(walk, sizes, {torch.bfloat16})
-    assert step.choose(20 * 60 * 2) == panels.Panels(20, 60)
-    assert step.choose(8 * 60 * 2 + 60 * 2 * 4) == panels.Panels(8, 60, wide=True)
+    assert step.choose(20 * 60 * 2) == panel_layout.Panels(20, 60)
+    assert step.choose(8 * 60 * 2 + 60 * 2 * 4) == panel_layout.Panels(8, 60, wide=True)
     assert step.choose(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
 
 
 def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
-    monkeypatch.setattr(panels, "NARROW", 256)
+    monkeypatch.setattr(panel_layout, "NARROW", 256)
     layer = BY_NAME["scaled_attention"]
     q, k, v = torch.randn(5, 300), torch.randn(7, 300), torch.randn(7, 4)
     with mr.use(engine="triton"):
@@ -179,7 +182,7 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
     with mr.use(engine="panel"), mr.budget(399):
         grads = torch.autograd.grad(value * 0.3, given)
     found = used[-1].blocks
-    assert 1 < len(found) <= panels.BLOCKS and found[-1].last == 40
+    assert 1 < len(found) <= panel_layout.BLOCKS and found[-1].last == 40
     assert max(b.rows * b.cols * 2 for b in found) <= 399
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain, cast(args, torch.float64), target)
@@ -243,8 +246,8 @@ def three_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
 def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
     """Folds, the arithmetic between them and the weights of a gradient are one kernel; a sum of vectors ends it."""
     launched = []
-    original = launch.execute
-    monkeypatch.setattr(launch, "execute", lambda call: launched.append(call.kernel.name) or original(call))
+    original = fold_kernel.execute
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: launched.append(call.kernel.name) or original(call))
     args = [torch.randn(s).requires_grad_() for s in ((14, 5), (37, 5))]
     with mr.use(engine="triton"), mr.budget(4 * 37 * 4 + 37 * 5 * 4):
         value = op.total(*args, torch.arange(14))

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import hardware
-from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.engine.triton import KernelPlan, kept, source
-from monoidreduce.engine.triton.wide import epilogue, listen, reel, reels, sweep
-from monoidreduce.plan import blocks, budget, panels
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder, operation_replay
+from monoidreduce.engines.triton.panel import epilogue, panel_replay, row_kernel
+from monoidreduce.plan import budget, panel_layout, row_blocks
+from monoidreduce.runtime.live_memory import Alive
 from tests.interpret.test_epilogue_kernels import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -31,11 +32,11 @@ def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
 
     for name, value in {"FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panels, name, value)
+        monkeypatch.setattr(panel_layout, name, value)
     monkeypatch.setattr(epilogue, "on", lambda device: True)
     monkeypatch.setattr(epilogue, "PLANS", SMALL)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
-    monkeypatch.setattr(sweep, "PLANS", {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
+    monkeypatch.setattr(row_kernel, "PLANS", {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -44,13 +45,13 @@ def ran(monkeypatch, by_address):
     """The reels that were run."""
     found = []
 
-    class Counted(reel.Reel):
+    class Counted(operation_replay.Reel):
         def __init__(self, *how):
             super().__init__(*how)
             run = self.run
             self.run = lambda *given: found.append(self) or run(*given)
 
-    monkeypatch.setattr(reel, "Reel", Counted)
+    monkeypatch.setattr(operation_replay, "Reel", Counted)
     return found
 
 
@@ -73,7 +74,7 @@ def pulled(op, args, limit, *rest):
 def walked(monkeypatch, run):
     """The same, walked each time."""
     with monkeypatch.context() as patch:
-        patch.setattr(reels, "repeated", lambda walked, *given: walked(*given))
+        patch.setattr(panel_replay, "repeated", lambda walked, *given: walked(*given))
         return run()
 
 
@@ -105,15 +106,15 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
 
 def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
     """Blocks of rows, whose totals lie in their gradients and those of later rows."""
-    monkeypatch.setattr(panels, "FEW", 128)
-    monkeypatch.setattr(blocks, "MORE", 16)
-    used, choose = [], blocks.blocks
-    monkeypatch.setattr(blocks, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
+    monkeypatch.setattr(panel_layout, "FEW", 128)
+    monkeypatch.setattr(row_blocks, "MORE", 16)
+    used, choose = [], row_blocks.blocks
+    monkeypatch.setattr(row_blocks, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
     run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
     run(0), run(1)
     assert not ran
     assert_equal(run(2), walked(monkeypatch, lambda: run(2)))
-    assert ran and 1 < len(used[0].blocks) < panels.ADDS and used[0].cols < 160
+    assert ran and 1 < len(used[0].blocks) < panel_layout.ADDS and used[0].cols < 160
 
 
 def assert_equal(got, wanted):
@@ -134,18 +135,18 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
         peaks[name].append(alive.peak)
         return found
 
-    class Watched(reel.Reel):
+    class Watched(operation_replay.Reel):
         def __init__(self, *how):
             super().__init__(*how)
             run = self.run
             self.run = lambda *given: watched("run", lambda: run(*given), given)
 
-    monkeypatch.setattr(reel, "Reel", Watched)
+    monkeypatch.setattr(operation_replay, "Reel", Watched)
     for _ in range(3):
         pulled(op, vectors(*sizes), limit, 0.7)
     tensors = lambda inputs: [v for v in inputs.values() if isinstance(v, torch.Tensor)]
     plain = lambda walked, *given: watched("walked", lambda: walked(*given), tensors(given[1]))
-    monkeypatch.setattr(reels, "repeated", plain)
+    monkeypatch.setattr(panel_replay, "repeated", plain)
     pulled(op, vectors(*sizes), limit, 0.7)
     assert len(peaks["run"]) == len(peaks["walked"]) >= 2
     assert all(0 < run <= walked for run, walked in zip(peaks["run"], peaks["walked"], strict=True))
@@ -184,7 +185,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
     args = vectors(*sizes)
 
     def free(size):
-        monkeypatch.setattr(hardware, "free_memory", lambda device: size * budget._SHARE)
+        monkeypatch.setattr(matmul, "free_memory", lambda device: size * budget._SHARE)
 
     def both():
         given = [a.detach().requires_grad_() for a in args]
@@ -192,7 +193,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
             found = op(*given, 0.7)
             return [*found, *torch.autograd.grad([y.sum() for y in found], given)]
 
-    kinds = lambda: [len(kind.reels) for kind in reels._KINDS.values()]
+    kinds = lambda: [len(kind.reels) for kind in panel_replay._KINDS.values()]
     for size in (limit, 2**20, limit, 2**20):
         free(size)
         for _ in range(2):
@@ -205,7 +206,7 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
     args = vectors(*sizes)
     for _ in range(3):
         wanted = pulled(op, args, limit, 0.7)
-    (kind, *_) = reels._KINDS.values()
+    (kind, *_) = panel_replay._KINDS.values()
 
     def out(*given):
         ran.append("ran out")
@@ -218,22 +219,22 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
 
 
 def test_so_many_kinds_are_kept(ran, monkeypatch):
-    monkeypatch.setattr(reels, "_MOST", 2)
+    monkeypatch.setattr(panel_replay, "_MOST", 2)
     op, sizes, limit = SWEPT
     for scale in (0.5, 0.6, 0.6, 0.7):  # what is met once pushes nothing out
         pulled(op, vectors(*sizes), limit, scale)
-    (first, second) = reels._KINDS
+    (first, second) = panel_replay._KINDS
     assert 0.6 in first and 0.6 in second and not ran
     for scale in (0.7, 0.8, 0.9):
         pulled(op, vectors(*sizes), limit, scale)
-    assert [0.7 in key for key in reels._KINDS] == [True, True]
+    assert [0.7 in key for key in panel_replay._KINDS] == [True, True]
 
 
 # What is heard, and written down: of torch alone
 
 
 def heard(function, *args):
-    listener = listen.Listener({f"x{k}": t for k, t in enumerate(args)})
+    listener = operation_recorder.Listener({f"x{k}": t for k, t in enumerate(args)})
     with listener, torch.no_grad():
         found = function(*args)
     return listener, found
@@ -243,8 +244,8 @@ def written(function, *args):
     """A function of tensors as a reel."""
     listener, found = heard(function, *args)
     assert not listener.lost
-    given = {f"x{k}": reel.whole(f"x{k}", t) for k, t in enumerate(args)}
-    return reel.Reel(listener.steps, given, listener.noted(found), listener.held, args[0].device)
+    given = {f"x{k}": operation_replay.whole(f"x{k}", t) for k, t in enumerate(args)}
+    return operation_replay.Reel(listener.steps, given, listener.noted(found), listener.held, args[0].device)
 
 
 def shared(x, y):
@@ -298,20 +299,20 @@ def test_what_cannot_be_done_again_is_said(function, reason):
 
 
 def test_an_input_read_as_another_type_is_not_written_down():
-    with pytest.raises(listen.Unheard, match="another type"):
+    with pytest.raises(operation_recorder.Unheard, match="another type"):
         written(lambda x: (x.view(torch.int32) + 1,), torch.ones(4, 4))
 
 
 def test_parts_of_one_tensor_are_told_apart():
     x = torch.zeros(8, 4)
-    assert "one tensor" in listen.Listener({"a": x[:4], "b": x[4:]}).lost
-    assert not listen.Listener({"a": x, "b": x}).lost
+    assert "one tensor" in operation_recorder.Listener({"a": x[:4], "b": x[4:]}).lost
+    assert not operation_recorder.Listener({"a": x, "b": x}).lost
 
 
 def test_a_kernel_that_is_not_launched_again_is_not_written_down():
-    listener = listen.Listener({})
+    listener = operation_recorder.Listener({})
     with listener:
-        kept.tell(None, ())
+        launch_cache.tell(None, ())
     assert "not launched again" in listener.lost
 
 
@@ -332,13 +333,13 @@ class Compiled:
 
 def test_kernels_are_started_with_addresses(monkeypatch):
     seen, stream = [], [7]
-    monkeypatch.setattr(source, "stream", lambda device: lambda: stream[0])
+    monkeypatch.setattr(jit_module, "stream", lambda device: lambda: stream[0])
     x, device = torch.zeros(6, 4), torch.device("cpu")
-    again = source.Again(Compiled(seen), (3, 2), (16, "ieee"), device)
+    again = jit_module.Again(Compiled(seen), (3, 2), (16, "ieee"), device)
 
     def launch(x):
         out = torch.empty(5)
-        kept.tell(again, (out[1:], x[2:], 4, 0.5))
+        launch_cache.tell(again, (out[1:], x[2:], 4, 0.5))
         return (out,)
 
     made = written(launch, x)
@@ -351,7 +352,7 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 
 
 def test_launchers_are_kept_by_their_keys():
-    made, keeper = [], kept.Kept(most=2)
+    made, keeper = [], launch_cache.Kept(most=2)
 
     def first(name):
         made.append(name)
@@ -362,5 +363,6 @@ def test_launchers_are_kept_by_their_keys():
     assert made == ["a", "b", ("a", 1), "c", "a"]
     keeper(("d",), lambda: None, ())
     assert ("d",) not in keeper.made
-    assert kept.specialized(1) != kept.specialized(2) != kept.specialized(16) == kept.specialized(32)
-    assert kept.specialized(-(2**31)) != kept.specialized(-(2**32))
+    assert launch_cache.specialized(1) != launch_cache.specialized(2) != launch_cache.specialized(16) ==
+    launch_cache.specialized(32)
+    assert launch_cache.specialized(-(2**31)) != launch_cache.specialized(-(2**32))

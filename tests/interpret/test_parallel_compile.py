@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from monoidreduce.engine.triton import ahead, source
-from monoidreduce.engine.triton.kept import Kept
+from monoidreduce.engines.triton.launch import jit_module, parallel_compile
+from monoidreduce.engines.triton.launch.launch_cache import Kept
 
 CPU = torch.device("cpu")
 SHOWN = contextvars.ContextVar("shown", default="nothing")
@@ -98,20 +98,20 @@ class Kernel:
 @pytest.fixture
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
-    monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
-    monkeypatch.setattr(ahead, "_launched", set())
+    monkeypatch.setattr(parallel_compile, "_may_wait", lambda device: True)
+    monkeypatch.setattr(parallel_compile, "_launched", set())
 
 
 def launches(*kernels):
     for k, kernel in enumerate(kernels):
-        ahead.launched(kernel, (k,), ("x", k), {"WIDTH": 64})
+        parallel_compile.launched(kernel, (k,), ("x", k), {"WIDTH": 64})
 
 
 def test_threads_compile_with_what_a_launch_is_given_and_where_it_is_asked(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     SHOWN.set("something")
-    ahead.compiled(CPU, lambda: launches(a, b))
+    parallel_compile.compiled(CPU, lambda: launches(a, b))
     assert sorted(s[1] for s in said if s[0] == "load") == ["a", "b"]
     for k, name in enumerate("ab"):
         (asked,) = [s for s in said if s[:2] == ("compile", name)]
@@ -125,7 +125,7 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     launches(b)
-    ahead.compiled(CPU, lambda: launches(a, b, a))  # b was launched before
+    parallel_compile.compiled(CPU, lambda: launches(a, b, a))  # b was launched before
     assert [s[0] for s in said] == ["launch"]
 
 
@@ -134,7 +134,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
     said = []
     kept, a, b = Kept(), Kernel(said, "a"), Kernel(said, "b")
     again = lambda *arguments: said.append(("again", *arguments))
-    first = lambda kernel: lambda: ahead.launched(kernel, (1,), ("x",), {}) or again
+    first = lambda kernel: lambda: parallel_compile.launched(kernel, (1,), ("x",), {}) or again
 
     def steps():
         kept(("a",), first(a), ["x"])
@@ -142,7 +142,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
     kept(("a",), first(a), ["x"])
     said.clear()
-    ahead.compiled(CPU, steps)
+    parallel_compile.compiled(CPU, steps)
     assert not [s for s in said if s[0] in ("launch", "again")]
     steps()
     assert [s[:2] for s in said if s[0] in ("launch", "again")] == [("again", "x"), ("launch", "b")]
@@ -150,7 +150,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
 def test_mistakes_are_left_to_the_launch(waits):
     said = []
-    ahead.compiled(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
+    parallel_compile.compiled(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
     assert sorted(s[:2] for s in said) == [("compile", "a"), ("compile", "b"), ("load", "b")]
 
     def stops():
@@ -158,15 +158,15 @@ def test_mistakes_are_left_to_the_launch(waits):
         raise ValueError
 
     said.clear()
-    ahead.compiled(CPU, stops)
-    assert not said and ahead._waiting.get() is None
+    parallel_compile.compiled(CPU, stops)
+    assert not said and parallel_compile._waiting.get() is None
 
 
 def test_nothing_is_looked_at_in_the_interpreter_at_rest_or_where_torch_is_watched():
     asked = []
-    ahead.compiled(CPU, lambda: asked.append("interpreter"))
-    with source.resting():
-        ahead.compiled(torch.device("cuda"), lambda: asked.append("rest"))
+    parallel_compile.compiled(CPU, lambda: asked.append("interpreter"))
+    with jit_module.resting():
+        parallel_compile.compiled(torch.device("cuda"), lambda: asked.append("rest"))
     with torch._subclasses.FakeTensorMode():
-        ahead.compiled(torch.device("cuda"), lambda: asked.append("watched"))
+        parallel_compile.compiled(torch.device("cuda"), lambda: asked.append("watched"))
     assert not asked

@@ -10,12 +10,14 @@ from triton.runtime import interpreter
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
-from monoidreduce.engine import gradients, hardware, triton
-from monoidreduce.engine.tapes import frozen
-from monoidreduce.engine.triton import launch, rows, source
+from monoidreduce.engines import triton
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton.kernels import fold_kernel, row_kernels
+from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import budget
-from monoidreduce.plan.choice import follow
 from monoidreduce.plan.environment import Variable
+from monoidreduce.plan.schedule import follow
+from monoidreduce.runtime import frozen_pass, gradient_programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -70,8 +72,8 @@ def pretended(monkeypatch):
     def again(name):
         return lambda *arguments: made.append(name)
 
-    monkeypatch.setattr(launch, "execute", lambda call: again(call.kernel.name))
-    monkeypatch.setattr(source, "repeats", lambda device: True)
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: again(call.kernel.name))
+    monkeypatch.setattr(jit_module, "repeats", lambda device: True)
     monkeypatch.setattr(triton, "_READY", {})
     with mr.use(engine="triton"):
         yield made
@@ -202,22 +204,22 @@ def test_grad_mode_and_who_asks():
 
 def test_what_is_asked_decides_again(monkeypatch):
     """Budgets, precision, plans and engines are other situations; one that is out of the ordinary is none."""
-    seen = {frozen.situation()}
+    seen = {frozen_pass.situation()}
     with mr.budget("64MB"):
-        seen.add(frozen.situation())
+        seen.add(frozen_pass.situation())
     with mr.use(precision="tf32"):
-        seen.add(frozen.situation())
+        seen.add(frozen_pass.situation())
     with mr.use(strict=True):
-        seen.add(frozen.situation())
+        seen.add(frozen_pass.situation())
     with triton.use_plan({"cols": triton.KernelPlan(16, 32)}):
-        seen.add(frozen.situation())
+        seen.add(frozen_pass.situation())
     monkeypatch.setenv("MONOIDREDUCE_BUDGET", "32MB")
-    seen.add(frozen.situation())
+    seen.add(frozen_pass.situation())
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
-        assert frozen.situation() is None
+        assert frozen_pass.situation() is None
     with follow({}), budget.less():
-        assert frozen.situation() is None
+        assert frozen_pass.situation() is None
 
 
 def test_another_engine_is_another_plan():
@@ -333,7 +335,7 @@ def test_results_that_share_an_allocation():
     with mr.use(engine="triton"):
         attention(*heads(), 0.3)
     program = attention.program(*heads(), 0.3)
-    one = frozen.Pass(program.passes[0].fold, None, "triton", (1,))
+    one = frozen_pass.Pass(program.passes[0].fold, None, "triton", (1,))
     values, rest = torch.ones(2, 7, 5), torch.arange(42.0).view(3, 2, 7)
     found = one.whole([values], [rest])
     assert found[1] is values and [int(t[0, 0]) for t in (found[0], *found[2:])] == [0, 14, 28]
@@ -344,12 +346,13 @@ def test_results_that_share_an_allocation():
 def test_the_share_of_a_row(count, by_address):
     labels = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
     labels[1::3] = -100
-    share, others = rows.sharer(labels, -100), labels.flip(0).clamp(max=3)
+    share, others = row_kernels.sharer(labels, -100), labels.flip(0).clamp(max=3)
     for given in (labels, others, labels):
-        assert torch.equal(share(given, -100), hardware.share(given, -100, torch.float32))
+        assert torch.equal(share(given, -100), matmul.share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
-    assert rows.sharer(nothing, -100)(nothing, -100) == torch.inf
-    assert rows.sharer(labels[:0], -100) is None and rows.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+    assert row_kernels.sharer(nothing, -100)(nothing, -100) == torch.inf
+    assert row_kernels.sharer(labels[:0], -100) is None and row_kernels.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0)
+    is None
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):
@@ -362,7 +365,7 @@ def test_variables_are_read_as_they_are_now(monkeypatch):
 
 
 def test_a_program_keeps_so_many_kinds(monkeypatch):
-    monkeypatch.setattr(gradients, "_MOST", 2)
+    monkeypatch.setattr(gradient_programs, "_MOST", 2)
     args = heads()
     with mr.use(engine="triton"):
         wanted = torch.autograd.grad(attention(*args, 0.3), args, torch.ones(2, 7, 5))

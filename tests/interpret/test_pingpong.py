@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import describe, launch, source, staged, use_plan
-from monoidreduce.engine.triton.wide import epilogue
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.panel import epilogue
+from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
 from tests.support import gluon_simulator
 from tests.support.aot_compile import Case, best, calls, contrastive, drawn
 from tests.support.pingpong_cases import (
@@ -34,10 +37,10 @@ def seen(monkeypatch, tmp_path_factory, exact_products):
 
     monkeypatch.setattr(engine, "_READY", {})
     monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(describe, "processors", lambda device: 3)
+    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    with gluon_simulator.instead_of(launch, found), mr.use(engine="triton"):
+    with gluon_simulator.instead_of(fold_kernel, found), mr.use(engine="triton"):
         yield found
 
 
@@ -128,7 +131,7 @@ def test_which_products_are_made_by_turns(op, make, which):
     ids=["labels", "few features", "a later Triton", "a bias"],
 )
 def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
-    monkeypatch.setattr(source, "version", lambda: version)
+    monkeypatch.setattr(jit_module, "version", lambda: version)
     other = torch.zeros(256, dtype=torch.int64 if op is head else torch.bfloat16)
     found = [call for call in calls(Case("any", op, lambda t: (*vectors(t, (256, 256), D), other)), 90)]
     assert [call.plan.block_folded for call in found if call.kernel.name == "fold_over_cols"] == [192 if wide else 128]
@@ -139,7 +142,7 @@ def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
 )
 def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
     """By the compiler's schedule where a later Triton would spill, and narrow ones read too much."""
-    monkeypatch.setattr(source, "version", lambda: version)
+    monkeypatch.setattr(jit_module, "version", lambda: version)
     epilogue.epilogue.cache_clear()  # what was ready for another Triton
     label = torch.zeros(256, dtype=torch.int64)
     for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_known")):

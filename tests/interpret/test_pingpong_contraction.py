@@ -7,9 +7,10 @@ They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.
 import pytest
 import torch
 
-from monoidreduce.engine import hardware
-from monoidreduce.engine.triton import describe, launch, staged
-from monoidreduce.engine.triton.wide import contract
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
 from tests.support import gluon_simulator
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check, made
 
@@ -20,11 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 def seen(monkeypatch, tmp_path_factory):
     """Kernels by turns run on the machine, as three processors would; those that did."""
     found = []
-    monkeypatch.setattr(contract, "_READY", {})
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(describe, "processors", lambda device: 3)
+    monkeypatch.setattr(contraction, "_READY", {})
+    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    with gluon_simulator.instead_of(launch, found):
+    with gluon_simulator.instead_of(fold_kernel, found):
         yield found
 
 
@@ -44,10 +45,10 @@ def test_sums_that_are_long_few_or_of_other_widths_are_the_vendors(seen):
     """What is left to them is told; the other goes through the door that panels use."""
     out, weights, vectors = made(1500, 512, 768, "rows")
     exact = torch.addmm(out.double(), weights.double(), vectors.double())
-    hardware.contract_into(out, weights, vectors, True)
+    matmul.contract_into(out, weights, vectors, True)
     assert len(seen) == 1 and (out.double() - exact).norm() <= 3e-3 * exact.norm()
     for L, N, D in [(500, 512, 768), (1500, 504, 768), (1500, 4104, 768), (1500, 512, 640), (1500, 512, 776)]:
-        assert not contract.into(*made(L, N, D, "rows"), True) and len(seen) == 1
+        assert not contraction.into(*made(L, N, D, "rows"), True) and len(seen) == 1
 
 
 @pytest.mark.parametrize("change", ["types", "features apart", "unaligned", "another device"])
@@ -60,5 +61,5 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
     elif change == "unaligned":
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
-        monkeypatch.setattr(staged, "on", lambda device: False)
-    assert not contract.into(out, weights, vectors, False) and not seen
+        monkeypatch.setattr(attention, "on", lambda device: False)
+    assert not contraction.into(out, weights, vectors, False) and not seen

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine.tapes import replay, rewind
-from monoidreduce.engine.triton import source
+from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.runtime import backward_replay, forward_replay
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FORWARD, BACKWARD = ["fold_over_cols"], ["side", "fold_over_cols", "fold_over_rows"]
@@ -262,8 +262,8 @@ def test_memory_that_runs_out(by_address, monkeypatch):
 
 
 def test_so_many_kinds_are_kept(by_address, monkeypatch):
-    monkeypatch.setattr(rewind, "_MOST", 1)
-    monkeypatch.setattr(replay, "_MOST", 1)
+    monkeypatch.setattr(backward_replay, "_MOST", 1)
+    monkeypatch.setattr(forward_replay, "_MOST", 1)
     args = drawn((2, 6, 16), (2, 9, 16), (2, 9, 5))
     _, *wanted = by_torch(*args)
     for precision in ("ieee", "tf32x3"):
@@ -289,10 +289,10 @@ class Launcher:
 
 def test_what_a_launcher_calls():
     launcher, after = Launcher(), ("function", "metadata", None, None, None)
-    start, between = source._under(launcher, (5, 1, 1), after)
+    start, between = jit_module._under(launcher, (5, 1, 1), after)
     start(5, 1, 1, "stream", *between, "out", 3)
     launcher(5, 1, 1, "stream", *after, "out", 3)
     assert launcher.seen[0] == launcher.seen[1] and len(launcher.seen) == 2
     launcher.global_scratch_size = 16
-    assert source._under(launcher, (5, 1, 1), after) is None
-    assert source._under(lambda *given: None, (5, 1, 1), after) is None
+    assert jit_module._under(launcher, (5, 1, 1), after) is None
+    assert jit_module._under(lambda *given: None, (5, 1, 1), after) is None

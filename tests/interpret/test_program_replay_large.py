@@ -10,9 +10,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import early
-from monoidreduce.engine.tapes import replay
-from monoidreduce.engine.triton import describe, shifts
+from monoidreduce.engines.triton.kernels import exponent_shift
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.runtime import forward_replay, saved_row_gradients
 from tests.interpret.test_program_replay import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -22,8 +22,8 @@ MADE = [*FORWARD, "side", "fold_over_cols", "shift", "fold_over_rows"]
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Everything counts as many."""
-    monkeypatch.setattr(describe, "MANY", 0)
-    monkeypatch.setattr(early, "MANY", 0)
+    monkeypatch.setattr(spec_from_tensors, "MANY", 0)
+    monkeypatch.setattr(saved_row_gradients, "MANY", 0)
     with mr.use(engine="triton"):
         yield
 
@@ -31,13 +31,13 @@ def kernels(monkeypatch):
 @pytest.fixture
 def launched(by_address, monkeypatch):
     """All launches that are made again, shifts too."""
-    real = shifts._launched
+    real = exponent_shift._launched
 
     def seen(out, number, total):
         again = real(out, number, total)
         return None if again is None else lambda *given: by_address.append("shift") or again(*given)
 
-    monkeypatch.setattr(shifts, "_launched", seen)
+    monkeypatch.setattr(exponent_shift, "_launched", seen)
     return by_address
 
 
@@ -122,7 +122,7 @@ def test_a_loss_that_keeps_its_row_gradients_is_no_tape(by_address):
 
 
 def test_a_tape_is_not_worth_its_first_run_where_pairs_are_too_many(by_address, monkeypatch):
-    monkeypatch.setattr(replay, "_PAIRS", 0)
+    monkeypatch.setattr(forward_replay, "_PAIRS", 0)
     args = heads()
     y = attention(*args)
     assert_close([y, *grads(y, args)], by_torch(*args), 5e-5)
@@ -132,16 +132,16 @@ def test_a_tape_is_not_worth_its_first_run_where_pairs_are_too_many(by_address, 
 def test_shifts_as_torch_makes_them():
     number, total = torch.randn(5, 7), torch.randn(5, 7)
     total[0, :3] = torch.tensor([-torch.inf, torch.inf, torch.nan])
-    found = shifts.made(number, total, (5, 7))
+    found = exponent_shift.made(number, total, (5, 7))
     wanted = (number + torch.where(total.isinf(), torch.inf, total)) * math.log2(math.e)
     torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert shifts.again(number, total, (5, 7)) is None, "nothing is launched again by the interpreter"
-    assert shifts.made(number[0], total[0], (5, 7)).shape == (5, 7)
+    assert exponent_shift.again(number, total, (5, 7)) is None, "nothing is launched again by the interpreter"
+    assert exponent_shift.made(number[0], total[0], (5, 7)).shape == (5, 7)
 
 
 @pytest.mark.parametrize("size", [1, 1023, 2500])
 def test_shifts_by_a_kernel(by_address, size):
     number, total = torch.randn(size), torch.randn(size)
     total[::5] = -torch.inf
-    found = shifts.made(number, total, (size,))
+    found = exponent_shift.made(number, total, (size,))
     assert torch.equal(found, (number + total.nan_to_num(neginf=math.inf)).mul_(math.log2(math.e)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.support.comparison import assert_equal, run
 from tests.support.ready_made_layers import READY
 from tests.unit.ops.test_attention import FACTORS, B, dense, ours, problem, shown

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import library, registry
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, plan, use_plan
-from monoidreduce.engine.triton.text import emit, kinds
+from monoidreduce import Col, Row, autotune
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.codegen import kernel_text, reductions
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.launch import descriptors as boxes
+from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
 from monoidreduce.errors import EngineError
+from monoidreduce.runtime import registry, torch_operator
 from tests.support.comparison import assert_equal, assert_error_rule, run
 from tests.support.layers import BY_NAME
 
@@ -71,10 +74,10 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
     x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     with planned(), mr.use(engine="triton"):
-        *_, (fold, leaves, sizes) = tuning.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+        *_, (fold, leaves, sizes) = autotune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     monkeypatch.setattr(boxes, "on", lambda device: True)
-    monkeypatch.setattr(describe, "VERY_MANY", 0)
-    monkeypatch.setitem(plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
+    monkeypatch.setattr(spec_from_tensors, "VERY_MANY", 0)
+    monkeypatch.setitem(kernel_plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
 
     def columns(asked=None):
         with use_plan({} if asked is None else {"rows": asked}):
@@ -116,10 +119,10 @@ def test_a_split_walk_gives_the_whole(name, parts):
 
 
 def test_few_rows_are_split_and_many_are_not():
-    assert plan.parts(SMALL, instances=2, tiles=1000, processors=132) == 64
-    assert plan.parts(SMALL, instances=20, tiles=1000, processors=132) == 13
-    assert plan.parts(SMALL, instances=2, tiles=9, processors=132) == 1
-    assert plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
+    assert kernel_plan.parts(SMALL, instances=2, tiles=1000, processors=132) == 64
+    assert kernel_plan.parts(SMALL, instances=20, tiles=1000, processors=132) == 13
+    assert kernel_plan.parts(SMALL, instances=2, tiles=9, processors=132) == 1
+    assert kernel_plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
 
 
 @mr.op
@@ -164,11 +167,11 @@ def _close(op, args, extra, bound):
 def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
     the interpreter gets bfloat16 wrong and float16 ends there."""
-    monkeypatch.setattr(describe, "_GUESSED", (torch.float16,))
-    monkeypatch.setattr(kinds, "_MOST", 2.0**14)
-    monkeypatch.setattr(kinds, "_ABOVE", 0)
+    monkeypatch.setattr(spec_from_tensors, "_GUESSED", (torch.float16,))
+    monkeypatch.setattr(reductions, "_MOST", 2.0**14)
+    monkeypatch.setattr(reductions, "_ABOVE", 0)
     monkeypatch.setattr(engine, "_READY", {})
-    emit.kernel.cache_clear()
+    kernel_text.kernel.cache_clear()
     gen = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
     k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
@@ -176,11 +179,11 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
     seen = []
-    real = emit.kernel
+    real = kernel_text.kernel
     with (
         use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))),
         mr.use(engine="triton"),
-        mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
+        mock.patch.object(kernel_text, "kernel", lambda s: seen.append(real(s)) or real(s)),
     ):
         # a cap's gradient nearly cancels: 1.9e-2 to 2.1e-2, as NumPy rounds powers on this CPU or that
         _close(op, args, extra, 2.5e-2 if op is capped else 4e-3)
@@ -188,7 +191,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     assert any("near = " in text for text in texts)
     assert any("_box.load" in text for text in texts) == boxes
     assert any("_late + 0.0" in text for text in texts) == boxes
-    emit.kernel.cache_clear()
+    kernel_text.kernel.cache_clear()
 
 
 @pytest.mark.parametrize("shape", ["heads", "grouped", "strided", "ragged", "empty"])
@@ -214,17 +217,17 @@ def test_boxes_whatever_the_strides(shape):
 @pytest.mark.parametrize("options", ["documents", "dropout"])
 def test_numbers_have_boxes(options, length, monkeypatch):
     """Those along the folded axis, and the shifts of exponents where their rows begin on 16 bytes."""
-    monkeypatch.setattr(describe, "MANY", 0)
+    monkeypatch.setattr(spec_from_tensors, "MANY", 0)
     monkeypatch.setattr(engine, "_READY", {})
     gen = torch.Generator().manual_seed(8)
     args = [torch.randn(2, 3, length, 32, generator=gen).half().requires_grad_() for _ in range(3)]
     documents = torch.arange(length) // 11
     given = {"documents": dict(documents=documents, causal=True), "dropout": dict(dropout_p=0.3, seed=5)}[options]
-    seen, real = [], emit.kernel
+    seen, real = [], kernel_text.kernel
     with (
         use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))),
         mr.use(engine="triton"),
-        mock.patch.object(emit, "kernel", lambda s: seen.append(real(s)) or real(s)),
+        mock.patch.object(kernel_text, "kernel", lambda s: seen.append(real(s)) or real(s)),
     ):
         _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
     texts = "".join(kernel.text for kernel in seen)
@@ -292,7 +295,7 @@ def test_the_operator_gives_what_it_tells_a_compiler():
     sizes = Sizes(20, 20, (2,), {"f": 16, "d": 16}, torch.device("cpu"), torch.float32)
     given = []
     with mock.patch.object(torch.ops.monoidreduce, "fold", lambda *a: given.append(a) or []):
-        library.call(fold, "triton", args, sizes)
+        torch_operator.call(fold, "triton", args, sizes)
     with planned():
         straight = registry.FOLDERS["triton"](fold, args, sizes)
         torch.library.opcheck(torch.ops.monoidreduce.fold.default, given[0], test_utils="test_faketensor")
@@ -303,7 +306,7 @@ def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
     """A kernel that does not fit is planned anew with other tiles: what was found for the first ones is not theirs."""
     layer = BY_NAME["document_attention"]
     args = layer.make(90, 90, torch.Generator().manual_seed(13), torch.float64)
-    real, failed = launch.execute, []
+    real, failed = fold_kernel.execute, []
 
     class OutOfResources(Exception):
         pass
@@ -314,7 +317,7 @@ def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
             raise OutOfResources
         return real(call)
 
-    monkeypatch.setattr(launch, "execute", once)
+    monkeypatch.setattr(fold_kernel, "execute", once)
     large = dict.fromkeys(("cols", "rows"), KernelPlan(16, 64, 4, 1))
     with use_plan(large), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
         got = run(layer.op, args)

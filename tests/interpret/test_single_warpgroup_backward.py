@@ -12,10 +12,12 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, groups, launch, staged, use_plan
-from monoidreduce.engine.triton.text.tossed import parted, tossed
-from monoidreduce.program import build
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.codegen.dropout import parted, tossed
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention, warp_group_split
+from monoidreduce.program import constructors
 from tests.support import gluon_simulator
 from tests.support.aot_compile import Case, calls
 from tests.support.golden_files import compare
@@ -60,47 +62,47 @@ def test_the_text_is_the_same_in_every_run():
 
 
 def test_the_first_sum_needs_one_score():
-    (part,) = groups.parts(staged_spec())
+    (part,) = warp_group_split.parts(staged_spec())
     first, second = part.products
-    assert part.alone and groups.owned((part,)) == 64
-    assert part.dots[1] not in groups.topological([first.weight])
-    assert set(part.dots) <= set(groups.topological([second.weight]))
+    assert part.alone and warp_group_split.owned((part,)) == 64
+    assert part.dots[1] not in warp_group_split.topological([first.weight])
+    assert set(part.dots) <= set(warp_group_split.topological([second.weight]))
 
 
 def staged_spec(**options):
     """The spec of the column gradients."""
-    seen, real = [], launch.grouped.taken
+    seen, real = [], fold_kernel.grouped.taken
 
     def taken(spec, *given):
         seen.append(spec)
         return real(spec, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.grouped, "taken", taken)
+        patch.setattr(fold_kernel.grouped, "taken", taken)
         columns(**options)
     return next(s for s in seen if s.over == "rows")
 
 
 def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
-    first, second = (p.weight for p in groups.parts(spec)[0].products)
+    first, second = (p.weight for p in warp_group_split.parts(spec)[0].products)
     one, other = parted(first, spec), parted(second, spec)
     assert one.toss == other.toss and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"
-    assert parted(build.apply("where", build.apply("gt", one.weight, 0.0), second, 0.0), spec) == other
+    assert parted(constructors.apply("where", constructors.apply("gt", one.weight, 0.0), second, 0.0), spec) == other
     assert tossed(first, spec) == (one.weight, one.toss) and tossed(second, spec) is None
     assert parted(one.weight, spec) is None
-    assert parted(build.apply("mul", second, one.weight), spec) is None
+    assert parted(constructors.apply("mul", second, one.weight), spec) is None
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """Column gradients are by an instance of four warps, and run on the machine; what ran there is given."""
     seen = []
-    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(attention, "on", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
     plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": ALONE}
-    with gluon_simulator.instead_of(launch, seen), use_plan(plans):
+    with gluon_simulator.instead_of(fold_kernel, seen), use_plan(plans):
         yield seen
 
 

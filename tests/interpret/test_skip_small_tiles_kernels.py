@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import filtering
-from monoidreduce.engine.planning import planner
-from monoidreduce.engine.triton import strips, topk
-from monoidreduce.engine.triton.wide import filtered
-from monoidreduce.plan import panels
-from monoidreduce.plan.choice import Choice
+from monoidreduce.engines.auto import planner
+from monoidreduce.engines.common import skip_small_tiles
+from monoidreduce.engines.triton.kernels import topk, topk_rows
+from monoidreduce.engines.triton.panel import sparse_contraction
+from monoidreduce.plan import panel_layout
+from monoidreduce.plan.schedule import Choice
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -20,9 +20,9 @@ BOUND = 2.0**-12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
-    for module in (filtering, filtered):
+    for module in (skip_small_tiles, sparse_contraction):
         monkeypatch.setattr(module, "TILE", 16)
-    monkeypatch.setattr(filtered, "_PLANS", {2: (32, 16, 4, 1), 4: (32, 16, 4, 1), 8: (32, 16, 4, 1)})
+    monkeypatch.setattr(sparse_contraction, "_PLANS", {2: (32, 16, 4, 1), 4: (32, 16, 4, 1), 8: (32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -54,8 +54,8 @@ def test_contractions_skip_what_is_small(dtype, size, add):
     rows, cols, width = size
     w, exact = weights(rows, cols, dtype, 5), None
     exact, count = kept_of(w.double())
-    contract = filtered.Contract()
-    with mr.skip_below(BOUND) as skipped, filtering.gradient():
+    contract = sparse_contraction.Contract()
+    with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
         for over, folded, kept in (("cols", cols, rows), ("rows", rows, cols)):
             vectors = torch.randn(folded, width).to(dtype)
             out = torch.ones(kept, width, dtype=torch.promote_types(dtype, torch.float32))
@@ -67,9 +67,9 @@ def test_contractions_skip_what_is_small(dtype, size, add):
 
 
 def test_without_asking_the_vendor_multiplies(monkeypatch):
-    monkeypatch.setattr(filtered, "_contract", None)
+    monkeypatch.setattr(sparse_contraction, "_contract", None)
     w, vectors, out = weights(20, 30, torch.float32), torch.randn(30, 4), torch.empty(20, 4)
-    filtered.Contract()(out, w, vectors, "cols", False)
+    sparse_contraction.Contract()(out, w, vectors, "cols", False)
     torch.testing.assert_close(out, w @ vectors)
 
 
@@ -77,9 +77,9 @@ def test_nan_and_infinity_are_kept():
     for value, everything in ((float("nan"), True), (float("inf"), True)):
         w = weights(32, 48, torch.float32)
         w[3, 20] = value
-        with mr.skip_below(BOUND) as skipped, filtering.gradient():
+        with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
             out = torch.empty(32, 4)
-            filtered.Contract()(out, w, torch.ones(48, 4), "cols", False)
+            sparse_contraction.Contract()(out, w, torch.ones(48, 4), "cols", False)
         assert (skipped.kept == 1.0) == everything and not out[3].isfinite().any() and out[16:].isfinite().all()
 
 
@@ -87,7 +87,7 @@ def test_nan_and_infinity_are_kept():
 def test_a_loss_in_panels(limit, monkeypatch):
     """The same tiles, and so the same gradients, as the tiles of torch on one panel; in many, within the bound."""
     for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panels, name, value)
+        monkeypatch.setattr(panel_layout, name, value)
     torch.manual_seed(0)
     w, target = torch.randn(70, 12), torch.randint(70, (40,))
     x = (w[target] * 1.5 + 0.2 * torch.randn(40, 12)).requires_grad_()
@@ -103,44 +103,44 @@ def test_a_loss_in_panels(limit, monkeypatch):
 @pytest.mark.parametrize("length", [300, 515])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
-    monkeypatch.setattr(strips, "_STRIP", 16)
+    monkeypatch.setattr(topk_rows, "_STRIP", 16)
     torch.manual_seed(0)
     x = torch.randn(4, length + 8)[:, :length].to(dtype)
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
     for k in (1, 3):
         compute = torch.promote_types(dtype, torch.float32)
-        values, places = strips.best(x, k, True, compute)
+        values, places = topk_rows.best(x, k, True, compute)
         assert values.dtype is compute and (places[2] == -1).all()
         torch.testing.assert_close(values, x.topk(k).values.to(compute), rtol=0, atol=0, equal_nan=True)
         seen = [0, 1, 3]
         torch.testing.assert_close(x[seen].gather(1, places[seen]).to(compute), values[seen], equal_nan=True)
         assert all(len(set(row)) == k for row in places[seen].tolist())
-        least = strips.best(x, k, False, compute)[0]
+        least = topk_rows.best(x, k, False, compute)[0]
         torch.testing.assert_close(least, x.topk(k, largest=False).values.to(compute), equal_nan=True)
-    assert strips.best(x[:0], 3, True, compute)[1].shape == (0, 3)
+    assert topk_rows.best(x[:0], 3, True, compute)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
 def test_the_k_best_are_those_of_a_stable_sort(dtype, monkeypatch, seed):
     """The first of equals, NaN before all, zeros whatever their signs, negative rows."""
-    monkeypatch.setattr(strips, "_STRIP", 16)
+    monkeypatch.setattr(topk_rows, "_STRIP", 16)
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(6, 1101, generator=gen).to(dtype)
     x[1] -= 20
     x[2, 7], x[2, 100:900], x[3, :1000], x[4, ::2], x[5, 3::5] = math.nan, -0.0, -math.inf, 0.0, 3.0
     for k in (1, 5, 16):
-        values, places = strips.best(x, k, True, dtype)
+        values, places = topk_rows.best(x, k, True, dtype)
         wanted = x.float().sort(dim=1, descending=True, stable=True)
         assert values.dtype is dtype and torch.equal(places, wanted.indices[:, :k])
         torch.testing.assert_close(values.float(), wanted.values[:, :k], rtol=0, atol=0, equal_nan=True)
-    monkeypatch.setattr(strips, "_HELD", 64)  # by torch: more than a program instance looks at
-    torch.testing.assert_close(strips.best(x, 16, True, dtype)[0].float(), wanted.values[:, :16], equal_nan=True)
+    monkeypatch.setattr(topk_rows, "_HELD", 64)  # by torch: more than a program instance looks at
+    torch.testing.assert_close(topk_rows.best(x, 16, True, dtype)[0].float(), wanted.values[:, :16], equal_nan=True)
 
 
 @pytest.mark.parametrize("limit", [None, 4000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
-    monkeypatch.setattr(panels, "NARROW", 0)
+    monkeypatch.setattr(panel_layout, "NARROW", 0)
     torch.manual_seed(0)
     x, w = torch.randn(7, 300).to(dtype), torch.randn(411, 300).to(dtype)
     calls = []

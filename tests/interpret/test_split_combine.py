@@ -7,10 +7,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import triton
-from monoidreduce.engine.combine import combine
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, united, use_plan
+from monoidreduce.engines import triton
+from monoidreduce.engines.common.combine import combine
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import split_combine
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -53,7 +54,7 @@ def parts(op, shape, width, seed=0):
 def test_as_torch_has_it(op, width, shape):
     fold, stacked = parts(op, shape, width)
     lengths = [10] * shape[0]
-    found = combine(fold, stacked, lengths, ordered=True, faster=united.whole)
+    found = combine(fold, stacked, lengths, ordered=True, faster=split_combine.whole)
     expected = combine(fold, [t.double() for t in stacked], lengths, ordered=True)
     for a, b, plain in zip(found, expected, combine(fold, stacked, lengths, ordered=True), strict=True):
         torch.testing.assert_close(a, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -81,13 +82,13 @@ def test_the_best_and_sums_as_torch_has_them(shape, dtype, seed):
             place = torch.arange(value.numel()).view(shape)
             wanted = value.max(0) if r.attrs[2][0] else value.min(0)
             wanted = wanted.values, place.gather(0, wanted.indices[None])[0]
-            found = united.whole(r, [value, place])
+            found = split_combine.whole(r, [value, place])
         else:
             whole = r.args[0].dtype == "int"
             value = (
                 torch.randint(-9, 9, shape, generator=gen) if whole else torch.randn(shape, generator=gen, dtype=dtype)
             )
-            found, wanted = united.whole(r, [value]), (value.sum(0),)
+            found, wanted = split_combine.whole(r, [value]), (value.sum(0),)
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=1e-5)
@@ -120,10 +121,12 @@ def test_cut_walks_are_launches(by_address, op, seed):
 def test_large_parts_are_let_go_at_once(by_address, monkeypatch):
     """They are no part of a tape, which holds all that it needs until it is done."""
     launched = []
-    monkeypatch.setattr(united, "whole", lambda *given, real=united.whole: launched.append(given) or real(*given))
+    monkeypatch.setattr(
+        split_combine, "whole", lambda *given, real=split_combine.whole: launched.append(given) or real(*given)
+    )
     args = [torch.randn(n, 16) for n in (40, 70, 70)]
     for small, calls in ((2**20, 1), (0, 3)):
-        monkeypatch.setattr(united, "_SMALL", small)
+        monkeypatch.setattr(split_combine, "_SMALL", small)
         launched.clear()
         with mr.use(engine="triton"), use_plan({"cols": KernelPlan(16, 16, 4, 1, 3 + calls)}), torch.no_grad():
             for _ in range(3):
@@ -137,10 +140,10 @@ def test_large_parts_are_let_go_at_once(by_address, monkeypatch):
 def test_what_has_no_kernel_is_left_to_torch():
     fold, stacked = parts(attention, (2, 5), 8)
     (r,) = fold.reductions
-    assert united.whole(r, [t.double() for t in stacked]) is None
-    assert united.whole(r, [t[:, :0] for t in stacked]) is None
+    assert split_combine.whole(r, [t.double() for t in stacked]) is None
+    assert split_combine.whole(r, [t[:, :0] for t in stacked]) is None
     _, wide = parts(attention, (2, 5), 2000)
-    assert united.whole(r, wide) is None
+    assert split_combine.whole(r, wide) is None
 
 
 def test_results_are_of_the_same_types_as_those_of_a_whole_walk():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from monoidreduce.engine import eager, registry, triton
-from monoidreduce.engine.ranks import parts
+from monoidreduce.engines import eager, triton
+from monoidreduce.engines.common import subproblem
+from monoidreduce.runtime import registry
 from tests.support.comparison import assert_equal, run
 from tests.support.layers import BY_NAME
 
@@ -26,8 +27,8 @@ def test_a_cut_run_by_kernels_is_the_whole(name, seed, monkeypatch):
         return triton.run(fold, leaves, sizes, fallback=eager.run)
 
     def folder(fold, leaves, sizes):
-        part = parts.Part(*PIECES, (sizes.rows, sizes.cols))
-        return parts.results(fold, parts.run(fold, leaves, sizes, part, kernel))
+        part = subproblem.Part(*PIECES, (sizes.rows, sizes.cols))
+        return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, kernel))
 
     monkeypatch.setitem(registry.FOLDERS, "eager", folder)
     assert_equal(run(layer.op, args), expected, rtol=1e-4, atol=1e-5)

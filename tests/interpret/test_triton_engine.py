@@ -17,14 +17,18 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import eager, library, registry, triton
-from monoidreduce.engine.eager import tilecode
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton import KernelPlan, launch, recent, skip, source, use_plan
-from monoidreduce.engine.triton.text import emit
+from monoidreduce import Col, Row, autotune
+from monoidreduce.engines import eager, triton
+from monoidreduce.engines.common import unchanged_tensors
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.eager import tile_code
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.codegen import kernel_text, tile_ranges
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
-from monoidreduce.program.expr import index
+from monoidreduce.program.expression import index
+from monoidreduce.runtime import registry, torch_operator
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
 from tests.support.golden_files import compare
 from tests.support.layers import BY_NAME, ZOO
@@ -201,7 +205,7 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
     layer = BY_NAME[name]
     args = draw(layer, 70, 150, seed)
     found = []
-    original = skip.bounds
+    original = tile_ranges.bounds
 
     def spy(fold, over, values, lengths, blocks, device):
         edges = original(fold, over, values, lengths, blocks, device)
@@ -209,8 +213,8 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
         return edges
 
     with pytest.MonkeyPatch.context() as patch, kernels():
-        patch.setattr(skip, "bounds", spy)
-        patch.setattr(recent, "_kept", OrderedDict())
+        patch.setattr(tile_ranges, "bounds", spy)
+        patch.setattr(unchanged_tensors, "_kept", OrderedDict())
         patch.setattr(triton, "_READY", {})  # a launch keeps what indices alone decide
         run(layer.op, args)
     checked = 0
@@ -224,9 +228,9 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
                 first, whole_first, whole_last, again_first, again_last, last = places
                 for f in range(-(-lengths[1] // blocks[1])):
                     known = _ranges(fold, which, values, lengths, blocks, b, t, f)
-                    truths = {c: tilecode.interval(c, dict(known)) for c in skip.preferred(fold)}
+                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.preferred(fold)}
                     if whole_first <= f < whole_last or again_first <= f < again_last:
-                        assert all(truths[c] == (float(want),) * 2 for c, want in skip.preferred(fold).items())
+                        assert all(truths[c] == (float(want),) * 2 for c, want in tile_ranges.preferred(fold).items())
                     if not first <= f < last:
                         assert any(truths[c] == (0.0, 0.0) for c in truths)
                     checked += 1
@@ -237,20 +241,20 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
 def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch):
     """And is the same."""
     layer, threads, here = BY_NAME[name], [], threading.get_ident()
-    original = skip.bounds
-    monkeypatch.setattr(skip, "bounds", lambda *given: threads.append(threading.get_ident()) or original(*given))
+    original = tile_ranges.bounds
+    monkeypatch.setattr(tile_ranges, "bounds", lambda *given: threads.append(threading.get_ident()) or original(*given))
 
     def folded(run_fold):
-        monkeypatch.setattr(recent, "_kept", OrderedDict())
+        monkeypatch.setattr(unchanged_tensors, "_kept", OrderedDict())
         monkeypatch.setattr(triton, "_READY", {})
         threads.clear()
         return [t for call in folds for t in run_fold(*call)]
 
     with kernels():
-        folds = tuning.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
+        folds = autotune.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
         wanted = folded(triton.run)
         assert threads and set(threads) == {here}
-        found = folded(lambda fold, *given: library.call(fold, "triton", *given))
+        found = folded(lambda fold, *given: torch_operator.call(fold, "triton", *given))
         assert threads and here not in threads
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -295,15 +299,15 @@ def _text(op, f):
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return emit.kernel(launch.describe.describe(fold, "cols", values, (1,), sizes)[0]).text
+    return kernel_text.kernel(fold_kernel.describe.describe(fold, "cols", values, (1,), sizes)[0]).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
-    path = source.write("x = 1\n")
+    path = jit_module.write("x = 1\n")
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
     path.write_text("x = 2\n")  # whatever the file holds, the text given runs
-    assert source.load("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
+    assert jit_module.load("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
 
 
 # Choice and fallback
@@ -331,7 +335,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
     args = draw(layer, 9, 12, seed)
     if has_no_kernel(layer, args):
         return
-    monkeypatch.setattr(launch, "execute", lambda call: None)
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: None)
     triton._told.clear()
     with kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
@@ -381,9 +385,9 @@ def test_random_programs(shard, monkeypatch):
     ],
 )
 def test_float32_is_divided_exactly_where_the_divisor_differs(name, dtype, exact, seed, monkeypatch):
-    texts, execute = [], launch.execute
+    texts, execute = [], fold_kernel.execute
     monkeypatch.setattr(triton, "_READY", {})
-    monkeypatch.setattr(launch, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    monkeypatch.setattr(fold_kernel, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
     with mr.use(engine="triton"):
         BY_NAME[name].op(*BY_NAME[name].args(5, 9, seed, dtype))
     assert texts and any("tl.div_rn(" in text for text in texts) == exact

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton import KernelPlan, use_plan
 from tests.support.comparison import assert_equal, is_float, run
 from tests.support.vocabulary_heads import FUNCTIONS, RICH, by_name, draw, split
 

@@ -15,9 +15,11 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, launch, staged, use_plan
-from monoidreduce.plan.defaults import STAGED
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.plan.default_tiles import STAGED
 from tests.support import gluon_simulator
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare
@@ -37,8 +39,8 @@ DOCUMENTS = torch.arange(300) // 60
 
 def described(**options):
     """The spec of an attention's forward."""
-    seen, real = [], staged.kernel
-    with mock.patch.object(staged, "kernel", lambda spec, *a, **k: seen.append(spec) or real(spec, *a, **k)):
+    seen, real = [], attention.kernel
+    with mock.patch.object(attention, "kernel", lambda spec, *a, **k: seen.append(spec) or real(spec, *a, **k)):
         first(**options)
     return seen[0]
 
@@ -175,9 +177,9 @@ def by_turns(monkeypatch, request):
     says; that it did is looked at."""
     asked = getattr(request, "param", 128)
     seen, wide = [], asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
-    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(attention, "on", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
-    with gluon_simulator.instead_of(launch, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
+    with gluon_simulator.instead_of(fold_kernel, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
         yield
     assert len(seen) == 1
 
@@ -200,10 +202,10 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 
 @pytest.mark.parametrize(("length", "count", "tile"), [(4096, 64, STAGED), (4096, 8, STAGED), (64, 132, None)])
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(staged, "processors", lambda device: 132)
+    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(attention, "processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
-        assert staged.tile(spec, torch.device("cpu"), length, count) == tile
+        assert attention.tile(spec, torch.device("cpu"), length, count) == tile
 
 
 @pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)

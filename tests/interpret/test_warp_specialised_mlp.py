@@ -12,10 +12,12 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, describe, groups, launch, staged, use_plan
-from monoidreduce.program import build
-from monoidreduce.program.expr import node
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import attention, spec_from_tensors, warp_group_split
+from monoidreduce.program import constructors
+from monoidreduce.program.expression import node
 from tests.support import gluon_simulator
 from tests.support.aot_compile import Case, calls
 from tests.support.golden_files import compare
@@ -156,32 +158,43 @@ def number(name):
 @pytest.mark.parametrize(
     ("weight", "factor"),
     [
-        (lambda t, u: t, lambda t, u: build.ONE),
-        (lambda t, u: build.apply("mul", build.apply("mul", u, t), 3.0), lambda t, u: build.apply("mul", u, 3.0)),
-        (lambda t, u: build.apply("div", build.apply("neg", t), u), lambda t, u: build.apply("div", -1.0, u)),
+        (lambda t, u: t, lambda t, u: constructors.ONE),
         (
-            lambda t, u: build.apply("where", build.apply("gt", u, 0.0), build.apply("mul", t, u), 0.0),
-            lambda t, u: build.apply("where", build.apply("gt", u, 0.0), u, 0.0),
+            lambda t, u: constructors.apply("mul", constructors.apply("mul", u, t), 3.0),
+            lambda t, u: constructors.apply("mul", u, 3.0),
         ),
-        (lambda t, u: build.apply("add", t, build.apply("mul", t, u)), lambda t, u: build.apply("add", 1.0, u)),
-        (lambda t, u: build.apply("add", t, u), lambda t, u: None),
-        (lambda t, u: build.apply("div", u, t), lambda t, u: None),
-        (lambda t, u: build.apply("where", build.apply("gt", t, 0.0), t, 0.0), lambda t, u: None),
-        (lambda t, u: build.apply("mul", t, build.apply("exp", t)), lambda t, u: None),
+        (
+            lambda t, u: constructors.apply("div", constructors.apply("neg", t), u),
+            lambda t, u: constructors.apply("div", -1.0, u),
+        ),
+        (
+            lambda t, u: constructors.apply(
+                "where", constructors.apply("gt", u, 0.0), constructors.apply("mul", t, u), 0.0
+            ),
+            lambda t, u: constructors.apply("where", constructors.apply("gt", u, 0.0), u, 0.0),
+        ),
+        (
+            lambda t, u: constructors.apply("add", t, constructors.apply("mul", t, u)),
+            lambda t, u: constructors.apply("add", 1.0, u),
+        ),
+        (lambda t, u: constructors.apply("add", t, u), lambda t, u: None),
+        (lambda t, u: constructors.apply("div", u, t), lambda t, u: None),
+        (lambda t, u: constructors.apply("where", constructors.apply("gt", t, 0.0), t, 0.0), lambda t, u: None),
+        (lambda t, u: constructors.apply("mul", t, constructors.apply("exp", t)), lambda t, u: None),
     ],
 )
 def test_what_a_score_is_multiplied_by(weight, factor):
     t, u = number("t"), number("u")
-    assert groups._without(weight(t, u), t) is factor(t, u)
+    assert warp_group_split._without(weight(t, u), t) is factor(t, u)
 
 
 @pytest.fixture
 def by_groups(monkeypatch):
     """Kernels are grouped, and run on the machine; what ran there is given."""
     seen = []
-    monkeypatch.setattr(staged, "on", lambda device: True)
+    monkeypatch.setattr(attention, "on", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
-    with gluon_simulator.instead_of(launch, seen), use_plan(BY_GROUPS):
+    with gluon_simulator.instead_of(fold_kernel, seen), use_plan(BY_GROUPS):
         yield seen
 
 
@@ -288,7 +301,7 @@ def test_the_machine_sees_a_broken_turn(text, instead, message, by_groups, monke
 
 
 def test_taken_where_they_keep_a_device_busy(monkeypatch):
-    monkeypatch.setattr(describe, "processors", lambda device: 132)
+    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 132)
     assert grouped(launched(n=16384)) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
     assert grouped(launched(n=7000)) == [("fold_over_rows", 64)]  # 110 of 132 are busy, or 55
     plain = lambda n: grouped(launched(torch.no_grad()(ops.mlp), count=3, n=n))

@@ -18,7 +18,7 @@ def one_fold(op, *args):
 
 def gradient_of(fold):
     """The fold of the backward, all gradients asked for."""
-    from monoidreduce.engine.ranks.sharded import _gradient_program
+    from monoidreduce.engines.ranks.sharded_program import _gradient_program
 
     (only,) = _gradient_program(fold, (True,) * len(fold.leaves), (False, True, False, False))[0].passes
     return only

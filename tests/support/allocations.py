@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.engine.planning.alive import Alive
+from monoidreduce.runtime.live_memory import Alive
 from tests.support.comparison import flatten, is_float
 
 

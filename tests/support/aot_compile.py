@@ -22,14 +22,20 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import early, hardware
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, boxes, describe, launch, pieces, plan, source, staged, use_plan
-from monoidreduce.engine.triton.wide import contract, epilogue
-from monoidreduce.plan import defaults
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.launch import descriptors, jit_module
+from monoidreduce.engines.triton.panel import contraction, epilogue
+from monoidreduce.engines.triton.schedules import attention as staged
+from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules import kernel_plan as plan
+from monoidreduce.plan import default_tiles
+from monoidreduce.runtime import saved_row_gradients
 from tests.support import user_kernel_cases
 
-FAMILIES = {c: defaults.family(c // 10, c % 10) for c in (80, 89, 90)}
+FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
 
 
 @mr.op
@@ -139,7 +145,7 @@ def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Sums with a panel's weights as they are made by turns, added to or not."""
     out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
     for panel, add in itertools.product((weights.detach(), weights.detach().mT.contiguous().mT), (False, True)):
-        contract.Ready(out, panel, vectors, add)(out, panel, vectors)
+        contraction.Ready(out, panel, vectors, add)(out, panel, vectors)
     return out
 
 
@@ -258,32 +264,32 @@ def _nothing(*given: object) -> None:
     """A product of the vendor's, of which nobody looks at the numbers."""
 
 
-def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[launch.Call]:
+def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.Call]:
     """The launches of a case, forward and backward, none of them made."""
     import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
 
-    found: list[launch.Call] = []
+    found: list[fold_kernel.Call] = []
     args = [
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in case.make(case.dtype)
     ]
     with (
-        mock.patch.object(launch, "execute", found.append),
-        mock.patch.object(source, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
+        mock.patch.object(fold_kernel, "execute", found.append),
+        mock.patch.object(jit_module, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
-        mock.patch.multiple(hardware, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
+        mock.patch.multiple(matmul, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
         mr.use(engine="triton"),
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(boxes, "on", lambda device: capability >= 90),
+        mock.patch.object(descriptors, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
         mock.patch.object(staged, "on", lambda device: capability == 90),
-        mock.patch.object(pieces, "on", lambda device: capability >= 90),
-        mock.patch.object(pieces, "MANY", 0),
-        mock.patch.object(describe, "has_tanh", lambda device: True),
-        mock.patch.object(describe, "MANY", 0),  # kernels as they are for many pairs
-        mock.patch.object(early, "MANY", 0),
-        mock.patch.object(describe, "VERY_MANY", 0 if capability >= 90 else 2**62),
+        mock.patch.object(float32_split, "on", lambda device: capability >= 90),
+        mock.patch.object(float32_split, "MANY", 0),
+        mock.patch.object(spec_from_tensors, "has_tanh", lambda device: True),
+        mock.patch.object(spec_from_tensors, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(saved_row_gradients, "MANY", 0),
+        mock.patch.object(spec_from_tensors, "VERY_MANY", 0 if capability >= 90 else 2**62),
         use_plan(plans or {}),
     ):
         out = case.op(*args)
@@ -301,13 +307,13 @@ def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = 
             yield assemble(case, call, capability)
 
 
-def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
+def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = source.load(call.kernel.text, call.kernel.functions)
+    module = jit_module.load(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}
@@ -329,7 +335,7 @@ def assemble(case: Case, call: launch.Call, capability: int) -> Compiled:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
-    options |= launch.compiler_options(call.kernel, call.plan)
+    options |= fold_kernel.compiler_options(call.kernel, call.plan)
     ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
     said = io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

@@ -11,7 +11,9 @@ import os
 import sys
 from unittest import mock
 
-from monoidreduce.engine.triton import shifts, source, strips, united
+from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
+from monoidreduce.engines.triton.kernels import topk_rows as strips
+from monoidreduce.engines.triton.launch import jit_module
 from tests.support.aot_compile import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
@@ -28,9 +30,21 @@ def listed(kind, strips, width, slots, bits):
 CASES = [
     (strips._TEXT, *listed("*bf16", 2048, 4096, 64, 16)),
     (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
-    (united._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
-    (united._TEXT, "unite_sum", {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"}, united._block(1024), 4),
-    (shifts._TEXT, "shift", {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"}, {"LANES": 1024}, 4),
+    (split_combine._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (
+        split_combine._TEXT,
+        "unite_sum",
+        {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"},
+        split_combine._block(1024),
+        4,
+    ),
+    (
+        exponent_shift._TEXT,
+        "shift",
+        {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"},
+        {"LANES": 1024},
+        4,
+    ),
 ]
 
 
@@ -40,7 +54,7 @@ def compiled(text, name, signature, constants, warps, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(source.load(text), name), dict(constants)
+    function, constants = getattr(jit_module.load(text), name), dict(constants)
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 import monoidreduce as mr
 from benchmarks import pretend
 from monoidreduce import ops
-from monoidreduce.engine.triton import ahead, source
+from monoidreduce.engines.triton.launch import jit_module, parallel_compile
 
 HEARD: list[tuple[str, str, str]] = []  # what was done, to which kernel, in which thread
 
@@ -93,11 +93,11 @@ def called(layer, broken=None, together=True):
     nothing = lambda *given: None
     with contextlib.ExitStack() as stack:
         for change in (
-            mock.patch.object(source, "resting", contextlib.nullcontext),
+            mock.patch.object(jit_module, "resting", contextlib.nullcontext),
             mock.patch.object(triton.compiler, "compile", compiler(broken)),
             pretend.h200(),
-            mock.patch.object(source, "again", lambda compiled, *given: nothing if compiled else None),
-            mock.patch.object(ahead, "_may_wait", lambda device: together),
+            mock.patch.object(jit_module, "again", lambda compiled, *given: nothing if compiled else None),
+            mock.patch.object(parallel_compile, "_may_wait", lambda device: together),
             mr.use(engine="auto"),
         ):
             stack.enter_context(change)

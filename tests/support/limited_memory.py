@@ -15,7 +15,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import recover
+from monoidreduce.engines.common import oom_retry
 
 MB = 2**20
 PIECES = (MB, MB // 4)
@@ -50,7 +50,7 @@ def main():
     with mr.budget("2MB"):
         expected = attention(*args)
     attempts = []
-    recover.release, release = (lambda device: attempts.append(device) or release(device)), recover.release
+    oom_retry.release, release = (lambda device: attempts.append(device) or release(device)), oom_retry.release
     held = exhausted()
     found = {}
     try:

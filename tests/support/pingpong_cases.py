@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan
 
 SIZES = [(256, 128, 264), (300, 390, 296), (257, 129, 512)]
 

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
-from monoidreduce import Col, Row, tuning
-from monoidreduce.engine import library, triton
-from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.engine.triton import recent
-from monoidreduce.engine.triton.wide import contract, reels
+from monoidreduce import Col, Row, autotune
+from monoidreduce.engines import triton
+from monoidreduce.engines.common import unchanged_tensors
+from monoidreduce.engines.triton.panel import contraction, panel_replay
+from monoidreduce.runtime import torch_operator
+from monoidreduce.runtime.live_memory import Alive
 
 B, S = torch.bfloat16, torch.float32
 
@@ -154,11 +155,11 @@ def again():
     for name, budget in [*WITHIN, *whole]:
         found = []
         for repeated in (False, True):
-            with h200(repeated), mr.budget(budget), mock.patch.object(reels, "_KINDS", {}):
+            with h200(repeated), mr.budget(budget), mock.patch.object(panel_replay, "_KINDS", {}):
                 found.append(counted(*(CASES | MANY)[name]).peak)
-                written = sum(len(kind.reels) for kind in reels._KINDS.values())
+                written = sum(len(kind.reels) for kind in panel_replay._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
-    assert {key[0] for key, ready in contract._READY.items() if ready} == {False, True}  # added to, and not
+    assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
 
 
 class Staying(Alive):
@@ -178,15 +179,19 @@ class Staying(Alive):
 def staying():
     """Bytes that calls of the operator leave behind: of a compiler's pool, in which nothing may stay."""
     for name, (op, args) in CASES.items():
-        folds, left = tuning.recorded(op, args, {}, backward=True).folds, []
+        folds, left = autotune.recorded(op, args, {}, backward=True).folds, []
         for fold, leaves, sizes in folds:
-            forgotten = ((triton, "_READY", {}), (recent, "_kept", OrderedDict()), (reels, "_KINDS", {}))
+            forgotten = (
+                (triton, "_READY", {}),
+                (unchanged_tensors, "_kept", OrderedDict()),
+                (panel_replay, "_KINDS", {}),
+            )
             with contextlib.ExitStack() as stack:
                 for where in forgotten:
                     stack.enter_context(mock.patch.object(*where))
                 for _ in range(3):  # walks over panels are walked, heard, and run
                     with Staying([v for v in leaves if isinstance(v, torch.Tensor)]) as made:
-                        library.call(fold, "triton", leaves, sizes)
+                        torch_operator.call(fold, "triton", leaves, sizes)
                     left.append(made.bytes())
         yield name, left
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.engine.ranks.agree import _pieces
+from monoidreduce.engines.ranks.agreement import _pieces
 from tests.support.comparison import Result, is_float, run
 from tests.support.layers import BY_NAME, ZOO
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
-from monoidreduce.engine import registry
-from monoidreduce.engine.ranks import agree
+from monoidreduce.engines.ranks import agreement
+from monoidreduce.runtime import registry
 from tests.support import label_arithmetic_cases
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
@@ -453,7 +453,7 @@ def refused(group: Any, fault: str) -> tuple[str, str, bool]:
             call()
     except mr.MonoidReduceError as error:
         kind, text = type(error).__name__, str(error)
-    alone = agree.current() is None
+    alone = agreement.current() is None
     with mr.shard(cols=group):
         total = mr.ops.cross_entropy(torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([0]))
     return kind, text, alone and bool(torch.isclose(total.exp(), torch.tensor(3.0 * group.size())))
@@ -481,7 +481,10 @@ def left_alone(group: Any) -> bool:
     after = torch.get_num_threads(), torch.get_default_dtype(), torch.random.get_rng_state()
     alone = _relu(x, x)
     return (
-        before[:2] == after[:2] and torch.equal(before[2], after[2]) and alone.shape == (3,) and agree.current() is None
+        before[:2] == after[:2]
+        and torch.equal(before[2], after[2])
+        and alone.shape == (3,)
+        and agreement.current() is None
     )
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine import hardware
-from monoidreduce.engine.triton import KernelPlan, staged, use_plan
-from monoidreduce.engine.triton.wide import contract
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.panel import contraction
+from monoidreduce.engines.triton.schedules import attention
 from tests.support.single_warpgroup_cases import ALONE
 from tests.support.warp_specialised_mlp_cases import ABREAST, BY_GROUPS
 
@@ -90,9 +91,9 @@ def thinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
-    if not staged.on(out.device):
+    if not attention.on(out.device):
         return out.addmm_(weights, vectors)
-    contract.Ready(out, weights, vectors, True)(out, weights, vectors)
+    contraction.Ready(out, weights, vectors, True)(out, weights, vectors)
     return out
 
 
@@ -143,7 +144,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
 
 def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    with mock.patch.object(hardware, "contract_into", in_float32):
+    with mock.patch.object(matmul, "contract_into", in_float32):
         for case in CASES[share::shares]:
             print(case.name, flush=True)
             case.run()

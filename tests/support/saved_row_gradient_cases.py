@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import early as road
-from monoidreduce.program.early import early
+from monoidreduce.program.saved_row_gradients import early
+from monoidreduce.runtime import saved_row_gradients as road
 
 
 @mr.op

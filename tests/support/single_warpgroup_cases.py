@@ -4,7 +4,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan
 
 ALONE = KernelPlan(64, 64, 4, 2, parts=1, boxes=2)
 DROPPED = {"dropout_p": 0.2, "seed": 3}

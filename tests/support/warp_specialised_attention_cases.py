@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import inputs
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan
 
 BY_TURNS = {"cols": KernelPlan(128, 128, 4, 2, parts=1, boxes=2)}
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine.triton import KernelPlan
+from monoidreduce.engines.triton import KernelPlan
 
 ABREAST, RELAY = KernelPlan(128, 64, 4, 2, parts=1, boxes=2), KernelPlan(64, 64, 4, 2, parts=1, boxes=2)
 BY_GROUPS = {"cols": ABREAST, "rows": RELAY}

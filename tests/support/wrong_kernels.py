@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
-from monoidreduce.engine import triton
-from monoidreduce.engine.triton import KernelPlan, launch
+from monoidreduce.engines import triton
+from monoidreduce.engines.triton import KernelPlan
+from monoidreduce.engines.triton.kernels import fold_kernel
 
 CHANGES: dict[str, Callable[[str], str]] = {
     "forgets the ragged end": lambda text: text.replace("tl.cdiv(folded_size, FOLDED)", "(folded_size // FOLDED)"),
@@ -30,7 +31,7 @@ def wrong(plan: KernelPlan, change: str) -> Iterator[list[str]]:
     """Inside the block, kernels with this plan's tile are wrong; the list counts how often one was launched.
 
     Launches that were made before are not met inside, nor wrong ones after it."""
-    real, made = launch.execute, []
+    real, made = fold_kernel.execute, []
 
     def execute(call):
         if (call.plan.block_kept, call.plan.block_folded) == (plan.block_kept, plan.block_folded):
@@ -40,5 +41,5 @@ def wrong(plan: KernelPlan, change: str) -> Iterator[list[str]]:
             call = replace(call, kernel=replace(call.kernel, text=text))
         return real(call)
 
-    with mock.patch.object(launch, "execute", execute), mock.patch.object(triton, "_READY", {}):
+    with mock.patch.object(fold_kernel, "execute", execute), mock.patch.object(triton, "_READY", {}):
         yield made

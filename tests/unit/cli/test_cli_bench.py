@@ -97,7 +97,7 @@ def test_a_wrong_peer_is_seen_by_its_error():
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr("monoidreduce.engine.hardware.free_memory", lambda device: 1000)
+    monkeypatch.setattr("monoidreduce.engines.common.matmul.free_memory", lambda device: 1000)
     layer = subject.resolved("mlp")
     calls = {"ours": layer.call, "naive torch": layer.dense}
     rows = contest.measure(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
@@ -267,7 +267,7 @@ def test_explain_is_for_ops():
 
 
 def test_the_cache_is_shown_shared_and_cleared(own_cache):
-    from monoidreduce.plan.store import Key, Record, remember
+    from monoidreduce.plan.plan_records import Key, Record, remember
 
     remember(Record(Key("abc", "64 × 64", "float32", "cpu", ""), {"schedule": "flash"}))
     code, out, _ = call("cache", "--json")

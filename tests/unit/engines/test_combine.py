@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import combine, eager, registry
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.ranks import parts
-from monoidreduce.program.expr import node, reduce_node
+from monoidreduce.engines import eager
+from monoidreduce.engines.common import combine, subproblem
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.program.expression import node, reduce_node
 from monoidreduce.program.lower import Fold
+from monoidreduce.runtime import registry
 from tests.support.comparison import assert_equal, assert_error_rule, cast, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO
 
@@ -33,8 +34,10 @@ def cut(monkeypatch, rows, cols, seed=0):
     chance = random.Random(seed)
 
     def folder(fold, leaves, sizes):
-        part = parts.Part(pieces(sizes.rows, rows, chance), pieces(sizes.cols, cols, chance), (sizes.rows, sizes.cols))
-        return parts.results(fold, parts.run(fold, leaves, sizes, part, eager.run))
+        part = subproblem.Part(
+            pieces(sizes.rows, rows, chance), pieces(sizes.cols, cols, chance), (sizes.rows, sizes.cols)
+        )
+        return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, eager.run))
 
     monkeypatch.setitem(registry.FOLDERS, "eager", folder)
 

@@ -7,7 +7,7 @@ import collections
 
 import pytest
 
-from monoidreduce.engine import dense as library_dense
+from monoidreduce.engines.common import axis_reductions as library_dense
 from tests.fuzz.generate import generate
 from tests.fuzz.runner import Outcome, assert_programs, outcomes, report
 from tests.fuzz.tree import topological

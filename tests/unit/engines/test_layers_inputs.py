@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import monoidreduce as mr
-from monoidreduce.engine import hardware
+from monoidreduce.engines.common import matmul
 from tests.support.comparison import assert_equal, cast, flatten, is_float, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO
 
@@ -153,7 +153,7 @@ class Products:
     def __enter__(self):
         self.count, self.patch = 0, pytest.MonkeyPatch()
         for name in ("dot_into", "narrow_dot", "accumulate"):
-            self.patch.setattr(hardware, name, self._counted(getattr(hardware, name)))
+            self.patch.setattr(matmul, name, self._counted(getattr(matmul, name)))
         return self
 
     def _counted(self, function):

@@ -12,24 +12,24 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine.eager import accumulate, nearest
-from monoidreduce.plan.choice import Choice, follow
+from monoidreduce.engines.eager import accumulators, branch_and_bound
+from monoidreduce.plan.schedule import Choice, follow
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"KEPT": 8, "FOLDED": 4, "FIRST": 8, "MORE": 2, "SORTED": 2}.items():
-        monkeypatch.setattr(nearest, name, value)
+        monkeypatch.setattr(branch_and_bound, name, value)
 
 
 @contextmanager
 def from_points(least: int) -> Iterator[None]:
-    before, nearest.LEAST = nearest.LEAST, least
+    before, branch_and_bound.LEAST = branch_and_bound.LEAST, least
     try:
         with mr.use(engine="eager"):
             yield
     finally:
-        nearest.LEAST = before
+        branch_and_bound.LEAST = before
 
 
 def both(call: Callable[[], Any]) -> tuple[Any, Any, mr.Tally]:
@@ -172,7 +172,7 @@ def test_gradients_go_to_the_neighbours() -> None:
 
 def test_an_order_keeps_points_together() -> None:
     flat = torch.rand(4096, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([100.0, 1.0, 1.0])
-    order = nearest.order(flat, 32)
+    order = branch_and_bound.order(flat, 32)
     assert torch.equal(order.sort().values, torch.arange(4096))
     long = flat[order].view(-1, 32, 3)
     assert (long.amax(1) - long.amin(1))[:, 0].mean() < 5.0
@@ -199,7 +199,7 @@ def test_a_place_found_by_runs_is_the_first(size: int, kind: str) -> None:
             "alike": x[:1, :1, :1].expand(x.shape),
         }[kind]
         expected = (made.argmax if largest else made.argmin)(dim, keepdim=True)
-        assert torch.equal(accumulate._first(made, dim, largest), expected)
+        assert torch.equal(accumulators._first(made, dim, largest), expected)
 
 
 def test_small_tiles_are_filled() -> None:

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine import hardware, known, panel, walks
-from monoidreduce.plan import budget, panels, tiles
-from monoidreduce.program.total import total
+from monoidreduce.engines import panel
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.panel import panel_program
+from monoidreduce.plan import budget, panel_layout, tiles
+from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.runtime import gradient_in_forward
 from tests.support.allocations import usage
 from tests.support.comparison import Result, assert_equal, assert_error_rule, cast, is_float, named, run
 from tests.support.layers import BY_NAME, ZOO
@@ -21,9 +24,9 @@ from tests.support.layers import BY_NAME, ZOO
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(panels, "NARROW", 0)
-    monkeypatch.setattr(panels, "FEW", 1)
-    monkeypatch.setattr(panels, "ROUND", 4)
+    monkeypatch.setattr(panel_layout, "NARROW", 0)
+    monkeypatch.setattr(panel_layout, "FEW", 1)
+    monkeypatch.setattr(panel_layout, "ROUND", 4)
 
 
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
@@ -44,7 +47,7 @@ def summable(layer):
     args = layer.args(5, 6, 0)
     try:
         outputs = layer.op._prepare(args, {})[0].outputs
-        inputs = tuple(e for n, e in known.inputs_of(outputs).items() if e.dtype == "float")
+        inputs = tuple(e for n, e in gradient_in_forward.inputs_of(outputs).items() if e.dtype == "float")
         return len(outputs) == 1 and not known_batch(layer, args) and total(outputs, inputs) is not None
     except mr.NoGradientError:
         return False
@@ -81,7 +84,7 @@ def test_sums_take_their_gradient_in_the_forward(layer, rows, seed, monkeypatch)
     with mr.budget(4 * tiles.LEAST + rows * 37 * 8 * 2):
         got = pulled(layer.op.total, args, 3.0)
     assert_equal(got, pulled(lambda *a: layer.dense(*a).sum(), args, 3.0))
-    products = any(f for w in walks.walks(layer.op.program(*args)) for f in w.products)
+    products = any(f for w in panel_program.walks(layer.op.program(*args)) for f in w.products)
     assert bool(taken) == products  # without a product there is nothing to keep
 
 
@@ -119,7 +122,7 @@ def rows_of(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col, scale: float):
 
 def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, monkeypatch):
     """Calls of one kind share a plan; what they ask for differs from call to call."""
-    monkeypatch.setattr(panels, "FEW", 4)
+    monkeypatch.setattr(panel_layout, "FEW", 4)
     x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
     plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
     tight = tiles.LEAST + 13 * 8 * 2
@@ -234,12 +237,12 @@ def test_budgets_are_read(given, expected):
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
 @pytest.mark.parametrize("room", [10**4, 10**5, 10**7])
 def test_parts_fit_their_room(length, room, monkeypatch):
-    monkeypatch.setattr(panels, "ROUND", 128)
-    monkeypatch.setattr(panels, "FEW", 128)
-    found = panels.by_rows(length, 777, 4, room)
+    monkeypatch.setattr(panel_layout, "ROUND", 128)
+    monkeypatch.setattr(panel_layout, "FEW", 128)
+    found = panel_layout.by_rows(length, 777, 4, room)
     assert found is not None and found.rows * 777 * 4 <= room
     for each in (0, 64, 1200):
-        parts = panels.cut(length, 777, 4, room, each)
+        parts = panel_layout.cut(length, 777, 4, room, each)
         assert parts is None or parts[0] * parts[1] * 4 + (parts[0] * each if parts[1] < 777 else 0) <= room
 
 
@@ -249,7 +252,7 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     x.requires_grad_()
     seen = []
     original = budget.limit
-    monkeypatch.setattr(budget, "limit", lambda *a: seen.append((budget.asked(), hardware.asked.get())) or original(*a))
+    monkeypatch.setattr(budget, "limit", lambda *a: seen.append((budget.asked(), matmul.asked.get())) or original(*a))
     with mr.use(engine="panel", precision="tf32"), mr.budget("2MB"):
         loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()
     seen.clear()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import registry
 from monoidreduce.plan import tiles
+from monoidreduce.runtime import registry
 from tests.support.allocations import usage
 from tests.support.comparison import flatten, is_float, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO

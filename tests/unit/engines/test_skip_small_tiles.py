@@ -8,8 +8,8 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import filtering
-from monoidreduce.plan import panels
+from monoidreduce.engines.common import skip_small_tiles
+from monoidreduce.plan import panel_layout
 from tests.support.allocations import usage
 
 BOUND = 2.0**-12
@@ -19,9 +19,9 @@ ENGINES = ["eager", "panel"]
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Tiles of 8 × 8, and features that count as wide."""
-    monkeypatch.setattr(filtering, "TILE", 8)
-    monkeypatch.setattr(panels, "NARROW", 0)
-    monkeypatch.setattr(panels, "FEW", 1)
+    monkeypatch.setattr(skip_small_tiles, "TILE", 8)
+    monkeypatch.setattr(panel_layout, "NARROW", 0)
+    monkeypatch.setattr(panel_layout, "FEW", 1)
 
 
 @mr.op
@@ -96,7 +96,7 @@ def test_off_by_default_and_where_nothing_is_small(engine):
         exact = pulled(lambda x, w: head(x, w, target), x, w)
         with mr.skip_below(1e-300) as skipped:
             got = pulled(lambda x, w: head(x, w, target), x, w)
-        assert filtering.asked() is None
+        assert skip_small_tiles.asked() is None
         again = pulled(lambda x, w: head(x, w, target), x, w)
     assert skipped.kept == 1.0 and skipped.tiles == 2 * 8 * 14
     for a, b, c in zip(exact, got, again, strict=True):
@@ -183,9 +183,9 @@ def test_what_is_no_bound(given):
 def test_blocks_nest_and_decorate():
     @mr.skip_below(0.25)
     def inner():
-        return filtering.asked().bound
+        return skip_small_tiles.asked().bound
 
     with mr.skip_below(BOUND) as outer:
-        assert filtering.asked() is outer and inner() == 0.25 and filtering.asked() is outer
-    assert filtering.asked() is None and outer.kept == 1.0 and outer.tiles == 0
+        assert skip_small_tiles.asked() is outer and inner() == 0.25 and skip_small_tiles.asked() is outer
+    assert skip_small_tiles.asked() is None and outer.kept == 1.0 and outer.tiles == 0
     assert repr(outer) == f"skip_below({BOUND!r})"

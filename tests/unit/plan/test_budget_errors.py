@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import panel
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.triton.wide.room import Room
-from monoidreduce.engine.walks import as_program, split_means, walks
+from monoidreduce.engines import panel
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.panel.panel_program import as_program, split_means, walks
+from monoidreduce.engines.triton.panel.arena import Room
 from monoidreduce.plan import budget
 from monoidreduce.program.gradient import gradient
 from monoidreduce.program.lower import lower

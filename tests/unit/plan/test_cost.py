@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
-from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.plan import candidates, ceilings, communication, cost
-from monoidreduce.plan.choice import Choice, follow
-from monoidreduce.plan.work import count, directions
+from monoidreduce.plan import candidates, communication, cost, device_rates
+from monoidreduce.plan.op_counts import count, directions
+from monoidreduce.plan.schedule import Choice, follow
+from monoidreduce.runtime.live_memory import Alive
 from tests.support.comparison import flatten, is_float
 from tests.support.layers import BY_NAME
 
@@ -234,7 +234,7 @@ def test_nothing_is_allocated_for_what_would_not_fit():
 def test_devices_that_are_elsewhere():
     q = meta(16, 8192, 128, dtype=torch.bfloat16)
     found = attention.cost(q, q, q, device="cuda")
-    assert found.ceilings is ceilings.GPUS["hopper"]
+    assert found.ceilings is device_rates.GPUS["hopper"]
     least = found["flash"].flops / found.ceilings.rate("bfloat16")
     assert least < found["flash"].seconds < 3 * least
     assert json.dumps(found.ceilings.as_dict())
@@ -340,8 +340,8 @@ def test_empty_sides_cost_next_to_nothing():
 
 
 def test_this_cpus_ceilings_are_plausible_and_measured_once():
-    found = ceilings.measured(torch.get_num_threads())
-    assert found is ceilings.of(torch.device("cpu"))
+    found = device_rates.measured(torch.get_num_threads())
+    assert found is device_rates.of(torch.device("cpu"))
     assert found.rate("float32") > found.plain > found.special
     assert found.rate("bfloat16") == found.rate("float32") and 1e-7 < found.launch < 1e-3
 
@@ -352,11 +352,11 @@ def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found)
-    ceilings._known_gpu.cache_clear()
+    device_rates._known_gpu.cache_clear()
     try:
-        found = ceilings.of(torch.device("cuda", 7))
+        found = device_rates.of(torch.device("cuda", 7))
     finally:
-        ceilings._known_gpu.cache_clear()
-    base = ceilings.GPUS["ada"]
+        device_rates._known_gpu.cache_clear()
+    base = device_rates.GPUS["ada"]
     assert found.processors == 128 and found.name == "RTX 4090" and found.near == base.near
     assert found.rate("bfloat16") / base.rate("bfloat16") == pytest.approx(128 / base.processors)

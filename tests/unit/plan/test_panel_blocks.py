@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from monoidreduce.plan import panels
-from monoidreduce.plan.blocks import Held, Machine, apart, blocks, busy
+from monoidreduce.plan import panel_layout
+from monoidreduce.plan.row_blocks import Held, Machine, apart, blocks, busy
 
 H200 = Machine(132, (128, 128))
 CASES = [  # rows, columns, features, room
@@ -27,13 +27,13 @@ def of(features, lends=True):
 @pytest.mark.parametrize(("rows", "cols", "features", "room"), CASES)
 def test_blocks_are_few_and_fit(rows, cols, features, room, lends, machine):
     each = of(features, lends)
-    found = blocks(rows, cols, each, machine, room, panels.ADDS, True)
+    found = blocks(rows, cols, each, machine, room, panel_layout.ADDS, True)
     if found is None:
         assert not lends  # totals of an eighth of the rows are too much
         return
     ends = [0, *(b.last for b in found.blocks)]
     assert [b.first for b in found.blocks] == ends[:-1] and ends[-1] == rows
-    assert 1 < len(found.blocks) <= panels.ADDS
+    assert 1 < len(found.blocks) <= panel_layout.ADDS
     assert found.rows == max(b.rows for b in found.blocks) and found.cols == min(b.cols for b in found.blocks)
     for b in found.blocks:
         assert b.rows * b.cols * each.pair + apart(b, rows, each) <= room
@@ -43,7 +43,7 @@ def test_blocks_are_few_and_fit(rows, cols, features, room, lends, machine):
 
 @pytest.mark.parametrize(("rows", "cols", "features", "room"), CASES[:3])
 def test_panels_are_nearly_square(rows, cols, features, room):
-    found = blocks(rows, cols, of(features), H200, room, panels.ADDS, True)
+    found = blocks(rows, cols, of(features), H200, room, panel_layout.ADDS, True)
     side = (room / 2) ** 0.5
     whole = [b for b in found.blocks if not apart(b, rows, of(features))]
     assert sum(b.last - b.first for b in whole) > 0.6 * rows
@@ -55,7 +55,7 @@ def test_panels_are_nearly_square(rows, cols, features, room):
 def test_totals_lie_in_one_piece(rows, cols, features, room):
     """In two pieces their sums would be two products. Blocks end where gradients hold no more, and those of the last
     few rows lie apart."""
-    *others, last = blocks(rows, cols, of(features), H200, room, panels.ADDS, True).blocks
+    *others, last = blocks(rows, cols, of(features), H200, room, panel_layout.ADDS, True).blocks
     assert not any(apart(b, rows, of(features)) for b in others)
     assert apart(last, rows, of(features)) == (last.last - last.first) * of(features).row
     assert last.last - last.first < 0.2 * rows
@@ -64,7 +64,7 @@ def test_totals_lie_in_one_piece(rows, cols, features, room):
 def test_strips_make_blocks_fewer():
     """Where row gradients hold the totals of several panels: more panels of the same height, and fewer roundings."""
     given = (65_536, 65_536, of(768), H200, 64_000_000)
-    with_strips, without = (blocks(*given, panels.ADDS, strips) for strips in (True, False))
+    with_strips, without = (blocks(*given, panel_layout.ADDS, strips) for strips in (True, False))
     assert with_strips.blocks[0].strips and not any(b.strips for b in without.blocks)
     assert with_strips.rows < 0.75 * without.rows and len(with_strips.blocks) <= len(without.blocks)
 
@@ -72,16 +72,18 @@ def test_strips_make_blocks_fewer():
 def test_fewer_blocks_where_fewer_are_asked_for():
     """As few as fit where those asked for do not."""
     given = (32_768, 32_768, of(512), H200, 64_000_000)
-    counts = [len(blocks(*given, most, False).blocks) for most in range(2, panels.ADDS + 1)]
+    counts = [len(blocks(*given, most, False).blocks) for most in range(2, panel_layout.ADDS + 1)]
     assert all(a <= b for a, b in itertools.pairwise(counts)) and counts[0] <= 4 < counts[-1]
     assert blocks(32_768, 32_768, of(512), H200, 10**6, 2, False) is None
 
 
 def test_short_panels_that_add_to_float32_do_not_pay():
     """Whole rows are kept from 128 a panel on, from 1024 where every panel reads and writes all column totals."""
-    assert panels.Panels(128, 10**5).pays(10**5) and not panels.Panels(127, 10**5).pays(10**5)
-    assert panels.Panels(1024, 10**5, wide=True).pays(10**5) and not panels.Panels(896, 10**5, wide=True).pays(10**5)
-    assert panels.Panels(90, 10**5, wide=True).pays(90)  # all there are
+    assert panel_layout.Panels(128, 10**5).pays(10**5) and not panel_layout.Panels(127, 10**5).pays(10**5)
+    assert panel_layout.Panels(1024, 10**5, wide=True).pays(10**5) and not panel_layout.Panels(
+        896, 10**5, wide=True
+    ).pays(10**5)
+    assert panel_layout.Panels(90, 10**5, wide=True).pays(90)  # all there are
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from monoidreduce.engine.triton.wide.lent import Lent, lendable
-from monoidreduce.plan import panels
-from monoidreduce.plan.tail import COLS, ROWS, Rows, Stow, tail
+from monoidreduce.engines.triton.panel.lent_memory import Lent, lendable
+from monoidreduce.plan import panel_layout
+from monoidreduce.plan.in_place_layout import COLS, ROWS, Rows, Stow, tail
 
 LARGE = [
     (256_000, 4608, 8192 * 2, Rows(8192, 4096, 2304 * 4), 8_000_000),
@@ -21,7 +21,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
+@pytest.mark.parametrize("fill", [lambda most: most, panel_layout.filling(8192, 132)], ids=["any", "full"])
 @pytest.mark.parametrize(("cols", "line", "column", "rows", "room"), LARGE)
 def test_turns_do_all_of_it_and_spoil_nothing(cols, line, column, rows, room, fill):
     plan = tail(cols, line, column, rows, room, 4096, fill)
@@ -71,7 +71,7 @@ def test_where_it_is_of_no_use_there_is_none(cols, line, column, rows, room):
 
 @pytest.mark.parametrize(("rows", "most"), [(8192, 2862), (8192, 2368), (1000, 5000), (131072, 1500), (59, 700)])
 def test_panels_leave_few_processors_idle(rows, most):
-    found = panels.filling(rows, 132)(most)
+    found = panel_layout.filling(rows, 132)(most)
     assert 0.7 * most <= found <= most
 
     def busy(count):
@@ -84,7 +84,7 @@ def test_panels_leave_few_processors_idle(rows, most):
 
 
 def test_without_processors_panels_are_as_large_as_they_may():
-    assert panels.filling(8192, 1)(2862) == 2862
+    assert panel_layout.filling(8192, 1)(2862) == 2862
 
 
 @pytest.mark.parametrize(("begin", "count", "lent"), [(0, 50, 50), (16, 60, 42), (40, 60, 30), (96, 4, 2), (99, 1, 0)])
@@ -133,7 +133,7 @@ STOWED = [
 ]
 
 
-@pytest.mark.parametrize("fill", [lambda most: most, panels.filling(8192, 132)], ids=["any", "full"])
+@pytest.mark.parametrize("fill", [lambda most: most, panel_layout.filling(8192, 132)], ids=["any", "full"])
 @pytest.mark.parametrize("room", [2_000_000, 8_000_000, 64_000_000])
 @pytest.mark.parametrize(("cols", "line", "column", "rows", "tile", "least"), STOWED)
 def test_what_is_stowed_is_there_until_it_is_summed(cols, line, column, rows, tile, least, room, fill):

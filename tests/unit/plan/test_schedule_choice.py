@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import recover, whole
-from monoidreduce.engine.planning import costs, planner, roads, winners
-from monoidreduce.engine.planning.alive import Alive
-from monoidreduce.plan import candidates, ceilings
-from monoidreduce.plan.choice import Choice, follow
-from monoidreduce.plan.work import directions
+from monoidreduce.engines import dense as whole
+from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.common import oom_retry
+from monoidreduce.plan import candidates, device_rates
+from monoidreduce.plan.op_counts import directions
+from monoidreduce.plan.schedule import Choice, follow
+from monoidreduce.runtime import call_cost, dense_or_tiled
+from monoidreduce.runtime.live_memory import Alive
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 from tests.support.layers import BY_NAME, DIFFERENTIABLE, ZOO
 
@@ -21,7 +23,7 @@ DENSE = {"call": Choice("dense")}
 
 
 # What is chosen follows from the rates of a device: here always those of one CPU, whatever this one is busy with.
-CPU = ceilings.Ceilings(
+CPU = device_rates.Ceilings(
     "CPU, 1 thread",
     {"float32": 3e10, "float64": 1.5e10},
     bandwidth=2e10,
@@ -38,7 +40,7 @@ CPU = ceilings.Ceilings(
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch):
-    monkeypatch.setattr(ceilings, "measured", lambda threads: CPU)
+    monkeypatch.setattr(device_rates, "measured", lambda threads: CPU)
     with mr.use(engine="auto"):
         yield
 
@@ -98,7 +100,7 @@ def test_an_engine_that_was_asked_for_never_runs_dense(engine):
 
 
 def test_nothing_larger_than_the_limit_is_built_without_a_budget():
-    side = int((costs.DENSE / 4) ** 0.5) + 40
+    side = int((call_cost.DENSE / 4) ** 0.5) + 40
     args = qkv(side, side, requires_grad=True)
     assert attention.explain(*args).as_dict()["runs"] != "dense"
     most = largest(lambda: torch.autograd.grad(attention(*args).sum(), args))
@@ -143,9 +145,9 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 
         return whole.Script((), (), run, "", None, (), ())
 
-    monkeypatch.setattr(roads.whole, "whole", failing)
+    monkeypatch.setattr(dense_or_tiled.whole, "whole", failing)
     released = []
-    monkeypatch.setattr(recover, "release", released.append)
+    monkeypatch.setattr(oom_retry, "release", released.append)
     with mr.tally() as tally:
         torch.testing.assert_close(attention(*args), expected)
     assert tally.computed > 0 and len(released) == 1
@@ -231,7 +233,7 @@ def test_every_candidate_of_a_gpu_can_be_kept_and_found_again(rows):
             assert len(set(found)) == len(found) > 4 and candidates.default(part.case) in found
             for choice in found:
                 assert Choice.from_dict(json.loads(json.dumps(choice.as_dict()))) == choice
-                assert winners.fits(part.case, choice)
+                assert tuned_plans.fits(part.case, choice)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 20000])
@@ -361,7 +363,7 @@ def test_planning_is_quick():
     args = qkv(211, 307, requires_grad=True)
     _, bound, sizes, _ = attention._prepare(tuple(args), {})
     program = mr.op(attention.function).program(*args)
-    assert calls(roads.is_dense, program, dict(bound), sizes, True) < 50_000
+    assert calls(dense_or_tiled.is_dense, program, dict(bound), sizes, True) < 50_000
 
     fold = program.passes[0].fold
     leaves = [bound[str(e.attrs[0])] for e in program.passes[0].feeds]

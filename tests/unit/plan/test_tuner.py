@@ -9,12 +9,14 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import recover, registry
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.engine.planning import costs, planner, roads, trial, tuner, winners
-from monoidreduce.engine.triton import source
-from monoidreduce.plan import candidates, disk, store
-from monoidreduce.plan.choice import Choice
+from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.common import oom_retry
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.plan import candidates, disk, plan_records
+from monoidreduce.plan.schedule import Choice
+from monoidreduce.runtime import call_cost, dense_or_tiled, registry
+from monoidreduce.tuning import trial, tuner
 from tests.support.comparison import errors
 from tests.support.layers import BY_NAME
 
@@ -29,10 +31,10 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_ENGINE", "auto")
     monkeypatch.setattr(disk, "_told", type(disk._told)())
     monkeypatch.setattr(tuner, "_sessions", {})
-    monkeypatch.setattr(costs, "DENSE", 0)  # small calls too go by passes
-    store.forget()
+    monkeypatch.setattr(call_cost, "DENSE", 0)  # small calls too go by passes
+    plan_records.forget()
     yield
-    store.forget()
+    plan_records.forget()
 
 
 class Clock:
@@ -99,15 +101,15 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     found = attention.tune(*args, quiet=True)
     assert [t.winner for t in found.folds] == [other, other] and all(t.lasting for t in found.folds)
     assert all(t.seconds < t.safe_seconds for t in found.folds)
-    store.forget()  # as in the next process
+    plan_records.forget()  # as in the next process
     call = fold_of(attention, *args)
     assert planner.chosen(*call) == other
     assert planner.chosen(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
     longer = fold_of(attention, *drawn(4 * SHAPE[0], SHAPE[1]))
-    assert winners.recalled(planner.case_of(*longer), call[2].device) is None  # another bucket
+    assert tuned_plans.recalled(planner.case_of(*longer), call[2].device) is None  # another bucket
     assert found.folds[0].key in [r.key for r in mr.cache.plans()]
     with mr.budget("10MB"):
-        assert winners.recalled(planner.case_of(*call), call[2].device) is None  # tuned without it
+        assert tuned_plans.recalled(planner.case_of(*call), call[2].device) is None  # tuned without it
 
 
 def test_tuning_a_layer_refuses_no_honest_plan():
@@ -150,7 +152,7 @@ def test_a_budget_bounds_the_candidates():
     with mr.budget("2MB"):
         (found,) = attention.tune(q, k, v, backward=False, quiet=True).folds
         case = planner.case_of(*fold_of(attention, q, k, v))
-        assert found.trials and all(winners.fits(case, t.choice) for t in found.trials)
+        assert found.trials and all(tuned_plans.fits(case, t.choice) for t in found.trials)
     assert found.key.budget == "2000000"
 
 
@@ -170,7 +172,7 @@ def test_a_monoid_of_ones_own_is_remembered_by_this_process_only():
 
     (found,) = total.tune(*drawn()[:2], backward=False, quiet=True).folds
     assert not found.lasting and mr.cache.plans() == []
-    assert store.recall(found.key) is not None
+    assert plan_records.recall(found.key) is not None
 
 
 RECORDS = {
@@ -188,8 +190,8 @@ def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
     case = planner.case_of(*call)
-    store.remember(store.Record(winners.key_of(case, call[2].device), RECORDS[name]))
-    assert winners.recalled(case, call[2].device) is None
+    plan_records.remember(plan_records.Record(tuned_plans.key_of(case, call[2].device), RECORDS[name]))
+    assert tuned_plans.recalled(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
 
@@ -330,7 +332,7 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
     def perform(how, *call):
         if how == FAST:  # as launching a kernel says it
             report = {"n_regs": 255, "n_spills": spilled // 4, "metadata": SimpleNamespace(shared=4096)}
-            source.note(SimpleNamespace(**report))
+            jit_module.note(SimpleNamespace(**report))
         return right(how, *call)
 
     monkeypatch.setattr(planner, "perform", perform)
@@ -353,10 +355,10 @@ def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
     """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
     few(monkeypatch, FAST)
     monkeypatch.setattr(planner, "perform", lambda how, *call: (fails if how == FAST else right)(how, *call))
-    monkeypatch.setattr(recover, "is_lost", lambda device: True)
+    monkeypatch.setattr(oom_retry, "is_lost", lambda device: True)
     with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
         attention.tune(*drawn(), quiet=True)
-    assert store.records() == []
+    assert plan_records.records() == []
 
 
 # The checks themselves
@@ -495,7 +497,7 @@ def test_many_threads_tune_at_once():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(costs, "DENSE", 2**20)
+    monkeypatch.setattr(call_cost, "DENSE", 2**20)
 
 
 def road_of(*args):
@@ -507,7 +509,7 @@ def road_of(*args):
 @pytest.mark.parametrize("slow", ["passes", "dense"])
 def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
-    real, ran = roads.whole.whole, []
+    real, ran = dense_or_tiled.whole.whole, []
 
     def whole(*program):
         ran.append(1)
@@ -518,7 +520,7 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
         clock.sleep(0.05 if slow == "passes" else 0)
         return right(*call)
 
-    monkeypatch.setattr(roads.whole, "whole", whole)
+    monkeypatch.setattr(dense_or_tiled.whole, "whole", whole)
     monkeypatch.setattr(planner, "perform", perform)
     few(monkeypatch)
     *_, found = attention.tune(*args, backward=False, quiet=True).folds
@@ -526,8 +528,8 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
     ran.clear()
     y = attention(*drawn(SHAPE[0] - 3, SHAPE[1] - 1))
     assert bool(ran) == (slow == "passes") and y.shape == (SHAPE[0] - 3, 8)
-    store.forget()
-    assert winners.found(found.key) == found.winner
+    plan_records.forget()
+    assert tuned_plans.found(found.key) == found.winner
 
 
 def test_a_wrong_dense_form_never_wins(small, monkeypatch):

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row
-from monoidreduce.engine.eager import tilecode
+from monoidreduce.engines.eager import tile_code
 from monoidreduce.plan.tiles import Tiles
-from monoidreduce.program import build
+from monoidreduce.program import constructors
 from monoidreduce.program import intervals as iv
-from monoidreduce.program.expr import node
+from monoidreduce.program.expression import node
 from monoidreduce.program.philox import DRAWS
 from monoidreduce.program.philox import ticket as philox_ticket
 from monoidreduce.program.primitives import COMPOSITES, PRIMITIVES
@@ -684,7 +684,7 @@ def interval(name: str, given: tuple[iv.Interval, ...], kinds: list[str], **attr
     leaves = [
         node("leaf", (), (f"x{k}",), rows=True, cols=True, feature=None, dtype=kind) for k, kind in enumerate(kinds)
     ]
-    return tilecode.interval(build.apply(name, *leaves, **attributes), dict(zip(leaves, given, strict=True)))
+    return tile_code.interval(constructors.apply(name, *leaves, **attributes), dict(zip(leaves, given, strict=True)))
 
 
 @pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in (*DRAWS, "cast")])

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine import outline
 from monoidreduce.ops import checks
+from monoidreduce.runtime import layer_replay
 
 D = 4
 
@@ -24,7 +24,7 @@ def drawn(*shapes, seed=0):
 def fresh(layer):
     """A layer without what others in this process remember of it, and its outlines."""
     made = checks.together.__wrapped__(layer.__wrapped__)
-    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, outline.Outlines)]
+    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.Outlines)]
     return made, found
 
 
@@ -218,8 +218,8 @@ def test_a_step_that_is_ready_for_calls_of_its_kind(there):
         made.append(by)
         return (lambda x, by: -(x * by)) if there else None
 
-    double = outline.step(lambda x, by: x * by, ready)
-    outlines = outline.Outlines(lambda x: double(x, 2.0) + 1)
+    double = layer_replay.step(lambda x, by: x * by, ready)
+    outlines = layer_replay.Outlines(lambda x: double(x, 2.0) + 1)
     for turn in range(4):
         (x,) = drawn((3,), seed=turn)
         sign = -1 if there and turn > 1 else 1
@@ -233,7 +233,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
             y = x * 2
         return x + y
 
-    outlines = outline.Outlines(layer)
+    outlines = layer_replay.Outlines(layer)
     (x,) = drawn((3,))
     for _ in range(4):
         found = outlines((x,), {})
@@ -254,7 +254,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
     ids=["chosen", "looked at", "from elsewhere", "unknown", "asked", "long"],
 )
 def test_what_an_outline_cannot_say(layer):
-    outlines = outline.Outlines(layer)
+    outlines = layer_replay.Outlines(layer)
     for seed in range(4):
         (x,) = drawn((9,), seed=seed)
         x = x if seed % 2 else x.detach()

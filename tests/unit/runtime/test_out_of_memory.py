@@ -14,8 +14,9 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engine import autograd, hardware, recover, registry
+from monoidreduce.engines.common import matmul, oom_retry
 from monoidreduce.plan import budget, tiles
+from monoidreduce.runtime import autograd, registry
 from tests.support import ROOT
 from tests.support.allocations import Watch
 from tests.support.comparison import errors
@@ -173,7 +174,7 @@ def failing(times, error):
             raise mistake
         return budget.parts()
 
-    return recover.guarded(run)
+    return oom_retry.guarded(run)
 
 
 @pytest.fixture
@@ -280,8 +281,8 @@ def test_a_budget_too_small_says_the_least():
 def test_a_driver_is_not_asked_for_every_call(monkeypatch):
     """What torch holds is known at once; what others hold, a tenth of a second later."""
     asked, clock, held = [], [10.0], [300]
-    monkeypatch.setattr(hardware, "_driver_said", {})
-    monkeypatch.setattr(hardware.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(matmul, "_driver_said", {})
+    monkeypatch.setattr(matmul.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda device: asked.append(1) or (1000 - 400 * (len(asked) > 1), 0)
@@ -290,8 +291,8 @@ def test_a_driver_is_not_asked_for_every_call(monkeypatch):
     counted = lambda device: {"allocated_bytes": {"all": {"current": held[0]}}}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counted)
     gpu = torch.device("cuda", 0)
-    assert hardware.free_memory(gpu) == 1200
+    assert matmul.free_memory(gpu) == 1200
     held[0], clock[0] = 450, 10.05
-    assert hardware.free_memory(gpu) == 1050 and len(asked) == 1
+    assert matmul.free_memory(gpu) == 1050 and len(asked) == 1
     clock[0] = 10.2
-    assert hardware.free_memory(gpu) == 650 and len(asked) == 2
+    assert matmul.free_memory(gpu) == 650 and len(asked) == 2

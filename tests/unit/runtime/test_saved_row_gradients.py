@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import early as road
-from monoidreduce.engine.evaluate import Sizes
-from monoidreduce.program.early import early
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.program.saved_row_gradients import early
+from monoidreduce.runtime import saved_row_gradients as road
 from tests.support import saved_row_gradient_cases as cases
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
 

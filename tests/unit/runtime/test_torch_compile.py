@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine import library
-from monoidreduce.engine.evaluate import Sizes
+from monoidreduce.engines.common.evaluate import Sizes
+from monoidreduce.runtime import torch_operator
 from tests.support.torch_feature_ops import (
     attention,
     biased,
@@ -176,7 +176,7 @@ def arguments(op, *args):
         found.append(given)
         return original(*given)
 
-    original, library_op = torch.ops.monoidreduce.fold, library.torch.ops.monoidreduce
+    original, library_op = torch.ops.monoidreduce.fold, torch_operator.torch.ops.monoidreduce
     spy.default = original.default  # which torch looks up where this is the first call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library_op, "fold", spy)
@@ -265,7 +265,7 @@ def test_names_of_folds_are_their_text():
         return mr.softmax_mean(a @ b * s, c)
 
     one, two, three = (
-        library.name(p.passes[0].fold)
+        torch_operator.name(p.passes[0].fold)
         for p in (attention.program(q, k, v, 0.3), again.program(q, k, v, 0.3), own_monoid.program(q, k, v))
     )
     assert one == two != three

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import monoidreduce as mr
 from monoidreduce import Row, ops
-from monoidreduce.engine import hardware, registry
+from monoidreduce.engines.common import matmul
 from monoidreduce.ops.attention import _attention
+from monoidreduce.runtime import registry
 from tests.support.torch_feature_ops import (
     attention,
     biased,
@@ -436,9 +437,9 @@ def test_hooks_and_retained_graphs():
 def test_what_an_inner_use_does_not_say_stays():
     with mr.use(engine="reference", limit=None, precision="tf32", strict=True, tune=True):
         with mr.use(engine="eager"):
-            assert hardware.asked.get() == ("tf32", True, True)
+            assert matmul.asked.get() == ("tf32", True, True)
             assert registry.settings() == registry.Settings("eager", None)
         with mr.use(precision="ieee", strict=False):
-            assert hardware.asked.get() == ("ieee", False, True)
+            assert matmul.asked.get() == ("ieee", False, True)
             assert registry.settings() == registry.Settings("reference", None)
-    assert hardware.asked.get() == (None, False, None)
+    assert matmul.asked.get() == (None, False, None)

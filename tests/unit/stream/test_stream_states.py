@@ -310,7 +310,7 @@ def test_every_backward_is_compared_and_equal_ones_pass():
 
 
 def test_a_source_that_is_read_once_is_not_summed(monkeypatch):
-    from monoidreduce.engine import checksum
+    from monoidreduce.engines.stream import checksum
 
     def never(t):
         raise AssertionError("a checksum nobody needs")
@@ -321,7 +321,7 @@ def test_a_source_that_is_read_once_is_not_summed(monkeypatch):
 
 
 def test_checksums_are_of_the_bits_wherever_they_lie():
-    from monoidreduce.engine.checksum import checksum
+    from monoidreduce.engines.stream.checksum import checksum
 
     gen = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool):

@@ -1,0 +1,132 @@
+"""``mr.tune``: a call is looked at once, its folds are tried with every plan that is worth it, the winners are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError
+from .plan.schedule import Choice, follow
+from .runtime import registry
+from .sources import progress
+from .tuning import tuner
+from .tuning.tuner import Tuned
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What came of tuning a call; ``print`` shows it.
+
+    ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run whole.
+
+    >>> import torch, monoidreduce as mr
+    >>> found = mr.tune(mr.ops.maxsim, torch.randn(30, 8), torch.randn(40, 8), quiet=True)
+    >>> isinstance(found, mr.Tuning) and sorted(found.as_dict())
+    ['folds']
+    """
+
+    folds: tuple[Tuned, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"folds": [self._plain(t) for t in self.folds]}
+
+    @staticmethod
+    def _plain(t: Tuned) -> dict[str, Any]:
+        trials = [{"plan": c.choice.as_dict(), "seconds": c.seconds, "refused": c.refused} for c in t.trials]
+        plain = {"fold": t.fold, "seconds": t.seconds, "safe_seconds": t.safe_seconds, "lasting": t.lasting}
+        plans = {"winner": t.winner.as_dict(), "safe": t.safe.as_dict()}
+        return {**plain, **plans, "key": asdict(t.key), "trials": trials}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.folds)) or "nothing to tune: the call folds no pairs by the engine auto"
+
+
+def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = False, **kwargs: Any) -> Tuning:
+    """Find the fastest plans for calls like ``function(*args)``: an op, or anything that calls ops.
+
+    Every fold of the call, and of its gradient if ``backward``, is run with each plan that the cost model leaves close,
+    on these very tensors. A plan whose result is not that of the safe plan is refused, whatever its speed. Winners are
+    remembered for all lengths up to the next power of two, on disk too (``mr.cache``). Gradients are those of the
+    tensors that ask for one, or of all where none does. At a terminal a bar shows how far it is, unless ``quiet``.
+
+    Raises what the call raises.
+
+    >>> import torch, monoidreduce as mr
+    >>> x, w, label = torch.randn(300, 8), torch.randn(400, 8), torch.arange(300)
+    >>> found = mr.tune(mr.ops.linear_cross_entropy, x, w, label, quiet=True)
+    >>> all(fold.seconds <= fold.safe_seconds for fold in found.folds)
+    True
+    """
+    if not callable(function):
+        raise ArgumentError(
+            detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
+        )
+    met = recorded(function, args, kwargs, backward)
+    trials = _Trials(met)
+    for _ in progress(trials, quiet, what="tuning"):
+        pass
+    return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.crossed))
+
+
+def recorded(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
+    """The folds that a call and its gradient run, with their leaves; by the safe plans, nothing dense."""
+    given, named = _asking(args, kwargs) if backward else (args, kwargs)
+    with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
+        result = function(*given, **named)
+        if backward:
+            _pull(result, [*given, *named.values()])
+    return met
+
+
+class _Trials:
+    """All trials of all folds, as something to count and to walk."""
+
+    def __init__(self, met: tuner.Recording):
+        self.sessions = list(tuner.sessions(met.folds))
+        self.roads = {id(met[0]): met for met in met.roads}.values()
+        self.crossed: list[Tuned] = []
+
+    def __len__(self) -> int:
+        return sum(len(s) for s, _ in self.sessions) + len(self.roads)
+
+    def __iter__(self) -> Iterator[Any]:
+        for session, call in self.sessions:
+            yield from tuner.finish(session, *call)
+        for road in self.roads:
+            if (found := tuner.cross(*road)) is not None:
+                self.crossed.append(found)
+            yield found
+
+
+def _is_float(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.is_floating_point()
+
+
+def _asking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as leaves of a graph of their own, asking for the gradients that the caller's ask for."""
+    some = any(_is_float(v) and v.requires_grad for v in (*args, *kwargs.values()))
+
+    def own(v: Any) -> Any:
+        return v.detach().requires_grad_(v.requires_grad or not some) if _is_float(v) else v
+
+    return [own(v) for v in args], {n: own(v) for n, v in kwargs.items()}
+
+
+def _pull(result: Any, given: Sequence[Any]) -> None:
+    """The gradient of every floating result, with cotangents of no particular form."""
+    values = [v for v in _tensors(result) if v.requires_grad]
+    inputs = [v for v in given if _is_float(v) and v.requires_grad]
+    if values and inputs:
+        torch.autograd.grad(values, inputs, [torch.randn_like(v) for v in values], allow_unused=True)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
+    return [t for part in parts for t in _tensors(part)]

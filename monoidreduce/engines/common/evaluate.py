@@ -1,0 +1,248 @@
+"""Plain torch evaluation of expressions: what runs before and after the passes, and the dense oracle.
+
+Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for
+an axis that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves.
+Python numbers stay Python numbers. Differentiable by autograd. 16-bit inputs are raised to float32 when arithmetic
+touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expression import Expr, topological
+from ...program.primitives import PRIMITIVES
+from ...program.reductions import KINDS
+from .axis_reductions import REDUCERS
+from .shard import Shard
+
+Value = Any  # a Tensor in the layout above, or a Python number
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in.
+
+    Where rows or columns are divided over ranks, ``rows`` and ``cols`` are those that are here, and ``of`` tells the
+    whole, as a program's own questions (``num_cols``) mean it."""
+
+    rows: int
+    cols: int
+    batch: tuple[int, ...]
+    letters: Mapping[str, int]
+    device: torch.device
+    compute: torch.dtype
+    shard: Shard | None = None
+
+    def of(self, axis: str) -> int:
+        if axis in ("rows", "cols"):
+            return self.here(axis) if self.shard is None else self.shard.axis(axis).total
+        return int(axis.lstrip("#")) if axis.lstrip("#").isdigit() else self.letters[axis]
+
+    def here(self, axis: str) -> int:
+        return self.rows if axis == "rows" else self.cols
+
+
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+
+
+class Room:
+    """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads options.
+
+    The model is made when it is first needed: plans are also made for devices elsewhere. It has a shape and no memory,
+    since it stays: a compiler that captures graphs gives a first call a pool in which nothing may."""
+
+    __slots__ = ("_model", "device", "form")
+
+    def __init__(self, form: Form, device: torch.device):
+        self.form, self.device = form, device
+        self._model: Tensor | None = None
+
+    @property
+    def model(self) -> Tensor:
+        """What ``empty_like`` is given."""
+        if self._model is None:
+            shape, dtype = self.form
+            self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
+            self._model.untyped_storage().resize_(0)
+        return self._model
+
+    def __call__(self) -> Tensor:
+        return torch.empty_like(self.model if self._model is None else self._model)
+
+
+def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
+    """Shape and type of a reduction's k-th result, for the batch of the sizes or for another."""
+    kind, over, params = r.attrs
+    feature, number = KINDS[kind].outputs(r.args, params)[k]
+    length = sizes.rows if over == "cols" else sizes.cols
+    tail = () if feature is None else (sizes.of(str(feature)),)
+    dtype = sizes.compute if number == "float" else torch.int64
+    return (*(sizes.batch if batch is None else batch), length, *tail), dtype
+
+
+def pair_form(like: Tensor, sizes: Sizes) -> Form:
+    """Of a number per pair, written in the shape of an argument: in its type, unless sums are kept there."""
+    once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
+    return tuple(like.shape), like.dtype if once else sizes.compute
+
+
+def to_layout(t: Value, e: Expr) -> Value:
+    """A tensor as users hold it (``[*batch, M or N, f]``) in the layout of this room: a view."""
+    if not isinstance(t, Tensor):
+        return t
+    at = t.dim() - (e.feature is not None)
+    if not e.rows and not e.cols:
+        return t.unsqueeze(at).unsqueeze(at)
+    return t.unsqueeze(at) if not e.cols else t.unsqueeze(at - 1) if not e.rows else t
+
+
+def from_layout(t: Value, e: Expr) -> Value:
+    """The inverse of :func:`to_layout`."""
+    if not isinstance(t, Tensor):
+        return t
+    last = t.dim() - 1 - (e.feature is not None)  # the column axis
+    if not e.cols:
+        t = t.squeeze(last)
+    return t if e.rows else t.squeeze(last - 1)
+
+
+@dataclass
+class Evaluator:
+    """Evaluates expressions given the values of inputs; ``memo`` may be seeded with the results of passes."""
+
+    sizes: Sizes
+    inputs: Mapping[str, Value]
+    memo: dict[Expr, Value] = field(default_factory=dict)
+
+    def __call__(self, e: Expr) -> Value:
+        if e in self.memo:
+            return self.memo[e]
+        for n in topological([e], stop=self.memo.__contains__):
+            if n not in self.memo:
+                self.memo[n] = self._node(n)
+        return self.memo[e]
+
+    def _node(self, e: Expr) -> Value:
+        if e.op in ("input", "leaf"):
+            return to_layout(self.inputs[e.attrs[0]], e)
+        if e.op == "const":
+            return e.attrs[0]
+        if e.op == "nan":
+            return float("nan")
+        if e.op == "size":
+            return self.sizes.of(e.attrs[0])
+        if e.op.endswith("_index"):
+            return self._index(e.op)
+        if e.op == "result":
+            return self.memo[e.args[0]][e.attrs[0]]
+        args = [self.raised(self.memo[a], a) for a in e.args]
+        if e.op == "reduce":
+            return self._reduce(e, [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)])
+        if self.sizes.shard is not None:
+            args = [
+                self.sizes.shard.met(a, x, e) if isinstance(a, Tensor) else a for a, x in zip(args, e.args, strict=True)
+            ]
+        if e.op in PRIMITIVES:
+            return self._primitive(e, args)
+        return _FEATURES[e.op](e, self.sizes, *args)
+
+    def _reduce(self, e: Expr, fields: list[Tensor]) -> list[Tensor]:
+        kind, over, params = e.attrs
+        vectors = [a.feature is not None for a in e.args]
+        if self.sizes.shard is None:
+            return REDUCERS[kind](fields, vectors, over, params, self.sizes.here(over))
+        return self.sizes.shard.reduced(e, fields, lambda f, p, n: REDUCERS[kind](f, vectors, over, p, n))
+
+    def raised(self, value: Value, e: Expr) -> Value:
+        return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
+
+    def _tensor(self, value: Value, e: Expr) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        dims = (1,) * (len(self.sizes.batch) + 2 + (e.feature is not None))
+        return torch.full(dims, value, dtype=_KINDS.get(e.dtype, self.sizes.compute), device=self.sizes.device)
+
+    def _index(self, op: str) -> Tensor:
+        s = self.sizes
+        if op == "batch_index":
+            if s.shard is not None:
+                return s.shard.batch_index(s.batch, s.device).view(*s.batch, 1, 1)
+            count = torch.Size(s.batch).numel()
+            return torch.arange(count, device=s.device).view(*s.batch, 1, 1)
+        rows = op == "row_index"
+        if s.shard is None:
+            places = torch.arange(s.rows if rows else s.cols, device=s.device)
+        else:
+            places = (s.shard.rows if rows else s.shard.cols).index(s.device)
+        return places.view(*(1,) * len(s.batch), *((-1, 1) if rows else (1, -1)))
+
+    def _primitive(self, e: Expr, args: list[Value]) -> Value:
+        primitive = PRIMITIVES[e.op]
+        attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
+        if not any(isinstance(a, Tensor) for a in args):  # numbers only: exact, and it stays a number
+            kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
+            args = [torch.tensor(a, dtype=k, device="cpu") for a, k in zip(args, kinds, strict=True)]
+            if e.op == "cast":
+                return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
+            return primitive.torch(*args, **attributes).item()
+        if e.op == "cast":
+            return cast(args[0], e.attrs[0], self.sizes.compute)
+        tensors = []
+        for a, x in zip(args, e.args, strict=True):
+            if not isinstance(a, Tensor):
+                kind = _KINDS.get(x.dtype, self.sizes.compute)
+                a = torch.full((), a, dtype=kind, device=self.sizes.device)  # filled there: no copy, no wait
+            elif e.feature is not None and x.feature is None:
+                a = a.unsqueeze(-1)
+            tensors.append(a)
+        value = primitive.torch(*tensors, **attributes)
+        return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
+
+
+def as_number(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
+    """A given tensor in the type that arithmetic is done in."""
+    return x if e.dtype == "bool" else x.to(_KINDS.get(e.dtype, compute))
+
+
+def cast(x: Tensor, to: str, compute: torch.dtype) -> Tensor:
+    return x != 0 if to == "bool" else x.to(_KINDS.get(to, compute))
+
+
+def _dot(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype.is_floating_point:
+        return x.squeeze(-2) @ y.squeeze(-3).mT
+    return (x * y).sum(-1)  # integer products have no fast road on GPUs
+
+
+def _sqdist(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().sum(-1)
+
+
+def _component(e: Expr, sizes: Sizes, x: Tensor) -> Tensor:
+    return x[..., e.attrs[0]]
+
+
+def _spread(e: Expr, sizes: Sizes, x: Value) -> Value:
+    count = sizes.of(str(e.attrs[0]))
+    if not isinstance(x, Tensor):
+        ones = (1,) * (len(sizes.batch) + 2)
+        return torch.full((*ones, count), x, dtype=_KINDS.get(e.dtype, sizes.compute), device=sizes.device)
+    return x.unsqueeze(-1).expand(*x.shape, count)
+
+
+_FEATURES: dict[str, Any] = {
+    "fsum": lambda e, sizes, x: x.sum(-1),
+    "famax": lambda e, sizes, x: x.amax(-1),
+    "famin": lambda e, sizes, x: x.amin(-1),
+    "dot": _dot,
+    "sqdist": _sqdist,
+    "component": _component,
+    "spread": _spread,
+}

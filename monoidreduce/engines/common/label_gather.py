@@ -1,0 +1,125 @@
+"""Picks: sums against ``index == t`` computed on the matching pairs only, by a gather or a scatter.
+
+The side that holds ``t`` (say rows) keeps its order; the other side's leaves are gathered at ``t``. The value is then
+evaluated pair by pair in the layout ``[batch, side, matches]``, in chunks of the side so that no more than a tile is
+ever held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.constructors import substitute
+from ...program.expression import Expr, node, topological
+from .evaluate import Evaluator, Sizes
+
+
+class _Matched(Evaluator):
+    """Evaluates on matched pairs: a product of two vectors is a sum over features, not a matrix."""
+
+    def _node(self, e: Expr) -> Any:
+        if e.op == "dot":
+            x, y = (self.raised(self.memo[a], a) for a in e.args)
+            return (x * y).sum(-1)
+        return super()._node(e)
+
+
+def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int, out: Tensor, elements: int) -> None:
+    """``out`` [batch, length(, features)] += the pick, for one batch chunk whose leaves are [batch, l(, f)]."""
+    _, over, (axis,) = reduction.attrs
+    target, value, vector = reduction.args
+    by_rows = axis == "col"  # rows hold t, columns are gathered
+    side, other = (sizes.rows, sizes.cols) if by_rows else (sizes.cols, sizes.rows)
+    t = leaves[target] if target.op == "leaf" else torch.arange(side, device=sizes.device).view(1, side)
+    t = t.unsqueeze(-1) if target.feature is None else t
+    t = t.expand(batch, side, t.shape[-1])
+    widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
+    chunk = chunk_of(elements, batch, t.shape[-1], widest)
+    value, vector = _one_number_per_match((value, vector), target)
+    for at in range(0, side, chunk):
+        part = slice(at, min(at + chunk, side))
+        tp = t[:, part]
+        inside = (tp >= 0) & (tp < other)
+        safe = tp.clamp(0, max(other - 1, 0))
+        if other == 0:
+            return
+        evaluator = _Matched(sizes, {})
+        for e in topological([value, vector, target]):
+            if e.op in ("leaf", "row_index", "col_index"):
+                evaluator.memo[e] = _matched_leaf(e, leaves, by_rows, part, safe, sizes, target)
+        weight = evaluator.raised(evaluator(value), value)
+        weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
+        found = evaluator.raised(evaluator(vector), vector)
+        gathers = (over == "cols") == by_rows
+        if vector.feature is not None:
+            weight = weight.unsqueeze(-1) * found
+        elif isinstance(found, Tensor) or found != 1:
+            weight = weight * found
+        if gathers:
+            out[:, part] += weight.sum(2)
+        else:
+            _scatter(out, safe, weight)
+
+
+def chunk_of(elements: int, batch: int, matches: int, widest: int) -> int:
+    """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
+    return max(1, elements // max(1, batch * matches * widest))
+
+
+def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:
+    """Where t has several matches per side, vectors over the same letter are one number per match."""
+    if target.feature is None:
+        return exprs
+    value = exprs[0]
+    replace = {
+        e: node("leaf", (), (f"{e.attrs[0]}/match",), rows=True, cols=True, feature=None, dtype=e.dtype)
+        for e in topological([value])
+        if e.op == "leaf" and e.feature == target.feature
+    }
+    return substitute((value,), replace)[0], exprs[1]
+
+
+def _matched_leaf(
+    e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, safe: Tensor, sizes: Sizes, target: Expr
+) -> Any:
+    if e.op in ("row_index", "col_index"):
+        own = (e.op == "row_index") == by_rows
+        length = sizes.rows if by_rows else sizes.cols
+        return torch.arange(length, device=sizes.device)[part].view(1, -1, 1) if own else safe
+    if e.is_pair and e in leaves:
+        v = leaves[e].expand(-1, sizes.rows, sizes.cols)  # one number may stand for a whole axis
+        v = v if by_rows else v.mT
+        return v[:, part].expand(*safe.shape[:2], -1).gather(2, safe)
+    if e.is_pair:  # a vector over the target's letter, one number per match
+        name = e.attrs[0].removesuffix("/match")
+        return next(v for k, v in leaves.items() if k.attrs[0] == name)[:, part]
+    v = leaves[e]
+    if not isinstance(v, Tensor):
+        return v
+    if not e.rows and not e.cols:
+        return v.view(v.shape[0], 1, 1, *v.shape[1:])
+    if e.rows == by_rows:
+        return v[:, part].unsqueeze(2)
+    batch, side, matches = safe.shape
+    v = v.expand(batch, *v.shape[1:])
+    flat = safe.reshape(batch, side * matches)
+    if e.feature is None:
+        return v.gather(1, flat).view(batch, side, matches)
+    rows = torch.arange(batch, device=v.device).unsqueeze(1)
+    return v[rows, flat].view(batch, side, matches, v.shape[-1])
+
+
+def _scatter(out: Tensor, places: Tensor, weight: Tensor) -> None:
+    """out[b, places] += weight, in a fixed order."""
+    batch, length = out.shape[:2]
+    flat = (places + torch.arange(batch, device=out.device).view(-1, 1, 1) * length).reshape(-1)
+    features = out.shape[2:]
+    source = weight.expand(*places.shape, *features).reshape(len(flat), *features)
+    whole = out.view(batch * length, *features)
+    if out.device.type == "cpu":
+        whole.index_add_(0, flat, source)  # in order
+    else:
+        whole.index_put_((flat,), source, accumulate=True)  # sorted, so deterministic on GPUs

@@ -1,0 +1,111 @@
+"""Memory that runs out in the middle of a fold.
+
+Everything the attempt held is let go first: buffers live in the frames of the error's traceback, so the error itself
+is dropped before anything else is tried. The fold is then run once more with a part of the room. Engines write to
+nothing they were given, so a second attempt starts from the same numbers, and a failed one leaves them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
+from ...plan import budget
+from ...program.lower import Fold
+from .evaluate import Sizes, form
+
+# What allocators say that raise a plain RuntimeError: torch's own on the CPU, and the vendor's libraries on a GPU.
+_SAYINGS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: of a device, of the host, or of what one kernel may hold."""
+    if isinstance(error, MonoidReduceError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or type(error).__name__ == "OutOfResources":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAYINGS)
+
+
+def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine that tries a fold once more, with less room, where memory ran out."""
+
+    @functools.wraps(run)
+    def folded(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Any:
+        return twice(run, (fold, leaves, sizes), sizes, fold)
+
+    return folded
+
+
+def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
+    """What ``run`` returns, at the first or the second attempt; ``fold``: whose results it makes, where it is one."""
+
+    def smaller(*given: Any) -> Any:
+        try:
+            with budget.less():
+                return run(*given)
+        except Exception as error:
+            if not isinstance(error, BudgetError) and not ran_out(error):
+                raise
+            reason = str(error)
+        release(sizes.device)
+        raise _error(reason, sizes, fold)
+
+    return instead(run, smaller, given, sizes)
+
+
+def typed(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
+    """What ``run`` returns; where memory runs out outside of any fold, there is nothing smaller to try."""
+    try:
+        return run(*given)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        reason = str(error)
+    release(sizes.device)
+    raise _error(reason, sizes)
+
+
+def instead(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
+    """What ``run`` returns or, where memory runs out in it, ``other``."""
+    try:
+        return run(*given)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    release(sizes.device)
+    return other(*given)
+
+
+def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
+    least = "" if fold is None else f"; its results alone take {budget.shown(_bytes(fold, sizes))}"
+    said = reason.strip().split("\n")[0] or "the allocator does not say more"
+    return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a device answers no more: after an illegal access it does not, for the rest of the process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()  # frames and closures may hold each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _bytes(fold: Fold, sizes: Sizes) -> int:
+    """What a fold's results take, without which it cannot be run at all."""
+    forms = [form(r, k, sizes) for r, k in fold.outputs if r.attrs[0] != "pair"]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

@@ -1,0 +1,149 @@
+"""How a problem lies over ranks: which rows and columns each has, and what that means for one-sided arithmetic.
+
+Tensors stay plain and local. Rows, columns or both are divided over the ranks of a group; what lacks a divided axis is
+the same on all its ranks. Folds are the business of ``distributed_fold.py``; here is what plain torch does before and
+after
+them: indices count from the start of the whole, a reduction over a divided axis ends with an exchange, and what is the
+same everywhere gets the sum of all gradients when it meets what is divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expression import Expr
+from . import combine
+from .collectives import Gathered, Group, Shared
+
+Pieces = tuple[tuple[int, int], ...]  # (start, stop) on the whole axis of consecutive stretches of a part
+
+
+def length(pieces: Pieces) -> int:
+    return sum(stop - start for start, stop in pieces)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Rows or columns: ``pieces[r]`` are those of rank r of the group; one entry and no group where all are here."""
+
+    pieces: tuple[Pieces, ...]
+    group: Group = None
+    whole: int | None = None  # the length of the axis where the pieces are not all of it, as in a stream
+
+    @property
+    def total(self) -> int:
+        return sum(map(length, self.pieces)) if self.whole is None else self.whole
+
+    @property
+    def own(self) -> Pieces:
+        return self.pieces[0 if self.group is None else self.group.rank()]
+
+    def index(self, device: torch.device) -> Tensor:
+        """The places of the local part on the whole axis."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.own])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows and the columns of a call; on one group they make a ring, or a grid (``grid.py``)."""
+
+    rows: Axis
+    cols: Axis
+    batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index here, whole size), if divided
+    slices: int | str | None = None  # of a grid: how many ranks' columns one takes; "best", or None for a ring
+    shared: tuple[tuple[str, Group], ...] = ()  # what is given per pair and the same on all ranks of a group
+
+    def batch_index(self, local: tuple[int, ...], device: torch.device) -> Tensor:
+        """The places of the local batch elements in the whole batch, which is numbered in order."""
+        start, whole = [0] * len(local), list(local)
+        for right, first, size in self.batch:
+            start[-right], whole[-right] = first, size
+        found, step = torch.zeros(local, dtype=torch.int64, device=device), 1
+        for d in reversed(range(len(local))):
+            here = torch.arange(start[d], start[d] + local[d], device=device) * step
+            found += here.view(*(-1 if k == d else 1 for k in range(len(local))))
+            step *= whole[d]
+        return found
+
+    def axis(self, name: str) -> Axis:
+        return self.rows if name == "rows" else self.cols
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return self.rows.total, self.cols.total
+
+    @property
+    def ring(self) -> bool:
+        return self.rows.group is not None and self.rows.group is self.cols.group
+
+    @property
+    def groups(self) -> list[Group]:
+        found = [a.group for a in (self.rows, self.cols) if a.group is not None]
+        return found[:1] if self.ring else found
+
+    def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, with the sum of all ranks' gradients for what is given per pair but shared."""
+        found = dict(inputs)
+        for name, group in self.shared:
+            if found[name].requires_grad:
+                found[name] = Shared.apply(found[name], group)
+        return found
+
+    def met(self, value: Tensor, has: Expr, user: Expr) -> Tensor:
+        """A value on its way into ``user``: summed gradients where it lacks a divided axis that ``user`` has."""
+        lacks = [(user.rows and not has.rows, self.rows), (user.cols and not has.cols, self.cols)]
+        for lacking, axis in lacks:
+            if lacking and axis.group is not None and value.requires_grad:
+                value = Shared.apply(value, axis.group)
+        return value
+
+    def reduced(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
+        """A one-sided reduction: ``local(fields, params, length)`` here, then exchanged and combined."""
+        kind, over, params = e.attrs
+        axis = self.axis(over)
+        mine = length(axis.own)
+        if axis.group is None:
+            return local(fields, params, mine)
+        fields = [self.met(f, a, _with(over)) for f, a in zip(fields, e.args, strict=True)]
+        if kind == "topk":
+            results = _topk(local, fields, params, mine)
+        else:
+            results = local(fields, params, mine)
+        if kind in ("best", "topk"):
+            results[1] = self._moved(results[1], axis)
+        if kind == "soft":
+            peak = torch.where(results[0].isinf(), 0.0, results[0]).detach()
+            results += [results[0] - peak, peak]
+        stacked = [Gathered.apply(t, axis.group) for t in results]
+        lengths = [length(p) for p in axis.pieces]
+        return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
+
+    def _moved(self, place: Tensor, axis: Axis) -> Tensor:
+        where = axis.index(place.device)
+        return torch.where(place < 0, place, where[place.clamp(min=0)]) if len(where) else place
+
+
+def _with(over: str) -> Any:
+    return _Side(over == "rows", over == "cols")
+
+
+@dataclass(frozen=True)
+class _Side:
+    rows: bool
+    cols: bool
+
+
+def _topk(local: Callable, fields: list[Tensor], params: tuple, mine: int) -> list[Tensor]:
+    """The best of fewer than k: the rest is empty room."""
+    k, largest = params
+    there = min(k, mine)
+    value, place = local(fields, (there, largest), mine)
+    room = (*value.shape[:-1], k - there)
+    worst = -math.inf if largest else math.inf
+    return [torch.cat([value, value.new_full(room, worst)], -1), torch.cat([place, place.new_full(room, -1)], -1)]

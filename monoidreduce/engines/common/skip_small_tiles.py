@@ -1,0 +1,161 @@
+"""Tiles of a gradient that are left out because they are small: ``mr.skip_below``.
+
+A gradient contracts cotangents of pairs with vectors: dx_i = Σ_j c_ij y_j. Of a peaked softmax almost all c_ij are
+tiny; where every c_ij of a tile is, its two products can be left out, at the price of an error that is known
+beforehand. Off unless it is asked for. How many tiles were contracted is counted where they are: on a GPU in a tensor
+that is read only when somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from . import matmul
+
+TILE = 128  # rows and columns of a tile that is contracted or left out
+
+
+class skip_below(contextlib.ContextDecorator):
+    """Leave tiles out of gradients where every pair's cotangent is below a bound. A block, or a decorator.
+
+    A gradient multiplies numbers of pairs with vectors: dx_i = Σ_j c_ij y_j and dy_j = Σ_i c_ij x_i. A tile of 128
+    rows × 128 columns (less at the edges) is left out of such a sum where all its |c_ij| < ``bound`` × C, with C the
+    largest |c_ij| that has been met: on a GPU that of the same panel, in tiles of torch of all tiles so far. So it
+    means the same for a sum, a mean or a scaled loss, and every entry of a gradient is off by less than
+
+        |Δ dx_i| < bound · C · Σ_j |y_j|  and  |Δ dy_j| < bound · C · Σ_i |x_i|,
+
+    with C the largest of all and the sums over the pairs in tiles left out. Values, and gradients of numbers per row or
+    column, are never touched; nor is a gradient that is itself to be differentiated, one that is compiled or
+    transformed, or anything where kernels hold whole vectors (up to 256 features on a GPU) or the problem is run dense:
+    there all tiles are contracted. A backward keeps the bound of its forward.
+
+    ``tiles`` says how many tiles gradients have met inside the block so far, ``kept`` which share of them was
+    contracted; on a GPU asking waits for it.
+
+    >>> import torch, monoidreduce as mr
+    >>> x, weight = torch.randn(300, 300, requires_grad=True), torch.randn(5000, 300) * 3
+    >>> with mr.use(engine="panel"), mr.skip_below(2**-12) as skipped:
+    ...     mr.ops.cross_entropy(x, weight, torch.zeros(300, dtype=torch.int64)).backward()
+    >>> skipped.tiles, 0 < skipped.kept < 1
+    (120, True)
+    """
+
+    def __init__(self, bound: float):
+        usual = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+        if not usual or not 0 < bound < 1 or not math.isfinite(bound):
+            raise ArgumentError(
+                detail=f"skip_below was given {bound!r}",
+                fix="Give a number between 0 and 1, such as 2**-12; to leave nothing out, leave skip_below out",
+            )
+        self.bound = float(bound)
+        self.tiles = 0
+        self._counts: dict[torch.device, Tensor] = {}
+        self._kept = 0
+        self._tokens: list[contextvars.Token] = []
+
+    def __enter__(self) -> skip_below:
+        self._tokens.append(_asked.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _asked.reset(self._tokens.pop())
+
+    def __repr__(self) -> str:
+        return f"skip_below({self.bound!r})"
+
+    @property
+    def kept(self) -> float:
+        """The share of tiles that was contracted; 1.0 where none was met."""
+        kept = self._kept + sum(int(count) for count in self._counts.values())
+        return kept / self.tiles if self.tiles else 1.0
+
+    def count(self, kept: int | Tensor, tiles: int) -> None:
+        """Add tiles: how many were kept, as a number or as counts on a device, which are not waited for."""
+        self.tiles += tiles
+        if isinstance(kept, Tensor):
+            total = self._counts.setdefault(kept.device, torch.zeros((), dtype=torch.int64, device=kept.device))
+            total += kept.sum()
+        else:
+            self._kept += kept
+
+
+_asked: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
+
+
+_now: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
+
+
+def asked() -> skip_below | None:
+    """The bound in force, if there is one."""
+    return _asked.get()
+
+
+def now() -> skip_below | None:
+    """The bound of the gradient that runs, if it leaves tiles out."""
+    return _now.get()
+
+
+@contextlib.contextmanager
+def again(then: skip_below | None) -> Iterator[None]:
+    """A forward's bound in its backward, which another thread may run."""
+    token = _asked.set(then)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+@contextlib.contextmanager
+def gradient() -> Iterator[None]:
+    """What is asked for holds inside the block: there every sum of vectors is a gradient."""
+    token = _now.set(_asked.get())
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+class Accumulate:
+    """Contractions of one sum, tile after tile: the largest weight so far says what is small.
+
+    The kept parts of the folded axis are gathered for 128 kept indices at a time. On a GPU looking would mean waiting:
+    all tiles are contracted there (kernels on panels look for themselves, ``triton/filtered.py``).
+    """
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def __call__(self, total: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], without the tiles that are left out."""
+        skipped = _now.get()
+        if skipped is None or weights.device.type != "cpu":
+            matmul.accumulate(total, weights, vectors)
+            return
+        self.largest = max(float(weights.abs().amax()), self.largest)
+        least = self.largest * skipped.bound if math.isfinite(self.largest) else 0.0
+        for b in range(weights.shape[0]):
+            for at in range(0, weights.shape[1], TILE):
+                part, one = weights[b, at : at + TILE], slice(b, b + 1)
+                strong = _strong(part, least)
+                kept = int(strong.sum())
+                skipped.count(kept, len(strong))
+                if kept == len(strong):
+                    matmul.accumulate(total[one, at : at + TILE], part.unsqueeze(0), vectors[one])
+                elif kept:
+                    chosen = strong.repeat_interleave(TILE)[: part.shape[1]].nonzero().squeeze(1)
+                    few = part[:, chosen].unsqueeze(0), vectors[b, chosen].unsqueeze(0)
+                    matmul.accumulate(total[one, at : at + TILE], *few)
+
+
+def _strong(part: Tensor, least: float) -> Tensor:
+    """Which runs of 128 columns have a number that is not below; NaN is not."""
+    weak = (part.abs().amax(0) < least).to(torch.uint8)
+    return torch.stack([run.amin() for run in weak.split(TILE)]) == 0

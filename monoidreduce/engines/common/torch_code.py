@@ -1,0 +1,364 @@
+"""A lowered program as a straight line of torch calls: written once as a Python function, independent of sizes.
+
+What ``evaluate.py`` finds out node by node at every call (the order, which arguments need an axis, which numbers need
+a tensor) is decided here once. Outside the passes every value lives on one side at most, so it is held as users hold
+it, ``[*batch, M or N, f]``: what is fed to a fold and what comes out of one needs no view at all. Differentiable by
+autograd, and traceable.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...program.expression import Expr, topological
+from ...program.lower import Fold, Lowered
+from ...program.primitives import PRIMITIVES
+from .axis_reductions import REDUCERS
+from .evaluate import Sizes, cast, from_layout, to_layout
+from .matmul import row_dot
+from .one_sided import Side, gather
+
+Value = Any  # a Tensor as users hold it, or a Python number
+Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
+
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+_ORDER = {"bool": 0, "int": 1, "float": 2}
+# Primitives whose second argument may be a Python number, and what to call when the first is one.
+_MIRRORED: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "sub": torch.rsub,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.gt,
+    "gt": torch.lt,
+    "le": torch.ge,
+    "ge": torch.le,
+}
+
+
+class Step(NamedTuple):
+    """A fold, the arithmetic of one side or of numbers alone (an expression; also the batch elements' own): what it
+    is fed (names of values, or numbers) and what its results are called (None: not asked for)."""
+
+    what: Fold | Side | Expr
+    feeds: tuple[str | float, ...]
+    results: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """``run(sizes, folder, *inputs)`` gives the outputs; ``folder`` runs the passes, where there are any.
+
+    ``steps``: all that it does, where that is nothing but folds and arithmetic of one side or of numbers; ``names`` are
+    those of its inputs and ``returned`` those of its outputs in there."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[Expr, ...]
+    run: Callable[..., list[Value]]
+    text: str
+    steps: tuple[Step, ...] | None
+    names: tuple[str, ...]
+    returned: tuple[str, ...]
+
+
+def inputs(program: Lowered) -> tuple[str, ...]:
+    """The names of a program's inputs, in the order in which its script takes them."""
+    roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
+    return tuple(e.attrs[0] for e in topological(roots) if e.op in ("input", "leaf"))
+
+
+@functools.lru_cache(maxsize=4096)
+def script(program: Lowered, numbers: frozenset[str] = frozenset(), gathered: bool = False) -> Script:
+    """Write a program down; ``numbers`` are the inputs that are Python numbers.
+
+    ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by
+    ``folder.side``."""
+    writer = Writer(numbers, frozenset() if gathered else _products(program))
+    for p in program.passes:
+        if gathered:
+            writer.gather(p.feeds)
+        writer.fold(p.fold, [writer.of(e) for e in p.feeds], p.results)
+    if gathered:
+        writer.gather(program.outputs)
+    return writer.script(inputs(program), program.outputs, "folder")
+
+
+def _products(program: Lowered) -> frozenset[Expr]:
+    """The products of two vectors of one side that are only ever summed over their features: never held whole."""
+    roots = [*(e for p in program.passes for e in p.feeds), *program.outputs]
+    order = topological(roots)
+    found = {
+        e.args[0]
+        for e in order
+        if e.op == "fsum" and e.args[0].op == "mul" and all(a.dtype == "float" for a in e.args[0].args)
+    }
+    found = {e for e in found if all(a.feature is not None and (a.rows, a.cols) == (e.rows, e.cols) for a in e.args)}
+    return frozenset(found - set(roots) - {a for e in order if e.op != "fsum" for a in e.args})
+
+
+class Writer:
+    """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
+
+    def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
+        self.numbers, self.products = numbers, products
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"filled": _filled, "number": number, "row_dot": row_dot}
+        self.names: dict[Expr, str] = {}
+        self.inputs: dict[str, str] = {}
+        self.plain: set[Expr] = set()  # nodes whose values are Python numbers
+        self.views: dict[tuple[str, str], str] = {}
+        self.steps: list[Step] = []
+        self.stepped = 0  # lines that belong to steps
+
+    def script(self, names: tuple[str, ...], outputs: tuple[Expr, ...], *before: str) -> Script:
+        """What was written, as a function of the inputs with these names (and of what comes before them)."""
+        returned = tuple(self.of(e) for e in outputs)
+        given = tuple(self.inputs.get(n, f"unused_{k}") for k, n in enumerate(names))
+        lines = [f"def run({', '.join(['S', *before, *given])}):", "C = S.compute", *self.lines]
+        text = "\n    ".join([*lines, f"return [{', '.join(returned)}]"])
+        exec(compile(text, "<script>", "exec"), self.scope)
+        steps = tuple(self.steps) if self.stepped == len(self.lines) else None
+        return Script(names, outputs, self.scope["run"], text, steps, given, returned)
+
+    def of(self, e: Expr) -> str:
+        """The name of a node's value, written if it is not yet."""
+        for n in topological([e], stop=self.names.__contains__):
+            if n not in self.names and n not in self.products:
+                self.names[n] = self._node(n)
+        return self.names[e]
+
+    def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
+        shown, before = tuple(k for k, nodes in enumerate(results) if nodes), len(self.lines)
+        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S, {shown})")
+        for k, nodes in enumerate(results[k] for k in shown):
+            for e in nodes:
+                self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
+        self._step(fold, feeds, [self.names[nodes[0]] if nodes else None for nodes in results], before)
+
+    def _step(self, what: Fold | Side | Expr, feeds: Sequence[str], results: Sequence[str | None], before: int) -> None:
+        """Note what the lines since ``before`` are."""
+        given = tuple(self.scope.get(name, name) for name in feeds)
+        self.steps.append(Step(what, given, tuple(results)))
+        self.stepped += len(self.lines) - before
+
+    def gather(self, roots: Sequence[Expr]) -> None:
+        """Write what can be done together as one step each."""
+        for side, fed, outputs in gather(roots, frozenset(self.names)):
+            names, before = [self.of(e) for e in fed], len(self.lines)
+            found = self._line(f"folder.side({self._keep(side)}, [{', '.join(names)}], S)")
+            for k, e in enumerate(outputs):
+                self.names[e] = self._line(f"{found}[{k}]")
+            self._step(side, names, [self.names[e] for e in outputs], before)
+
+    def _line(self, expression: str) -> str:
+        self.lines.append(f"v{len(self.lines)} = {expression}")
+        return f"v{len(self.lines) - 1}"
+
+    def _keep(self, thing: Any) -> str:
+        name = f"k{len(self.scope)}"
+        self.scope[name] = thing
+        return name
+
+    def _node(self, e: Expr) -> str:
+        if e.op in ("input", "leaf"):
+            name = self.inputs[e.attrs[0]] = f"x{len(self.inputs)}"
+            if e.attrs[0] in self.numbers:
+                self.plain.add(e)
+            return name
+        if e.op in ("const", "nan"):
+            self.plain.add(e)
+            return self._keep(e.attrs[0] if e.op == "const" else float("nan"))
+        if e.op == "size":
+            return self._counted(e, f"S.of({e.attrs[0]!r})")
+        if e.op in PRIMITIVES:
+            return self._primitive(e)
+        if e.op == "fsum" and e.args[0] in self.products:
+            return self._line(f"row_dot({', '.join(self.names[a] for a in e.args[0].args)}, C)")
+        name = e.op.removesuffix("_index")
+        if name == "batch":  # the same in every call
+            found = self._line(f"{self._keep(_index(e))}(S)")
+            self._step(e, (), [found], len(self.lines) - 1)
+            return found
+        args = [self._raised(a) for a in e.args]
+        if name in _TEXTS and e.args[0] not in self.plain:
+            return self._line(_TEXTS[name].format(*args, *e.attrs))
+        return self._line(f"{self._keep(_OTHERS[name](e))}({', '.join(['S', *args])})")
+
+    def _counted(self, e: Expr, text: str) -> str:
+        """A number that is made of numbers."""
+        self.plain.add(e)
+        name = self._line(text)
+        self._step(e, [self.names[a] for a in e.args], [name], len(self.lines) - 1)
+        return name
+
+    def _raised(self, e: Expr) -> str:
+        """A value in the type of the arithmetic: 16-bit inputs are raised, once."""
+        name = self.names[e]
+        if e.op not in ("input", "leaf") or e.dtype != "float" or e in self.plain:
+            return name
+        return self._view(name, f"{name} if {name}.dtype is C else {name}.to(C)")
+
+    def _view(self, name: str, text: str) -> str:
+        if (name, text) not in self.views:
+            self.views[name, text] = self._line(text)
+        return self.views[name, text]
+
+    def _primitive(self, e: Expr) -> str:
+        numbers = sum(1 << k for k, a in enumerate(e.args) if a in self.plain)
+        if numbers == (1 << len(e.args)) - 1:
+            return self._counted(e, f"number({self._keep(e)}, ({', '.join(self.names[a] for a in e.args)},))")
+        args = [self.names[a] if a in self.plain else self._fitted(a, e) for a in e.args]
+        if e.op == "cast":
+            return self._line(f"{self._keep(cast)}({args[0]}, {e.attrs[0]!r}, C)")
+        primitive = PRIMITIVES[e.op]
+        attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
+        function = self._keep(functools.partial(primitive.torch, **attributes) if attributes else primitive.torch)
+        direct, mirrored = _takes_numbers(e)
+        if numbers == 1 and mirrored is not None:
+            return self._line(f"{self._keep(mirrored)}({args[1]}, {args[0]})")
+        if numbers not in direct:
+            args = [f"filled({a}, {x.dtype!r}, S)" if x in self.plain else a for a, x in zip(args, e.args, strict=True)]
+        found = self._line(f"{function}({', '.join(args)})")
+        kinds = {x.dtype for x in e.args}
+        exact = e.dtype != "float" or ("float" in kinds and "int" not in kinds)
+        return found if exact else self._line(f"{found} if {found}.dtype is C else {found}.to(C)")
+
+    def _fitted(self, have: Expr, want: Expr) -> str:
+        """A raised value with the axes that ``want`` has and ``have`` has not, of size 1."""
+        name = self._raised(have)
+        for at in missing(have, want):
+            name = self._view(name, f"{name}.unsqueeze({at})")
+        return name
+
+
+def missing(have: Expr, want: Expr) -> tuple[int, ...]:
+    """Where to insert the axes that ``want`` has and ``have`` has not, the last first."""
+    found, after = [], 0
+    for wanted, there in ((_vector(want), _vector(have)), (want.cols, have.cols), (want.rows, have.rows)):
+        after += wanted
+        if wanted and not there:
+            found.append(-after)
+    return tuple(found)
+
+
+def _vector(e: Expr) -> bool:
+    return e.feature is not None
+
+
+def _takes_numbers(e: Expr) -> tuple[frozenset[int], Callable[..., Any] | None]:
+    """For which arguments (as bits) torch takes Python numbers as they are, and its mirror image for the first.
+
+    Only where the tensor's class of number holds: torch would round a float beside integers to its default type.
+    """
+    order = [_ORDER[x.dtype] for x in e.args]
+    if e.op == "where":
+        return frozenset({0, 2, 4} if order[1] == order[2] > 0 else {0}), None
+    if e.op in _MIRRORED or e.op == "div":
+        second = order[0] >= order[1] and order[0] > (1 if e.op == "div" else 0)
+        first = order[1] >= order[0] and order[1] > 0
+        return frozenset({0, 2} if second else {0}), _MIRRORED.get(e.op) if first else None
+    return frozenset({0}), None
+
+
+def _filled(value: Value, kind: str, sizes: Sizes) -> Tensor:
+    """A number as a tensor, filled where it is needed: no copy, no wait."""
+    return torch.full((), value, dtype=_KINDS.get(kind, sizes.compute), device=sizes.device)
+
+
+# Numbers
+
+
+def number(e: Expr, values: tuple[Value, ...]) -> Value:
+    """Arithmetic on numbers only: exact, in float64, and it stays a number."""
+    if any(isinstance(v, torch.SymInt | torch.SymFloat) for v in values):  # a length that the compiler leaves open
+        if e.op in _OPEN:
+            return _OPEN[e.op](*values)
+        values = tuple(int(v) if isinstance(v, torch.SymInt) else float(v) for v in values)
+    return _computed(e, values, tuple(map(repr, values)))  # the texts tell -0.0 from 0.0 and 1 from True
+
+
+_OPEN: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "neg": operator.neg,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed(e: Expr, values: tuple[Value, ...], texts: tuple[str, ...]) -> Value:
+    primitive = PRIMITIVES[e.op]
+    with _disable_current_modes():  # these are numbers, not a part of what is being traced
+        kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
+        args = [torch.tensor(v, dtype=kind, device="cpu") for v, kind in zip(values, kinds, strict=True)]
+        if e.op == "cast":
+            return {"float": float, "int": int, "bool": bool}[e.attrs[0]](args[0].item())
+        return primitive.torch(*args, **dict(zip(primitive.attributes, e.attrs, strict=True))).item()
+
+
+# What is no primitive
+
+_TEXTS = {"fsum": "{0}.sum(-1)", "famax": "{0}.amax(-1)", "famin": "{0}.amin(-1)", "component": "{0}[..., {1}]"}
+
+
+def _reduce(e: Expr) -> Callable[..., list[Value]]:
+    """A reduction of a row or column vector, which torch does: its results, in the layout of ``evaluate.py``."""
+    kind, over, params = e.attrs
+    vectors = [a.feature is not None for a in e.args]
+
+    def evaluate(sizes: Sizes, *values: Value) -> list[Value]:
+        ones = (1,) * len(sizes.batch)
+        tensors = [
+            v if isinstance(v, Tensor) else _filled(v, a.dtype, sizes).expand(ones)
+            for v, a in zip(values, e.args, strict=True)
+        ]
+        fields = [to_layout(v, a) for v, a in zip(tensors, e.args, strict=True)]
+        return REDUCERS[kind](fields, vectors, over, params, sizes.of(over))
+
+    return evaluate
+
+
+def batch_index(sizes: Sizes) -> Tensor:
+    """The number of every batch element."""
+    count = functools.reduce(operator.mul, sizes.batch, 1)
+    return torch.arange(count, device=sizes.device).view(sizes.batch)
+
+
+def _index(e: Expr) -> Callable[[Sizes], Tensor]:
+    if e.op == "batch_index":
+        return batch_index
+
+    def evaluate(sizes: Sizes) -> Tensor:
+        length = sizes.rows if e.op == "row_index" else sizes.cols
+        return torch.arange(length, device=sizes.device).view(*(1,) * len(sizes.batch), length)
+
+    return evaluate
+
+
+def _spread(e: Expr) -> Callable[[Sizes, Value], Tensor]:
+    def evaluate(sizes: Sizes, x: Value) -> Tensor:
+        count = sizes.of(str(e.attrs[0]))
+        if not isinstance(x, Tensor):
+            return _filled(x, e.dtype, sizes).expand(*(1,) * len(sizes.batch), count)
+        return x.unsqueeze(-1).expand(*x.shape, count)
+
+    return evaluate
+
+
+_OTHERS: dict[str, Callable[[Expr], Callable[..., Value]]] = {
+    "row": _index,
+    "col": _index,
+    "batch": _index,
+    "reduce": _reduce,
+    "result": lambda e: lambda sizes, found: from_layout(found[e.attrs[0]], e),
+    "spread": _spread,
+}

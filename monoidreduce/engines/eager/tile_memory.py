@@ -1,0 +1,74 @@
+"""How much a tile of the eager engine holds: its buffers, and what torch makes besides while it is computed.
+
+Counted from the tile's code, step by step, in bytes per pair; what a run really allocates is compared with it in
+``tests/unit/plan/test_cost.py``.
+"""
+
+from __future__ import annotations
+
+from ...program.constructors import ONE
+from ...program.contract import Contraction
+from ...program.expression import Expr, topological
+from ...program.lower import Fold
+from ..common.evaluate import Sizes
+from .tile_code import Code, Reducer, Step
+from .tile_run import FEW_FEATURES
+
+_COPIED = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
+RANDOM = 9 * 8 * 2**16  # bytes that drawing random numbers holds, whatever the tile
+
+
+def per_pair(fold: Fold, code: Code, sizes: Sizes) -> int:
+    """Bytes of one pair of a tile."""
+    item = {"float": sizes.compute.itemsize, "int": 8, "bool": 1}
+    besides = [_besides(s, fold, sizes, item) for s in code.steps]
+    return sum(item[k] for k in code.slots) + max([0, *besides])
+
+
+def constant(code: Code) -> int:
+    """Bytes that do not grow with the tile."""
+    return RANDOM if any(s.node is not None and s.node.op in ("gumbel", "uniform") for s in code.steps) else 0
+
+
+def _besides(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
+    if step.reducer is not None:
+        return _by_reducer(step.reducer, step.owned, fold, sizes, item)
+    e = step.node
+    if e is None:
+        return 0
+    if e.op == "sqdist":
+        return 2 * item["float"]  # a gap, and the next one
+    if e.op == "fsum":
+        return _walked(e.args[0], item)
+    return item[e.dtype] if e.op in _COPIED and e.is_pair else 0
+
+
+def _walked(value: Expr, item: dict[str, int]) -> int:
+    """A vector per pair, one feature at a time: every number on the way to it."""
+    inside = topological([value], stop=lambda n: n.feature is None or not n.is_pair)
+    return sum(item[n.dtype] for n in inside if n.is_pair and n.feature is not None)
+
+
+def _by_reducer(r: Reducer, owned: tuple[bool, ...], fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
+    kind = fold.reductions[r.place].attrs[0]
+    wide = item["float"]
+    if kind == "soft":
+        weighed = max([0, *(_contracted(c, sizes, item, True) for v in r.values for c in v)])
+        return (0 if owned[0] else wide) + weighed
+    if kind == "sum":
+        return max([0, *(_contracted(c, sizes, item, False) for v in r.values for c in v)])
+    if kind == "moments":
+        return wide
+    if kind == "user":
+        vectors = [sizes.of(str(a.feature)) for a in r.roots if a.feature is not None]
+        return wide * (2 * sum(vectors))  # the elements, stacked, and the first levels of their tree
+    return 0
+
+
+def _contracted(c: Contraction, sizes: Sizes, item: dict[str, int], weighed: bool) -> int:
+    if c.walk:
+        return _walked(c.weight, item) + (item["float"] if weighed else 0)
+    few = c.vector is not None and sizes.of(str(c.vector.feature)) <= FEW_FEATURES
+    if c.minus is not None and few:
+        return 2 * item["float"]
+    return item["float"] if weighed and c.weight is not ONE else 0

@@ -1,0 +1,255 @@
+"""One tile being computed: buffers used again from tile to tile, and the steps of its code run in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.expression import Expr, topological
+from ...program.primitives import PRIMITIVES
+from ..common import matmul
+from ..common.evaluate import cast
+from .tile_code import Code, HotSum, Reducer, Step, hot_sum
+
+Tile = tuple[int, int, int]
+
+
+class Buffers:
+    """Memory of a run: one flat tile-sized buffer per slot, allocated when first used, and constants as tensors."""
+
+    def __init__(self, elements: int, compute: torch.dtype, device: torch.device, numbers: dict[Expr, Any]):
+        self.kinds = {"float": compute, "int": torch.int64, "bool": torch.bool}
+        self.elements, self.device = elements, device
+        self.numbers = numbers  # leaves and sizes that are Python numbers
+        self.flat: dict[tuple[int, str], Tensor] = {}
+        self.constants: dict[Expr, Tensor] = {}
+
+    def constant(self, e: Expr) -> Tensor:
+        if e not in self.constants:
+            value = float("nan") if e.op == "nan" else e.const if e.op == "const" else self.numbers[e]
+            self.constants[e] = torch.full((), value, dtype=self.kinds[e.dtype], device=self.device)
+        return self.constants[e]
+
+    def view(self, slot: int, kind: str, tile: Tile) -> Tensor:
+        key = (slot, kind)
+        if key not in self.flat:
+            self.flat[key] = torch.empty(self.elements, dtype=self.kinds[kind], device=self.device)
+        b, m, n = tile
+        return self.flat[key][: b * m * n].view(tile)
+
+
+@dataclass
+class TileRun:
+    """One tile being computed: its leaf values, and the values of its nodes so far."""
+
+    values: dict[Expr, Any]
+    tile: Tile
+    buffers: Buffers
+    offset: tuple[int, int]  # the tile's first row and column
+    narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
+    homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
+    rounded: tuple[tuple[int, int], Tensor, Tensor] | None = None  # the last weights rounded for a product
+
+    def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
+        for step in code.steps:
+            if step.reducer is not None:
+                hand_over(step.reducer, step.owned, self)
+            else:
+                self._compute(step, code)
+
+    def _compute(self, step: Step, code: Code) -> None:
+        e = step.node
+        assert e is not None
+        out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
+        base = e if step.riding is None else step.riding.base
+        if base.op == "dot":
+            self._dot(e, out, self.get(base.args[0]), self.get(base.args[1]), self._factor(step))
+        elif step.riding is not None:
+            self.values[e] = matmul.exp_into(out, self.get(base), self._factor(step))
+        elif e.op == "sub" and e.args[0] in self.narrow and not e.args[1].is_pair and e.args[1].op == "leaf":
+            self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # raised as it is read
+        elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
+            self.values[e] = matmul.exp_into(out, self.get(e.args[0]))
+        elif (hot := hot_sum(e)) is not None:
+            assert out is not None
+            self.values[e] = self._scatter(out, hot)
+        elif e.op == "sqdist":
+            self.values[e] = _sqdist_into(out, *(self.get(a) for a in e.args))
+        elif e.op == "fsum":
+            total = out.zero_() if out is not None else 0
+            for f in range(self.width(e.args[0])):
+                total += self.component(e.args[0], f)
+            self.values[e] = total
+        else:
+            self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
+
+    def _factor(self, step: Step) -> float:
+        """The number that rides in a product."""
+        factor = 1.0
+        for e, divides in step.riding.factors if step.riding is not None else ():
+            k = e.const if e.op == "const" else self.buffers.numbers[e]
+            factor *= _inverse(k) if divides else k
+        return factor
+
+    def _dot(self, e: Expr, out: Tensor, x: Tensor, y: Tensor, alpha: float) -> None:
+        if matmul.is_narrow(x, y):
+            self.narrow[e], self.homes[e] = matmul.narrow_dot(x, y, alpha), out
+        else:
+            self.values[e] = matmul.dot_into(out, x, y, alpha)
+
+    def _scatter(self, out: Tensor, hot: HotSum) -> Tensor:
+        """out = dense, with the value added at the one place per row (or column) that matches, if this tile has it."""
+        dense = self.full(hot.dense)
+        if dense.data_ptr() != out.data_ptr():
+            out.copy_(dense)
+        by_rows = hot.axis == "col"
+        b, m, n = self.tile
+        side, other = (m, n) if by_rows else (n, m)
+        places = self.get(hot.target).reshape(-1, side).expand(b, side) - self.offset[1 if by_rows else 0]
+        batch, at = ((places >= 0) & (places < other)).nonzero(as_tuple=True)
+        if len(batch):
+            to = places[batch, at]
+            where = (batch, at, to) if by_rows else (batch, to, at)
+            out[where] += self.full(hot.value)[where] * hot.sign
+        return out
+
+    def get(self, e: Expr) -> Any:
+        if e not in self.values:
+            if e in self.narrow:
+                self.values[e] = self.homes[e].copy_(self.narrow[e])
+            elif e.op in ("const", "nan") or e in self.buffers.numbers:
+                self.values[e] = self.buffers.constant(e)
+            else:
+                for n in topological(e.args, stop=self._is_there):  # arguments first: none is more than one call away
+                    self.get(n)
+                self.values[e] = self._one_sided(e)
+        return self.values[e]
+
+    def _is_there(self, e: Expr) -> bool:
+        return e in self.values or e in self.narrow or not e.args
+
+    def _one_sided(self, e: Expr) -> Any:
+        """A value of one side that no pass was fed: what is left of a pair expression where a condition is decided.
+
+        Row numbers are [b, m, 1] and column numbers [b, 1, n]; vectors of either side are [b, l, features].
+        """
+        args = [self.get(a) for a in e.args]
+        if e.op in ("fsum", "famax", "famin"):
+            x = args[0].sum(-1) if e.op == "fsum" else args[0].amax(-1) if e.op == "famax" else args[0].amin(-1)
+            return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
+        if e.op == "component":
+            x = args[0][..., e.attrs[0]]
+            return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
+        if e.feature is not None and e.cols:
+            args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
+        value = args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+        narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
+        return value.to(torch.bfloat16) if narrow else value
+
+    def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tile in the type it is multiplied in; rounded once, however many products it enters."""
+        if weight.dtype == dtype or dtype not in matmul.SIXTEEN:
+            return weight.to(dtype)
+        key = (weight.data_ptr(), weight._version)
+        if self.rounded is None or self.rounded[0] != key:
+            self.rounded = key, weight, weight.to(dtype)  # the weight is kept, so that its address stays its own
+        return self.rounded[2]
+
+    def full(self, e: Expr) -> Tensor:
+        """A number as a whole tile, expanded where it does not vary."""
+        return self.get(e).expand(self.tile)
+
+    def width(self, e: Expr) -> int:
+        """The number of features of a vector expression."""
+        leaf = next(n for n in topological([e]) if n.feature == e.feature and n in self.values)
+        return self.values[leaf].shape[-1]
+
+    def component(self, e: Expr, f: int) -> Tensor:
+        """Feature ``f`` of a vector per pair, as a number per pair: never all features at once."""
+        memo: dict[Expr, Any] = {}
+        for n in topological([e], stop=lambda n: n.feature is None or n in self.values):
+            if n.feature is None:
+                memo[n] = self.get(n)
+            elif n in self.values:  # a row or column vector [b, l, f]
+                column = self.values[n][..., f]
+                memo[n] = column.unsqueeze(-2) if n.cols else column.unsqueeze(-1)
+            elif n.op == "spread":
+                memo[n] = memo[n.args[0]]
+            else:
+                memo[n] = _apply(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
+        return memo[e]
+
+
+def _inverse(k: float) -> float:
+    return 1 / k if k else math.copysign(math.inf, k)
+
+
+def _is_weight(x: Expr) -> bool:
+    """A pair number minus a row's: a softmax weight's exponent, where the rounding of exp2 falls on tiny weights."""
+    return x.op == "sub" and not x.args[1].is_pair
+
+
+def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
+    p = PRIMITIVES[e.op]
+    if e.op == "cast":
+        value = cast(args[0], e.attrs[0], compute)
+        return value if out is None else out.copy_(value)
+    attributes = dict(zip(p.attributes, e.attrs, strict=True))
+    return p.torch(*args, **attributes) if out is None else p.torch(*args, **attributes, out=out)
+
+
+def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """|x_i - y_j|²: directly for few features; else by one product, and directly again for pairs too close for that."""
+    x, y = x.to(out.dtype), y.to(out.dtype)
+    if x.shape[-1] <= FEW_FEATURES:
+        return _sqdist_direct(out, x, y)
+    centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
+    cx, cy = x - centre, y - centre
+    (xh, xl), (yh, yl) = _norms(cx), _norms(cy)
+    one = torch.ones((), dtype=x.dtype, device=x.device)
+    left = torch.cat([cx * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
+    right = torch.cat([cy, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
+    matmul.dot_into(out, left, right, 1)
+    close = out < 1e-2 * (xh + yh.amax(1, keepdim=True))  # here cancellation may have cost two digits
+    count = int(close.sum())
+    if count > out.numel() // 8:
+        return _sqdist_direct(out, x, y)
+    if count:
+        b, i, j = close.nonzero(as_tuple=True)
+        for at in range(0, count, _CLOSE_CHUNK):
+            part = slice(at, at + _CLOSE_CHUNK)
+            out[b[part], i[part], j[part]] = (x[b[part], i[part]] - y[b[part], j[part]]).square().sum(-1)
+    return out.clamp_(min=0)
+
+
+def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    if not x.shape[-1]:
+        return out.zero_()
+    gaps = differences(x, y)
+    gaps(0, out).square_()
+    gap = torch.empty_like(out) if x.shape[-1] > 1 else out
+    for f in range(1, x.shape[-1]):
+        out.addcmul_(gaps(f, gap), gap)
+    return out
+
+
+def differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
+    """x_i - y_j of one feature, as a tile. Of y a feature's numbers stand together: else it takes six times as long."""
+    left, right = x.mT.unsqueeze(-1), y.mT.contiguous().unsqueeze(-2)
+    return lambda f, out: torch.sub(left[:, f], right[:, f], out=out)
+
+
+def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms as high and low parts: their rounding would be the largest error of the product form."""
+    exact = x.double().square().sum(-1, keepdim=True)
+    high = exact.to(x.dtype)
+    return high, (exact - high.double()).to(x.dtype)
+
+
+_CLOSE_CHUNK = 4096
+FEW_FEATURES = 16  # up to here differences are taken directly: three passes a feature, and no cancellation

@@ -1,0 +1,209 @@
+"""A chunk of the batch being folded: the code of its tiles, its accumulators, and the walk over rows and columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...plan import tiles as plan
+from ...program.contract import conditions, in_tiles, interval, ranged
+from ...program.expression import Expr, index, size, topological
+from ...program.intervals import EITHER, NAN, known
+from ...program.lower import Fold
+from ..common import matmul, tile_counter
+from ..common.evaluate import Sizes, as_number
+from ..common.label_gather import run_pick
+from .accumulators import ACCUMULATORS, Accumulator
+from .tile_code import Code, Reducer, compile_variant
+from .tile_run import Buffers, TileRun
+
+
+@dataclass
+class FoldCode:
+    """What is compiled once per fold: its conditions and the code of each variant met so far."""
+
+    fold: Fold
+    scalars: frozenset[Expr]
+    conditions: tuple[Expr, ...] = ()
+    ranged: tuple[Expr, ...] = ()
+    indices: frozenset[Expr] = frozenset()
+    pairs: tuple[Expr, ...] = ()  # the leaves given per pair that are read
+    variants: dict[tuple, Code | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.conditions = conditions(self.fold)
+        self.ranged = ranged(self.fold)
+        under = topological([a for r in self.fold.reductions for a in (r.args[:1] if r.is_pair else r.args)])
+        self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
+        self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
+
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+        truths = tuple(interval(c, known) for c in self.conditions)
+        if truths not in self.variants:
+            decided = {c: t[0] == 1 for c, t in zip(self.conditions, truths, strict=True) if t[0] == t[1]}
+            self.variants[truths] = compile_variant(self.fold, decided, self.scalars)
+        return self.variants[truths]
+
+
+@functools.lru_cache(maxsize=1024)
+def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+    return FoldCode(fold, scalars)
+
+
+class Chunk:
+    """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
+
+    With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
+    rows that were begun by the parts before. ``homes``: where each reduction's results will lie.
+    """
+
+    def __init__(
+        self,
+        code: FoldCode,
+        leaves: dict[Expr, Any],
+        sizes: Sizes,
+        tiles: plan.Tiles,
+        batch: int,
+        buffers: Buffers,
+        rows: slice | None = None,
+        kept: Mapping[int, Accumulator] | None = None,
+        homes: Mapping[Expr, list[Tensor]] | None = None,
+    ):
+        self.code, self.leaves, self.sizes, self.tiles, self.batch = code, leaves, sizes, tiles, batch
+        self.buffers = buffers
+        self.rows = rows or slice(0, sizes.rows)
+        vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
+        self.narrow = matmul.narrow_type(vectors)
+        self.accumulators: list[Accumulator | None] = []
+        self.picked: dict[int, Tensor] = {}
+        for place, r in enumerate(code.fold.reductions):
+            kind, over, _ = r.attrs
+            length = self.rows.stop - self.rows.start if over == "cols" else sizes.cols
+            if kept and place in kept:
+                self.accumulators.append(kept[place])
+            elif kind == "pick" and not in_tiles(code.fold, r):
+                self.accumulators.append(None)
+                self.picked[place] = self._pick(r, length)
+            else:
+                widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
+                own = (homes or {}).get(r, ())
+                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device, own)
+                accumulator.into = leaves.get(r)
+                self.accumulators.append(accumulator)
+
+    def _pick(self, r: Expr, length: int) -> Tensor:
+        feature = r.args[2].feature
+        tail = () if feature is None else (self.sizes.of(str(feature)),)
+        out = torch.zeros(self.batch, length, *tail, dtype=self.sizes.compute, device=self.sizes.device)
+        run_pick(r, self.leaves, self.sizes, self.batch, out, plan.ELEMENTS)
+        return out
+
+    def run(self) -> list[Tensor]:
+        self.walk()
+        results: list[Tensor] = []
+        for place, a in enumerate(self.accumulators):
+            results += [self.picked[place]] if a is None else a.finish()
+        return results
+
+    def walk(self) -> None:
+        """Fold every tile into the accumulators."""
+        if not (self.batch and self.rows.stop > self.rows.start and self.sizes.cols):
+            return
+        if all(a is None for a in self.accumulators):
+            return
+        rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
+        cols = slices(self.sizes.cols, self.tiles.cols)
+        row_ranges, col_ranges, fixed = self._ranges(rows, cols)
+        for i, row in enumerate(rows):
+            row_values = self.side(row, True)
+            for j, col in enumerate(cols):
+                code = self.code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
+                tile_counter.tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                if code is not None:
+                    self._tile(code, row, col, row_values)
+
+    def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
+        values = {**row_values, **self.side(col, False)}
+        values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
+        shape = (self.batch, row.stop - row.start, col.stop - col.start)
+        begin = self.rows.start
+        tile = TileRun(values, shape, self.buffers, (begin + row.start, col.start))
+
+        def hand_over(reducer: Reducer, owned: tuple[bool, ...], tile: TileRun) -> None:
+            accumulator = self.accumulators[reducer.place]
+            assert accumulator is not None
+            kept, offset = (row, col.start) if accumulator.over == "cols" else (col, begin + row.start)
+            accumulator.step(reducer, owned, tile, kept, offset)
+
+        tile.run(code, hand_over)
+
+    def side(self, part: slice | Tensor, rows: bool) -> dict[Expr, Any]:
+        """The leaves of one side of a tile, consecutive ones or those of some indices: numbers shaped to broadcast,
+        vectors in the type they are multiplied in."""
+        values: dict[Expr, Any] = {}
+        compute = self.sizes.compute
+        for e, v in self.leaves.items():
+            if not isinstance(v, Tensor) or e.is_pair:
+                continue
+            if not e.rows and not e.cols:
+                if rows:
+                    v = v.to(compute) if e.dtype == "float" else v
+                    values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
+            elif e.rows == rows:
+                v = v[:, part]
+                if e.feature is not None:
+                    values[e] = matmul.operand(v, compute, self.narrow)
+                else:
+                    v = v.to(compute) if e.dtype == "float" else v
+                    values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
+        which = index("row" if rows else "col")
+        if which in self.code.indices:
+            begin = self.rows.start if rows else 0
+            if isinstance(part, slice):
+                at = torch.arange(begin + part.start, begin + part.stop, device=self.sizes.device)
+            else:
+                at = part
+            values[which] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
+        return values
+
+    def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
+        """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
+        begin = self.rows.start
+        row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
+        col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
+        fixed: dict[Expr, tuple[float, float]] = {
+            size("rows"): (self.sizes.rows,) * 2,
+            size("cols"): (self.sizes.cols,) * 2,
+        }
+        for e in self.code.ranged:
+            v = self.leaves[e]
+            if not isinstance(v, Tensor):
+                fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
+                continue
+            if e.is_pair:  # looking would cost as much as the tile
+                fixed[e] = EITHER if e.dtype == "bool" else NAN
+                continue
+            if not e.rows and not e.cols:
+                parts, ranges = [v], [fixed]
+            else:
+                side, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
+                parts = [v[:, s] for s in side]
+            kind = torch.int64 if e.dtype == "int" else torch.float64  # float64 would round integers beyond 2**53
+            ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in parts]).tolist()
+            for r, (low, high) in zip(ranges, ends, strict=True):
+                r[e] = known(low, high)
+        return row_ranges, col_ranges, fixed
+
+
+def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
+    """The code of tiles of which nothing is known beforehand."""
+    return code_of(fold, scalars).variant({}) or Code((), ())
+
+
+def slices(length: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, length)) for at in range(0, length, step)]

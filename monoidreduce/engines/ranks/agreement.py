@@ -1,0 +1,387 @@
+"""Before a sharded call does any work, its ranks agree: on the op, the numbers, the shapes and who has what.
+
+Every rank sends one small header of integers. If any differ, or a rank could not even get so far, all ranks then tell
+their reasons and all raise the same kind of error; a call that is wrong anywhere is wrong everywhere, and none waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ArgumentError, MonoidReduceError, RankError, ShardError
+from ...program.expression import Expr, topological
+from ..common import collectives
+from ..common.collectives import Group
+from ..common.evaluate import Sizes
+from ..common.shard import Axis, Pieces, Shard
+
+ORDERS = ("contiguous", "zigzag")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the user asked for: the groups that rows and columns are divided over, and in which order they lie."""
+
+    rows: Group = None
+    cols: Group = None
+    order: str = "contiguous"
+    batch: tuple[tuple[int, int, int], ...] = ()  # of divided batch dimensions: see Shard.batch
+    slices: int | str | None = None  # see Shard.slices
+    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of what is given per pair and known to be shared
+
+    @property
+    def ring(self) -> bool:
+        return self.rows is not None and self.rows is self.cols
+
+    @property
+    def groups(self) -> list[Group]:
+        found = [g for g in (self.rows, self.cols) if g is not None]
+        return found[:1] if self.rows is self.cols else found
+
+    @property
+    def rounds(self) -> list[Group]:
+        """The groups to agree with: where there are two, the first again, for what only the second one found."""
+        return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
+
+
+_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+
+
+def current() -> Layout | None:
+    """The layout in force; none in what torch.compile traces."""
+    return None if torch.compiler.is_dynamo_compiling() else _layout.get()
+
+
+def is_divided() -> bool:
+    """Whether there is one; for what torch.compile does not trace."""
+    return _layout.get() is not None
+
+
+@contextlib.contextmanager
+def shard(
+    *, rows: Any = None, cols: Any = None, order: str = "contiguous", slices: int | str | None = None
+) -> Iterator[None]:
+    """Inside the block every op sees its rows, its columns or both divided over the ranks of a group.
+
+    ``rows`` and ``cols`` are process groups (or one-dimensional device meshes: ``mesh["cp"]``). Tensors stay local: a
+    rank passes its own part, of any length, and gets its own part of the results. What has no divided axis is the same
+    on all ranks, and so is its gradient. Both over one group make a ring. With ``order="zigzag"`` a rank's part is the
+    r-th and the r-th last of twice as many stretches as ranks, which balances causal work. ``slices=W``, a divisor of
+    the number of ranks, makes a grid of a ring: each rank takes the columns of W ranks and the rows of as many as
+    remain, which sends less and holds more; ``"best"`` sends least. What is given per pair holds this rank's rows and
+    columns; in a ring, its rows and all columns.
+
+    Raises ShardError on every rank where the ranks disagree, RankError where one is lost.
+
+    >>> import torch, monoidreduce as mr
+    >>> with mr.shard():  # nothing divided: as without
+    ...     mr.ops.attention(torch.randn(3, 4), torch.randn(5, 4), torch.randn(5, 2)).shape
+    torch.Size([3, 2])
+    """
+    if order not in ORDERS:
+        raise ArgumentError(detail=f"mr.shard was given order={order!r}", fix=f"Use one of {', '.join(ORDERS)}")
+    layout = Layout(*_apart(_group("rows", rows), _group("cols", cols)), order, slices=slices)
+    if rows is not None or cols is not None:  # else it is said of DTensors, whose placements are not known yet
+        check_slices(layout)
+    with dividing(layout):
+        yield
+
+
+def check_slices(layout: Layout) -> None:
+    """Whether the ranks can stand in a grid of so many slices."""
+    asked, ranks = layout.slices, layout.rows.size() if layout.ring else 1
+    whole = isinstance(asked, int) and not isinstance(asked, bool)
+    if asked not in (None, "best") and not (whole and 0 < int(asked) <= ranks and ranks % int(asked) == 0):
+        there = f"a ring of {ranks} ranks" if layout.ring else "rows and columns that make no ring"
+        good = [w for w in range(1, ranks + 1) if ranks % w == 0]
+        raise ArgumentError(
+            detail=f"mr.shard was given slices={asked!r} for {there}",
+            fix=f'Use "best" or one of {", ".join(map(str, good))}, with rows and columns over one group',
+        )
+
+
+@contextlib.contextmanager
+def dividing(layout: Layout) -> Iterator[None]:
+    token = _layout.set(layout)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def _group(name: str, given: Any) -> Group:
+    """A process group, a device mesh of one dimension, or nothing; a group of one divides nothing."""
+    if given is None:
+        return None
+    if hasattr(given, "get_group") and hasattr(given, "ndim"):
+        if given.ndim != 1:
+            raise ArgumentError(
+                detail=f"mr.shard was given a mesh of {given.ndim} dimensions for {name}", fix='Name one: mesh["name"]'
+            )
+        given = given.get_group()
+    if not dist.is_available() or not isinstance(given, dist.ProcessGroup):
+        raise ArgumentError(
+            detail=f"mr.shard was given {given!r} for {name}",
+            fix="Give a torch.distributed process group (dist.group.WORLD) or a DeviceMesh of one dimension",
+        )
+    return given if given.size() > 1 else None
+
+
+def _apart(rows: Group, cols: Group) -> tuple[Group, Group]:
+    """Two groups as they are, or one for both where they have the same ranks; what lies between makes no sense."""
+    if rows is None or cols is None or rows is cols:
+        return rows, cols
+    common = set(dist.get_process_group_ranks(rows)) & set(dist.get_process_group_ranks(cols))
+    if len(common) == 1:
+        return rows, cols
+    if len(common) == rows.size() == cols.size():
+        return rows, rows
+    raise ArgumentError(
+        detail=f"mr.shard was given groups for rows and columns that share the ranks {sorted(common)}",
+        fix="Give one group for both, or two dimensions of a mesh, which share one rank",
+    )
+
+
+# Agreeing ---------------------------------------------------------------------------------------------------
+
+
+def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> Sizes:
+    """The sizes of a call with its place among the ranks; as they are where nothing is divided."""
+    layout = current()
+    if layout is None or not (layout.groups or layout.batch):
+        return sizes
+    here = {"rows": sizes.rows, "cols": sizes.cols}
+    given = PerPair.of(layout, here, outputs, values)
+    axes = {name: Axis((((0, here[name]),),)) for name in here}
+    lengths, given = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device, given=given)
+    for name in here:
+        if getattr(layout, name) is not None:
+            axes[name] = Axis(_pieces(lengths[name], layout.order), getattr(layout, name))
+    shared = given.checked(axes["cols"].total)
+    groups = tuple((name, getattr(layout, axis)) for name, axis in shared)
+    return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch, layout.slices, groups))
+
+
+def pairs_are_wide() -> bool:
+    """Whether what is given per pair holds all columns although they are divided: in a ring, where they travel."""
+    layout = current()
+    return layout is not None and layout.ring
+
+
+@dataclass(frozen=True)
+class PerPair:
+    """What is given per pair: which of its axes are a rank's own, and which are of size 1 and shared by all ranks.
+
+    ``own`` and ``shared`` have a bit for each of ``axes``; where a rank's part has length 1 it may be either, and the
+    others know. ``wide`` is how many columns it holds in a ring, 0 where it does not vary along them."""
+
+    axes: tuple[tuple[str, str], ...] = ()
+    own: int = 0
+    shared: int = 0
+    wide: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(layout: Layout, here: Mapping[str, int], outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> PerPair:
+        names = sorted(e.attrs[0] for e in topological(outputs) if e.op == "input" and e.is_pair)
+        divided = [a for a in here if getattr(layout, a) is not None and not (layout.ring and a == "cols")]
+        axes = tuple((name, axis) for name in names for axis in divided)
+        own = shared = 0
+        for k, (name, axis) in enumerate(axes):
+            size = values[name].shape[-2 if axis == "rows" else -1]
+            if (name, axis) in layout.shared or size != here[axis]:
+                shared |= 1 << k
+            elif size != 1:
+                own |= 1 << k
+        lengths = {values[name].shape[-1] for name in names if values[name].shape[-1] != 1} if layout.ring else ()
+        return PerPair(axes, own, shared, tuple(lengths))
+
+    def met(self, headers: list[list[int]]) -> PerPair:
+        """With what the headers of other ranks say."""
+        own, shared = (functools.reduce(operator.or_, (h[k] for h in headers)) for k in (4, 5))
+        return replace(self, own=own, shared=shared, wide=tuple({h[6] for h in headers if h[6]}))
+
+    def checked(self, cols: int) -> list[tuple[str, str]]:
+        """(name, axis) of what is shared; the same error on every rank where they do not fit together."""
+        for k, (name, axis) in enumerate(self.axes):
+            if self.own >> k & self.shared >> k & 1:
+                raise ShardError(
+                    detail=f"{name} is given for every pair: some ranks have its own {axis}, others one for all {axis}",
+                    fix=f"Give every rank its own {axis} of it, or every rank the same, of size 1",
+                )
+        if any(n != cols for n in self.wide):
+            raise ShardError(
+                detail=f"what is given for every pair has {' or '.join(map(str, sorted(self.wide)))} columns, but "
+                f"there are {cols} on all ranks together",
+                fix="In a ring, give every rank its own rows of it and all columns",
+            )
+        return [a for k, a in enumerate(self.axes) if self.shared >> k & 1]
+
+
+def withdraw(error: MonoidReduceError) -> None:
+    """Tell the other ranks that this one cannot take part, so that none waits for it."""
+    layout = current()
+    if layout is not None and not isinstance(error, ShardError | RankError) and not error.details.get("told"):
+        error.details["told"] = True
+        with contextlib.suppress(ShardError):
+            _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
+
+
+def whole(rows: int, cols: int) -> tuple[int, int]:
+    """How many rows and columns there are on all ranks together, for what comes before the op; asked by all ranks."""
+    layout = current()
+    if layout is None or not layout.groups:
+        return rows, cols
+    found, _ = _agreed(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
+    return sum(found.get("rows", [rows])), sum(found.get("cols", [cols]))
+
+
+def divides_cols() -> bool:
+    """Whether other ranks have columns that this one has not."""
+    layout = current()
+    return layout is not None and layout.cols is not None
+
+
+def over(axis: str, total: Tensor) -> Tensor:
+    """A sum over this rank's rows (or columns) as that over all of them; differentiable."""
+    group = getattr(current() or Layout(), axis)
+    return total if group is None else collectives.Totalled.apply(total, group)
+
+
+def greatest(axis: str, value: Tensor) -> Tensor:
+    """The largest number of this rank's rows (or columns) as that of all."""
+    group = getattr(current() or Layout(), axis)
+    return value if group is None else collectives.reduce(value.detach().clone(), "MAX", group)
+
+
+def swapped() -> contextlib.AbstractContextManager[None]:
+    """Inside the block rows are what columns were: for a layer that folds both ways with two calls."""
+    layout = current()
+    if layout is None:
+        return contextlib.nullcontext()
+    return dividing(replace(layout, rows=layout.cols, cols=layout.rows))
+
+
+def _agreed(
+    layout: Layout,
+    told: str,
+    here: Mapping[str, int],
+    device: torch.device | None,
+    failed: bool = False,
+    given: PerPair | None = None,
+) -> tuple[dict[str, list[int]], PerPair]:
+    """How many rows and columns every rank has, and what all say of what is given per pair. A disagreement in one group
+    is carried into the others."""
+    given = given or PerPair()
+    found: dict[str, list[int]] = {}
+    problem: ShardError | None = None
+    try:
+        for group in layout.rounds:
+            try:
+                headers = _headers(group, failed, told, here, given, device or _device(group))
+                given = given.met(headers)
+                for name in here:
+                    lengths = [h[2 if name == "rows" else 3] for h in headers]
+                    if getattr(layout, name) is group:
+                        found[name] = lengths
+                    elif len(set(lengths)) > 1:
+                        raise _uneven(name, lengths)
+            except ShardError as error:
+                problem, failed, told = problem or error, True, error.text
+    except RankError:
+        for group in layout.groups:
+            collectives.hang_up(group)
+        raise
+    if problem is not None:
+        raise problem
+    return found, given
+
+
+def _uneven(name: str, lengths: list[int]) -> ShardError:
+    counts = ", ".join(f"{n} on rank {r}" for r, n in enumerate(lengths))
+    return ShardError(
+        detail=f"{name} are not divided over this group, but differ in number: {counts}",
+        fix=f"Give every rank the same {name}, or divide them with mr.shard({name}=...)",
+    )
+
+
+def _device(group: Group) -> torch.device:
+    return torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+
+
+def _headers(
+    group: Group, failed: bool, told: str, here: Mapping[str, int], given: PerPair, device: torch.device
+) -> list[list[int]]:
+    """Everybody's [status, what was told (hashed), rows, cols, and of pairs: own, shared, wide]; an error on all ranks
+    unless all tell the same."""
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    mine = [int(failed), _digest(told), here["rows"], here["cols"], given.own, given.shared, max(given.wide, default=0)]
+    found = collectives.gather(torch.tensor(mine, device=device), group).tolist()
+    if any(h[0] for h in found) or any(h[1] != found[0][1] for h in found):
+        _raise([h[0] for h in found], collectives.texts(told, group))
+    return found
+
+
+def _raise(status: list[int], told: list[str]) -> None:
+    failed = [r for r, s in enumerate(status) if s]
+    if failed:
+        reasons = "; ".join(f"rank {r}: {told[r]}" for r in failed)
+        raise ShardError(detail=f"not every rank could take part: {reasons}")
+    lines = [text.split("\n") for text in told]
+    for parts in zip(*lines, strict=False):
+        if len(set(parts)) > 1:
+            raise ShardError(
+                detail="the ranks disagree: " + "; ".join(f"rank {r} has {part}" for r, part in enumerate(parts)),
+                fix="Call the same op on every rank, with the same numbers, types, features and batch",
+            )
+    raise ShardError(detail="the ranks call different programs", fix="Call the same op on every rank")
+
+
+def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
+    """All that must be equal on every rank, as lines of text."""
+    lines = [f"program {fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
+    lines += [f"order {layout.order}", f"slices {layout.slices}"]
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            lines.append(f"{name} of {str(value.dtype)[6:]} and {value.dim()} dimensions")
+        elif isinstance(value, int | float | bool):
+            lines.append(f"{name} = {value!r}")
+    lines += [f'{count} features "{letter}"' for letter, count in sorted(sizes.letters.items())]
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=1024)
+def fingerprint(outputs: tuple[Expr, ...]) -> str:
+    """A program, told by its nodes: equal on all machines for equal programs."""
+    number: dict[Expr, int] = {}
+    text = hashlib.sha256()
+    for e in topological(outputs):
+        number[e] = len(number)
+        attrs = [a.__name__ if isinstance(a, type) else repr(a) for a in e.attrs]
+        text.update(f"{e.op} {[number[a] for a in e.args]} {attrs} {e.axes} {e.dtype}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _pieces(lengths: list[int], order: str) -> tuple[Pieces, ...]:
+    """Which stretches of the whole axis each rank has, from how much it has."""
+    if order == "contiguous":
+        ends = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+        return tuple(((ends[r], ends[r + 1]),) for r in range(len(lengths)))
+    halves = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
+    ends = [sum(halves[:k]) for k in range(len(halves) + 1)]
+    last = len(halves) - 1
+    return tuple(((ends[r], ends[r + 1]), (ends[last - r], ends[last - r + 1])) for r in range(len(lengths)))

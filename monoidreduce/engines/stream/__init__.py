@@ -1,0 +1,1 @@
+"""Folds over columns that arrive in chunks."""

@@ -1,0 +1,162 @@
+"""Running sums in a kernel: of numbers, of few features one by one, of vectors by matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....program.constructors import apply
+from ....program.contract import Contraction
+from ....program.expression import Expr, topological
+from .expressions import Values
+from .kernel_spec import TINY, padded
+
+
+class Total:
+    """A running sum of a number or a vector: one block, or one number per feature where features are few."""
+
+    def __init__(self, name: str, feature: Any, dtype: str, v: Values, lanes: bool):
+        self.name, self.v, self.feature = name, v, feature
+        self.kind = v.float if dtype == "float" else "tl.int64"
+        self.width = 0 if feature is None else v.spec.width(feature)
+        self.tiny = feature is not None and self.width <= TINY
+        self.lanes = lanes and dtype == "float" and (feature is None or self.tiny)
+        self.waiting: Expr | None = None  # the vectors of products that wait for the next tile
+        self.apart: Expr | None = None  # kept vectors, to which the sum of all weights is added at the end
+        if feature is not None and not self.tiny:
+            v.lane(feature)
+            v.state_width += padded(self.width)
+
+    def waits(self, parts: list[Contraction]) -> bool:
+        """Whether the product of a tile is left to the next, where it runs beside that tile's arithmetic."""
+        v, one = self.v, parts[0] if len(parts) == 1 else None
+        if not v.late or v.spec.pieces or one is None or one.walk or one.minus is not None or self.tiny:
+            return False
+        alone = one.vector in v.spec.box_of and one.vector not in v.factors
+        self.waiting = one.vector if alone else self.waiting
+        return alone
+
+    def catch_up(self) -> str:
+        """Add the product of the tile met before, whose first index is ``gone``."""
+        assert self.waiting is not None
+        # added to 0, so that the compiler keeps the weights in registers
+        block = self.v.boxed(self.waiting, "gone")
+        return f"{self.name} = tl.dot({self.name}_late + 0.0, {block}, acc={self.name}{self.v.options()})"
+
+    def wait(self, weight: str) -> str:
+        return f"{self.name}_late = ({weight}).to(tl.{self.v.operand_type()})"
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.name}_{f}" for f in range(self.width)] if self.tiny else [self.name]
+
+    def start(self) -> list[str]:
+        shape = "[KEPT, FOLDED]" if self.lanes else "[KEPT]"
+        if self.feature is not None and not self.tiny:
+            shape = f"[KEPT, {padded(self.width)}]"
+        lines = [f"{n} = tl.zeros({shape}, {self.kind})" for n in self.names]
+        late = f"{self.name}_late = tl.zeros([KEPT, FOLDED], tl.{self.v.operand_type()})"
+        lines += [late] if self.waiting is not None else []
+        return [*lines, f"{self.name}_mass = tl.zeros([KEPT], {self.kind})"] if self.apart is not None else lines
+
+    def scale(self, factor: str) -> list[str]:
+        block = self.feature is not None and not self.tiny
+        mass = [f"{self.name}_mass *= {factor}"] if self.apart is not None else []
+        return [*(f"{n} *= {factor}[:, None]" if block else f"{n} *= {factor}" for n in self.names), *mass]
+
+    def add(self, c: Contraction, weight: str | None) -> None:
+        """Add one tile's Σ weight × vector; ``weight`` (a whole block) goes with walks too."""
+        v = self.v
+        if c.walk:
+            self._add_walk(lambda f: v.component(c.weight, f), c.weight, weight)
+        elif c.minus is not None:
+            assert c.vector is not None and weight is not None
+            self._add_gap(c.vector, c.minus, weight)
+        elif c.vector is None:
+            assert weight is not None
+            self._sum(self.name, weight)
+        elif c.vector.op != "leaf" or self.tiny:
+            vector = c.vector
+            self._add_walk(lambda f: v.component(vector, f), vector, weight)
+        else:
+            assert weight is not None
+            self._product(weight, c.vector)
+
+    def _sum(self, name: str, block: str) -> None:
+        self.v.inside.append(f"{name} += {block}" if self.lanes else f"{name} += tl.sum({block}, 1)")
+
+    def _product(self, weight: str, vector: Expr, block: str = "") -> None:
+        v, kind = self.v, self.v.operand_type()
+        if v.spec.pieces:
+            v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.pieces(vector)})")
+            return
+        block = block or v.block(vector)
+        if kind != v.spec.compute:
+            weight = f"{weight}.to(tl.{kind})" if weight.isidentifier() else f"({weight}).to(tl.{kind})"
+        v.inside.append(f"{self.name} = tl.dot({weight}, {block}, acc={self.name}{v.options()})")
+
+    def _add_walk(self, component: Any, vector: Expr, weight: str | None) -> None:
+        v = self.v
+        zeros, nothing = f"tl.zeros([KEPT, FOLDED], {self.kind})", "0.0" if vector.dtype == "float" else "0"
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                v.number(n)
+        if self.tiny:
+            for k, name in enumerate(self.names):
+                part = component(str(k))
+                self._sum(name, v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing))
+            return
+        lane, _ = v.lane(self.feature)
+        with v.walk(self.width) as f:
+            part = component(f)
+            block = v.seen(f"{weight or zeros} {'*' if weight else '+'} {part}", nothing)
+            v.inside.append(f"{self.name} += tl.where({lane}[None, :] == {f}, tl.sum({block}, 1)[:, None], {nothing})")
+
+    def _add_gap(self, x: Expr, y: Expr, weight: str) -> None:
+        """Σ weight (x_i - y_j): few features one by one; else by a product centred on the tile, so less cancels."""
+        v = self.v
+        gap = apply("sub", x, y)
+        if self.tiny:
+            return self._add_walk(lambda f: v.component(gap, f), gap, weight)
+        kept, folded, sign = (x, y, 1) if v.spec.folds(y) else (y, x, -1)
+        weight = v.bind((weight, "gap"), weight, True)
+        signed = f"{'-' if sign > 0 else ''}{weight}"
+        if v.spec.pieces:  # both sides were centred before the launch
+            self.apart, self.sign = kept, "+" if sign > 0 else "-"
+            v.inside.append(f"{self.name}_mass += tl.sum({weight}, 1)")
+            self._product(signed, folded)
+            return
+        one, other = v.block(kept), v.block(folded)
+        if v.spec.narrow is None:
+            centre = v.bind((folded, "centre"), f"tl.sum({other}, 0)[None, :] / FOLDED", True)
+            one, other = f"({one} - {centre})", v.bind((folded, "centred"), f"{other} - {centre}", True)
+        whole = f"tl.sum({weight}, 1)[:, None] * {one}"
+        v.inside.append(f"{self.name} += {whole}" if sign > 0 else f"{self.name} -= {whole}")
+        self._product(signed, folded, other)
+
+    def result(self) -> list[str]:
+        if self.apart is not None:
+            mass = f"{self.name}_mass[:, None] * {self.v.whole(self.apart)}"
+            return [f"({self.name} {self.sign} {mass})"]
+        return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
+
+
+def factored(c: Contraction) -> Contraction:
+    """A contraction whose vector is a leaf times a number, the number in the weight: one block less to read."""
+    while c.vector is not None and c.vector.op == "mul":
+        vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]
+        if number.feature is not None or vector.op not in ("leaf", "mul"):
+            break
+        c = Contraction(_times(c.weight, number), vector)
+    return c
+
+
+def _times(weight: Expr, number: Expr) -> Expr:
+    """weight × number, the number multiplied to the innermost factor, which other weights may share."""
+    others: list[Expr] = []
+    while weight.op == "mul" and weight.args[0].is_pair:
+        weight, other = weight.args
+        others.append(other)
+    product = apply("mul", weight, number)
+    for other in reversed(others):
+        product = apply("mul", product, other)
+    return product

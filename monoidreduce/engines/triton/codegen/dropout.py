@@ -1,0 +1,120 @@
+"""Weights that coins decide on: where two coins are the halves of one product, and are tossed at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....program.constructors import ZERO
+from ....program.expression import Expr
+from .kernel_spec import Spec
+
+# A product has the coins of two neighbouring columns in its halves, without their signs, and numbers of 16 bits are in
+# the order of their bits (what is no number is above all). What is 0 where a coin falls is not multiplied there.
+_ROWS = """
+@gluon.jit
+def thrown(weight, pair, less, row, mark):
+    # weight × (pair, where its coin lets it stay, + less): folded columns are neighbours in a thread
+    return tl.inline_asm_elementwise(
+        "{{ .reg .b32 t, l; .reg .pred p, q; mov.b32 l, {least}; mul.lo.u32 t, $8, $11; abs.f16x2 t, t; "
+        "setp.geu.f16x2 p|q, t, l; mul.f32 $0, $2, $6; mul.f32 $1, $3, $7; "
+        "@p fma.rn.f32 $0, $2, $4, $0; @q fma.rn.f32 $1, $3, $5, $1; }}",
+        "=f,=f,f,f,f,f,f,f,r,r,r,r",
+        [weight, pair, less, row, mark],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+"""
+_COLUMNS = """
+@gluon.jit
+def neighbours(at):
+    # a thread has the kept columns g and g + 8 of sixteen: they are to be neighbours
+    return (at & -16) | ((at & 7) << 1) | ((at >> 3) & 1)
+
+
+@gluon.jit
+def spared(weight, row, mark):
+    # 0 where a coin lets a weight fall: of four pairs two are of each column
+    return tl.inline_asm_elementwise(
+        "{{ .reg .b32 s, t, l; .reg .pred p, q; mov.b32 l, {least}; "
+        "mul.lo.u32 s, $8, $14; mul.lo.u32 t, $9, $14; abs.f16x2 s, s; abs.f16x2 t, t; "
+        "setp.geu.f16x2 p|q, s, l; selp.f32 $0, $4, 0f00000000, p; selp.f32 $2, $6, 0f00000000, q; "
+        "setp.geu.f16x2 p|q, t, l; selp.f32 $1, $5, 0f00000000, p; selp.f32 $3, $7, 0f00000000, q; }}",
+        "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r",
+        [weight, row, mark],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+"""
+_NESTED = 16  # conditions, one inside the other, that a weight may be under
+_INFINITE = 0x7C00  # the bits of a float16: what is no number counts as above all
+
+
+@dataclass(frozen=True)
+class Toss:
+    """A factor if a coin is no less than another number, else 0."""
+
+    row: Expr
+    mark: Expr
+    col: Expr
+    least: int
+    factor: float
+
+    def by_rows(self) -> str:
+        """The text of what is done to weights whose columns are folded."""
+        return _ROWS.format(least=self.least * 0x10001)
+
+    def by_columns(self) -> str:
+        """The same where columns are kept."""
+        return _COLUMNS.format(least=self.least * 0x10001)
+
+
+def toss(e: Expr, spec: Spec) -> Toss | None:
+    """An expression as such a factor; None where it is none, or coins cannot be tossed at once."""
+    if e.op != "where" or e.args[1].op != "const" or e.args[2] is not ZERO or e.args[0].op != "ge":
+        return None
+    coin, least = e.args[0].args
+    if coin.op != "coin" or least.op != "const" or not 0 < least.const <= _INFINITE:
+        return None
+    row, mark, col = coin.args
+    words = row.op == mark.op == "leaf" and not row.cols and not mark.rows and col.op == "col_index"
+    plain = words and spec.type_of[row] == spec.type_of[mark] == "int32"
+    return Toss(row, mark, col, int(least.const), e.args[1].const) if plain else None
+
+
+def tossed(e: Expr, spec: Spec) -> tuple[Expr, Toss] | None:
+    """A number of pairs times such a factor."""
+    if e.op != "mul" or not all(a.is_pair for a in e.args):
+        return None
+    for factor, rest in (e.args, e.args[::-1]):
+        if (found := toss(factor, spec)) is not None:
+            return rest, found
+    return None
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A weight w t, or w (t x - y), t a toss's factor and y a number of rows."""
+
+    weight: Expr
+    toss: Toss
+    pair: Expr | None = None  # x
+    number: Expr | None = None  # y
+
+
+def parted(e: Expr, spec: Spec) -> Parted | None:
+    """An expression as such a weight, perhaps under a condition; None where it is none."""
+    hidden = 0
+    while e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
+        e, hidden = e.args[1], hidden + 1
+    if hidden > _NESTED:
+        return None
+    if (one := tossed(e, spec)) is not None:
+        return Parted(*one)
+    if e.op != "mul" or e.args[1].op != "sub" or not e.args[0].is_pair:
+        return None
+    product, number = e.args[1].args
+    found = tossed(product, spec)
+    plain = number.op == "leaf" and not number.cols and number.dtype == "float"
+    return Parted(e.args[0], found[1], found[0], number) if found and plain else None

@@ -1,0 +1,299 @@
+"""Which tiles a kernel visits: interval arithmetic on all tiles at once, where the tensors are.
+
+The conditions of a fold (``col_index <= row_index``, equal documents) are evaluated on index ranges and on each tile's
+least and greatest value of any leaf they look at. Of each kept tile the kernel is told the first and last folded tile
+that is not idle, and two runs of whole tiles between them on which every condition is known. The rules here are those
+of ``program/intervals.py`` for the operations that conditions are made of, on tensors; any other operation is unknown.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....program.constructors import substitute
+from ....program.contract import conditions, interval
+from ....program.expression import Expr, const, topological
+from ....program.lower import Fold
+from ....program.normal_form import hot_condition
+from ....program.reductions import KINDS
+
+EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
+# which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
+PART = [
+    "# this part of them",
+    "turns = tl.cdiv(folded_size, FOLDED)",
+    "begin = turns // parts * part + tl.minimum(part, turns % parts)",
+    "end = turns // parts * (part + 1) + tl.minimum(part + 1, turns % parts)",
+]
+_MOST_CONDITIONS = 4
+_MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the folded axis are taken together
+
+
+@functools.lru_cache(maxsize=1024)
+def preferred(fold: Fold) -> dict[Expr, bool]:
+    """The conditions that bounds are computed from, and the truth that whole tiles are written for.
+
+    One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
+    false almost everywhere.
+    """
+    chosen: dict[Expr, bool] = {}
+    for c in conditions(fold):
+        if len(chosen) == _MOST_CONDITIONS:
+            break
+        hot, _ = hot_condition(c)
+        if hot is None:
+            chosen[c] = True
+        elif not any(e.op == "leaf" for e in topological([hot[1]])):
+            chosen[c] = False
+    return chosen
+
+
+@functools.lru_cache(maxsize=1024)
+def idle_codes(fold: Fold) -> tuple[bool, ...]:
+    """For every combination of false, true and unknown of the conditions: whether every reduction sees its identity."""
+    chosen = list(preferred(fold))
+    answers = []
+    for states in itertools.product((0, 1, 2), repeat=len(chosen)):
+        replace = {c: const(bool(s)) for c, s in zip(chosen, states, strict=True) if s != 2}
+        answers.append(all(_idle(r, replace) for r in fold.reductions))
+    return tuple(answers)
+
+
+def _idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
+    kind, _, params = r.attrs
+    fields = substitute(r.args, replace)
+    if kind == "pick":  # nothing to read where its value is zero
+        return interval(fields[1], {}) == (0.0, 0.0)
+    return KINDS[kind].idle(params, [interval(f, {}) for f in fields])
+
+
+def bounds(
+    fold: Fold, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int], device: Any
+) -> Tensor:
+    """``[batch or 1, kept tiles, 6]``: ``EDGES``, in folded tiles.
+
+    ``values``: leaves as Python numbers or tensors ``[batch, length]`` (``[batch]`` for one number per batch element);
+    ``lengths`` and ``blocks``: of the kept and the folded axis.
+    """
+    kept_tiles, folded_tiles = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
+    if not folded_tiles:
+        return torch.zeros(1, kept_tiles, len(EDGES), dtype=torch.int32, device=device)
+    chosen = preferred(fold)
+    batch = max([1, *(v.shape[0] for v in values.values() if isinstance(v, Tensor))])
+    group = max(1, -(-batch * kept_tiles * folded_tiles // _MOST_CELLS))
+    steps = (blocks[0], blocks[1] * group)
+    ranges = _Ranges(over, values, lengths, steps, device)
+    codes = torch.zeros((), dtype=torch.int64, device=device)
+    whole: Any = True
+    for c, truth in chosen.items():
+        low, high, _ = ranges(c)
+        state = torch.where(low == high, low.to(torch.int64), 2)
+        codes = codes * 3 + state
+        whole = whole & (state == int(truth))
+    groups = -(-folded_tiles // group)
+    table = torch.tensor(idle_codes(fold), device=device)
+    active = ~table[codes].expand(codes.shape[0], kept_tiles, groups)
+    at = torch.arange(groups, device=device)
+    whole = whole & active & ((at + 1) * steps[1] <= lengths[1])
+    first = torch.where(active, at, groups).amin(-1)
+    last = torch.where(active, at + 1, 0).amax(-1)
+    first = torch.minimum(first, last)
+    runs = [first]
+    for wanted in (whole, ~whole, whole, ~whole):  # where a run of whole tiles begins and ends, twice
+        found = torch.where(wanted & (at >= runs[-1].unsqueeze(-1)), at, groups).amin(-1)
+        runs.append(torch.minimum(found, last))
+    edges = [*runs, last]
+    return (torch.stack(edges, -1) * group).clamp_(max=folded_tiles).to(torch.int32).contiguous()
+
+
+class Range(NamedTuple):
+    """Least and greatest value on every tile, shaped to broadcast to [batch, kept tile, folded tile].
+
+    Integers stay integers (int64): float64 cannot tell 2**53 from 2**53 + 1, and document ids may be hashes. ``most``
+    bounds their magnitude and is known without looking at the data; None for float64 (numbers and truth values)."""
+
+    low: Tensor
+    high: Tensor
+    most: int | None = None
+
+
+_INT64 = torch.iinfo(torch.int64)
+_NEAR_OVERFLOW = 2.0**63 * (1 - 2.0**-40)  # more than float64's rounding away from the end of int64
+
+
+class _Ranges:
+    """The ranges of expressions on every tile."""
+
+    def __init__(self, over: str, values: Mapping[Expr, Any], lengths: Any, steps: Any, device: Any):
+        self.over, self.values, self.lengths, self.steps, self.device = over, values, lengths, steps, device
+
+    def __call__(self, e: Expr) -> Range:
+        memo: dict[Expr, Range] = {}
+        for n in topological([e]):
+            memo[n] = self._node(n, [memo[a] for a in n.args])
+        return memo[e]
+
+    def _node(self, e: Expr, args: list[Range]) -> Range:
+        if e.op == "const":
+            return self._number(e.const)
+        if e.op == "size" and e.attrs[0] in ("rows", "cols"):
+            return self._number(self.lengths[1 if e.attrs[0] == self.over else 0])
+        if e.op in ("row_index", "col_index"):
+            return self._index(1 if e.op.startswith(self.over[:3]) else 0)
+        if e.op == "leaf":
+            return self._leaf(e, self.values[e])
+        if e.op == "cast":
+            return {"bool": _truth, "float": _rounded, "int": _whole}[e.attrs[0]](args[0])
+        rule = _RULES.get(e.op)
+        if rule is None:
+            return self._unknown(e)
+        if any(x.most is None for x in args):
+            args = [_rounded(x) for x in args]
+        low, high, *_ = rule(*args)
+        if low.dtype == torch.int64:
+            return _without_overflow(rule, e.op, args, low, high)
+        lost = low.isnan() | high.isnan()
+        return Range(torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high))
+
+    def _unknown(self, e: Expr) -> Range:
+        if e.dtype == "int":
+            low, high = (torch.full((1, 1, 1), v, device=self.device) for v in (_INT64.min, _INT64.max))
+            return Range(low, high, 2**63)
+        zero = self._number(0.0).low
+        return Range(zero - torch.inf, zero + torch.inf)
+
+    def _number(self, value: float) -> Range:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        t = torch.full((1, 1, 1), value, dtype=torch.int64 if whole else torch.float64, device=self.device)
+        return Range(t, t, abs(int(value)) if whole else None)
+
+    def _index(self, axis: int) -> Range:
+        low = torch.arange(0, self.lengths[axis], self.steps[axis], device=self.device)
+        high = (low + self.steps[axis] - 1).clamp(max=self.lengths[axis] - 1)
+        shape = (1, -1, 1) if axis == 0 else (1, 1, -1)
+        return Range(low.view(shape), high.view(shape), self.lengths[axis])
+
+    def _leaf(self, e: Expr, value: Any) -> Range:
+        if not isinstance(value, Tensor):
+            return self._number(value)
+        small = value.dtype in (torch.bool, torch.uint8)
+        most = None if e.dtype != "int" else 255 if small else torch.iinfo(value.dtype).max + 1
+        value = value.to(torch.float64 if most is None else torch.int64)
+        if not e.rows and not e.cols:
+            return Range(value.view(-1, 1, 1), value.view(-1, 1, 1), most)
+        axis = 1 if (e.cols if self.over == "cols" else e.rows) else 0
+        step = self.steps[axis]
+        missing = -value.shape[1] % step
+        if missing:
+            value = torch.cat([value, value[:, -1:].expand(-1, missing)], 1)
+        low, high = value.view(value.shape[0], -1, step).aminmax(dim=-1)
+        if most is None:
+            lost = low.isnan() | high.isnan()
+            low, high = torch.where(lost, -torch.inf, low), torch.where(lost, torch.inf, high)
+        low, high = (end.unsqueeze(2 if axis == 0 else 1) for end in (low, high))
+        return Range(low, high, most)
+
+
+def _without_overflow(rule: Callable[..., Any], op: str, args: list[Range], low: Tensor, high: Tensor) -> Range:
+    """The range of an integer result; any integer at all on tiles where int64 may wrap around."""
+    bounds = [x.most or 0 for x in args]
+    most = sum(bounds) if op in ("add", "sub") else math.prod(bounds) if op == "mul" else max(bounds)
+    if most < 2**63 or op in ("minimum", "maximum", "detach"):
+        return Range(low, high, most)
+    ends = rule(*(Range(x.low.double(), x.high.double()) for x in args))
+    far = (ends[0] <= -_NEAR_OVERFLOW) | (ends[1] >= _NEAR_OVERFLOW)
+    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
+
+
+def _truth(x: Range) -> Range:
+    surely, never = (x.low > 0) | (x.high < 0), (x.low == 0) & (x.high == 0)
+    return Range(surely.double(), (~never).double())
+
+
+def _rounded(x: Range) -> Range:
+    """Integers as floating-point numbers. A kernel may round them to float32: beyond 2**24 the range is widened."""
+    if x.most is None:
+        return x
+    low, high = x.low.double(), x.high.double()
+    if x.most <= 2**24:
+        return Range(low, high)
+    return Range(low - low.abs() * 2.0**-23, high + high.abs() * 2.0**-23)
+
+
+def _whole(x: Range) -> Range:
+    if x.most is not None:
+        return x
+    low, high = x.low.trunc(), x.high.trunc()
+    far = (low <= -_NEAR_OVERFLOW) | (high >= _NEAR_OVERFLOW)
+    low, high = (torch.where(far, 0.0, end).long() for end in (low, high))
+    return Range(torch.where(far, _INT64.min, low), torch.where(far, _INT64.max, high), 2**63)
+
+
+def _between(surely: Tensor, never: Tensor) -> Range:
+    return Range(surely.double(), (~never).double())
+
+
+def _mul(x: Range, y: Range) -> Range:
+    ends = torch.stack(torch.broadcast_tensors(*(a * b for a in x[:2] for b in y[:2])))
+    return Range(ends.amin(0), ends.amax(0))
+
+
+def _abs(x: Range) -> Range:
+    low = torch.where((x.low <= 0) & (x.high >= 0), 0, torch.minimum(x.low.abs(), x.high.abs()))
+    return Range(low, torch.maximum(x.low.abs(), x.high.abs()))
+
+
+def _less(x: Range, y: Range) -> Range:
+    return _between(x.high < y.low, x.low >= y.high)
+
+
+def _less_equal(x: Range, y: Range) -> Range:
+    return _between(x.high <= y.low, x.low > y.high)
+
+
+def _equal(x: Range, y: Range) -> Range:
+    same = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
+    return _between(same, (x.high < y.low) | (x.low > y.high))
+
+
+def _not(x: Range) -> Range:
+    low, high, _ = _truth(x)
+    return Range(1 - high, 1 - low)
+
+
+def _and(x: Range, y: Range) -> Range:
+    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    return Range(torch.minimum(a, c), torch.minimum(b, d))
+
+
+def _or(x: Range, y: Range) -> Range:
+    (a, b, _), (c, d, _) = _truth(x), _truth(y)
+    return Range(torch.maximum(a, c), torch.maximum(b, d))
+
+
+_RULES: dict[str, Callable[..., Range]] = {
+    "add": lambda x, y: Range(x.low + y.low, x.high + y.high),
+    "sub": lambda x, y: Range(x.low - y.high, x.high - y.low),
+    "neg": lambda x: Range(-x.high, -x.low),
+    "mul": _mul,
+    "abs": _abs,
+    "minimum": lambda x, y: Range(torch.minimum(x.low, y.low), torch.minimum(x.high, y.high)),
+    "maximum": lambda x, y: Range(torch.maximum(x.low, y.low), torch.maximum(x.high, y.high)),
+    "lt": _less,
+    "le": _less_equal,
+    "gt": lambda x, y: _less(y, x),
+    "ge": lambda x, y: _less_equal(y, x),
+    "eq": _equal,
+    "ne": lambda x, y: _not(_equal(x, y)),
+    "logical_and": _and,
+    "logical_or": _or,
+    "logical_not": _not,
+    "detach": lambda x: x,
+}

@@ -1,0 +1,1 @@
+"""What is launched: generated fold kernels, and the small fixed ones beside them."""

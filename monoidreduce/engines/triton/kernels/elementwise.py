@@ -1,0 +1,191 @@
+"""One kernel for all arithmetic on one side between passes: a program instance takes some rows, and every feature.
+
+The text is made of the same lines as a fold's (``expressions.py``): a number is a block ``[KEPT, 1]``, a vector
+``[KEPT, features]``, and there is no folded axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program.expression import Expr
+from ....program.lower import Fold
+from ...common import batching
+from ...common.evaluate import Form, Room, Sizes
+from ...common.one_sided import Side
+from ..codegen import kernel_text
+from ..codegen.expressions import Values
+from ..codegen.kernel_spec import Spec, Unsupported, padded
+from ..launch.launch_replay import Leaf, Recipe
+from ..schedules.kernel_plan import KernelPlan
+from . import fold_kernel
+
+_WIDEST = 1024
+_BLOCK = 4096  # elements of the widest vector's block
+_SMALL = 2**31  # integers are passed in 32 bits below this
+_KINDS = {"bool": torch.bool, "int": torch.int64}
+_TEXT = '''"""Arithmetic on one side."""
+
+import triton
+import triton.language as tl
+
+{helpers}
+@triton.jit(do_not_specialize={unspecialized!r})
+def {name}({signature}):
+{body}
+'''
+
+
+class _Lines(Values):
+    """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
+
+    def number(self, e: Expr) -> str:
+        if e.op == "spread":
+            return self.number(e.args[0])
+        return super().number(e)
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "leaf" and e.feature is not None:
+            return self._vector(e)
+        if e.op == "fsum":
+            return f"tl.sum({self._whole(e.args[0], e.dtype)}, 1)[:, None]"
+        return super()._text(e)
+
+    def _whole(self, e: Expr, kind: str) -> str:
+        """A vector as a block with all features, though they may be one number, and none beyond them."""
+        _, exists = self.lanes(e)
+        text = f"tl.broadcast_to({self.argument(e, kind)}, [KEPT, {padded(self.spec.width(e.feature))}])"
+        return f"tl.where({exists}[None, :], {text}, 0)" if exists else text
+
+    def _vector(self, e: Expr) -> str:
+        name = str(e.attrs[0])
+        lane, exists = self.lanes(e)
+        masks = [*(["kept_in[:, None]"] if self.spec.keeps(e) else []), *([f"{exists}[None, :]"] if exists else [])]
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        rows = f" + kept_lane[:, None] * {name}_s" if self.spec.keeps(e) else ""
+        text = f"tl.load({self.pointer(e)}{rows} + {lane}[None, :] * {name}_f{mask})"
+        return self._loaded(text, e, self.spec.type_of[e])
+
+    def lanes(self, e: Expr) -> tuple[str, str | None]:
+        width = self.spec.width(e.feature)
+        size = padded(width)
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        return lane, self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
+
+    def summed(self, k: int, e: Expr) -> str:
+        text = f"tl.broadcast_to({self.number(e)}, [KEPT, 1])"
+        return f"tl.store(out{k}, tl.sum(tl.where(kept_in[:, None], {text}, 0)))"
+
+    def stored(self, k: int, e: Expr) -> str:
+        text = self.number(e)
+        place = "(out_at + kept_lane)[:, None]"
+        if e.feature is None:
+            return f"tl.store(out{k} + {place}, {text}, mask=kept_in[:, None])"
+        lane, exists = self.lanes(e)
+        mask = "kept_in[:, None]" + (f" & {exists}[None, :]" if exists else "")
+        return f"tl.store(out{k} + {place} * {self.spec.width(e.feature)} + {lane}[None, :], {text}, mask={mask})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.Kernel:
+    lines = _Lines(spec)
+    stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
+    names, unspecialized = kernel_text._arguments(spec, list(spec.fold.leaves), 0)
+    names = [*(f"out{k}" for k in range(len(outputs))), *names]
+    opening = [line for line in kernel_text._opening(spec) if not line.startswith("folded_lane")]
+    body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
+    text = "\n".join(f"    {line}" for line in body)
+    helpers, constants = "\n".join(kernel_text._copied(text)), [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
+    signature = ", ".join([*names, *constants])
+    name = "total" if total else "side"
+    whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
+    return kernel_text.Kernel(name, whole, spec.fold.leaves)
+
+
+class Launch:
+    """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
+
+    ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, total: bool = False):
+        over = "cols" if side.axis == "rows" else "rows"
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
+            raise Unsupported("a kernel's own numbers are float32")
+        rank = len(sizes.batch)
+        shape = functools.reduce(batching.broadcast, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
+        batch, views = batching.merge(shape, tensors)
+        letters = tuple(sorted(sizes.letters.items()))
+        types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
+        rooms = (0,) * len(leaves)
+        spec = Spec(
+            Fold(side.leaves, ()), over, types, rooms, letters, str(sizes.compute)[6:], None, len(batch), *(False,) * 3
+        )
+        widths = [padded(spec.width(e.feature)) for e in (*side.leaves, *side.outputs) if e.feature is not None]
+        if max(widths, default=1) > _WIDEST:
+            raise Unsupported("more features than a block holds")
+        length, other = (sizes.rows, sizes.cols) if side.axis == "rows" else (sizes.cols, sizes.rows)
+        kept = padded(length) if total else max(1, _BLOCK // max([16, *widths]))
+        tiles = -(-length // kept)
+        self.grid = tiles * torch.Size(batch).numel()
+        numbers = all(e.feature is None and e.dtype == "float" for e in side.outputs)
+        alone = kept * max([1, *widths]) <= _BLOCK and torch.Size(sizes.batch).numel() == 1
+        if total and not (numbers and alone):
+            raise Unsupported("more rows than one program instance adds up, or other than numbers")
+        self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
+        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
+        forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
+        self.rooms = [Room(form, sizes.device) for form in forms]
+        self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
+        self.template: list[Any] = []
+        self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
+        given = iter(views)
+        for k, v in enumerate(leaves):
+            self.fill.append((len(self.template), k, isinstance(v, Tensor)))
+            self.template.append(None)
+            if isinstance(v, Tensor):
+                view = next(given)
+                self.template += [0 if n == 1 else s for n, s in zip(view.shape, view.stride(), strict=True)]
+        self.template += [length, other, tiles, *batch[1:]]
+        self.again: Callable[..., None] | None = None
+
+    @staticmethod
+    def _form(e: Expr, batch: tuple[int, ...], length: int, sizes: Sizes) -> Form:
+        tail = () if e.feature is None else (sizes.of(str(e.feature)),)
+        return (*batch, length, *tail), torch.int32 if e.op in ("word", "mark") else _KINDS.get(e.dtype, sizes.compute)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        outputs = [room() for room in self.rooms]
+        arguments = self.template.copy()
+        small = all([-_SMALL < leaves[k] < _SMALL for k in self.integers])
+        again = self.again if small else None
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = leaves[leaf].data_ptr() if is_tensor and again is not None else leaves[leaf]
+        if again is not None:
+            again(*[t.data_ptr() for t in outputs], *arguments)
+        elif self.grid:
+            call = fold_kernel.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), *self.how)
+            again = fold_kernel.execute(call)
+            self.again = again if small else None
+        return outputs
+
+    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments after the outputs."""
+        arguments = self.template.copy()
+        for at, leaf, _ in self.fill:
+            arguments[at] = leaves[leaf]
+        return arguments
+
+    def recipe(self) -> Recipe | None:
+        """How it is launched again, with integers that fit in 32 bits."""
+        if self.again is None:
+            return None
+        arguments = self.template.copy()
+        for at, leaf, is_tensor in self.fill:
+            arguments[at] = Leaf(leaf, is_tensor)
+        return Recipe(self.again, tuple(room.form for room in self.rooms), tuple(arguments))

@@ -1,0 +1,107 @@
+"""Small kernels that read vectors once: ⟨x_i, y_i⟩ for every row, and a factor for all of them.
+
+torch raises 16-bit vectors to float32 in memory first; at the sizes of attention that costs a tenth of a backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...common.evaluate import Room
+from ..launch.launch_cache import Kernels
+
+_TEXT = '''"""Sums over the features of each row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_dot(out, x, y, rows, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    place = at[:, None] * WIDTH + lane[None, :]
+    inside = (at < rows)[:, None] & (lane < WIDTH)[None, :]
+    a = tl.load(x + place, mask=inside, other=0).to(tl.float32)
+    b = tl.load(y + place, mask=inside, other=0).to(tl.float32)
+    tl.store(out + at, tl.sum(a * b, 1), mask=at < rows)
+
+
+@triton.jit
+def scale(x, factor, size, LANES: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * LANES, size, tl.num_programs(0) * LANES):
+            at = start + tl.arange(0, LANES)
+            old = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
+            tl.store(x + at, old * by, mask=at < size)
+
+
+@triton.jit(do_not_specialize=["ignored", "size"])
+def share(out, labels, ignored, size, LANES: tl.constexpr):
+    count = tl.zeros([LANES], tl.int32)
+    for start in range(0, size, LANES):
+        at = start + tl.arange(0, LANES)
+        label = tl.load(labels + at, mask=at < size, other=0)
+        count += ((label != ignored) & (at < size)).to(tl.int32)
+    tl.store(out, tl.div_rn(1.0, tl.sum(count, 0).to(tl.float32)))
+'''
+_WIDEST = 1024
+_LABELS = 2**16  # counted by one program instance; torch's two kernels are faster beyond
+_kernels = Kernels(_TEXT)
+
+
+def _lanes(width: int) -> dict[str, int]:
+    lanes = 1 << max(width - 1, 0).bit_length()
+    return dict(WIDTH=width, LANES=lanes, ROWS=max(1, 4096 // lanes))
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor | None:
+    """⟨x_i, y_i⟩ in float32, of two contiguous tensors ``[..., features]``; None where there is no kernel for them."""
+    if x.shape != y.shape or not 0 < x.shape[-1] <= _WIDEST or not (x.is_contiguous() and y.is_contiguous()):
+        return None
+    out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    constants = _lanes(x.shape[-1])
+    _kernels("row_dot", (-(-out.numel() // constants["ROWS"]),), (out, x, y, out.numel()), constants)
+    return out
+
+
+def scale(x: Tensor, factor: Tensor) -> bool:
+    """x *= factor, a 0-dim tensor, in place; nothing is read where it is 1. False where there is no kernel for them."""
+    if not x.is_contiguous() or factor.numel() != 1 or x.dtype not in _SCALED or factor.dtype is torch.float64:
+        return False
+    grid = (min(-(-x.numel() // 4096), 2048),)
+    _kernels("scale", grid, (x, factor, x.numel()), dict(LANES=4096), dict(num_warps=8))
+    return True
+
+
+def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
+    """What finds one over the number of labels that are not ignored, in float32, for labels of one type, size, strides
+    and alignment; None where there is no kernel for them."""
+    size = labels.numel()
+    if not 0 < size <= _LABELS or not labels.is_contiguous() or not -(2**31) <= ignored < 2**31:
+        return None
+    room, again = _one(labels.device), None
+
+    def share(labels: Tensor, ignored: int, *_: torch.dtype) -> Tensor:
+        nonlocal again
+        out = room()
+        if again is None:
+            again = _kernels("share", (1,), (out, labels, ignored, size), dict(LANES=1024))
+        else:
+            again(out.data_ptr(), labels.data_ptr(), ignored, size)
+        return out
+
+    return share
+
+
+@functools.cache
+def _one(device: torch.device) -> Room:
+    return Room(((), torch.float32), device)
+
+
+_SCALED = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,0 +1,107 @@
+"""Tensor descriptors: blocks of vectors that the hardware copies by itself (Hopper and newer).
+
+A box is a block of consecutive vectors of one batch element; what lies outside the tensor reads as zero. The copy takes
+one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their strides: the
+features lie side by side, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out. Numbers
+along the folded axis have boxes too: every thread of a kernel would copy those that it needs, many copying the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program.expression import Expr
+from ....program.lower import Fold
+from ..codegen.kernel_spec import WIDEST, Spec, padded
+from . import jit_module
+from .encoded_descriptors import filled as filled
+
+_DIMENSIONS = 5  # of a descriptor, at most
+
+
+@functools.cache
+def on(device: torch.device) -> bool:
+    """Whether the device and this Triton have them."""
+    if jit_module.version() < (3, 4):
+        return False
+    if device.type != "cuda":
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def of(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
+    """Per leaf of the fold: the batch dimensions of its box, None where it has none."""
+    numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
+    fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
+    return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
+
+
+def vectors(fold: Fold, found: tuple) -> tuple:
+    """The boxes of vectors alone."""
+    return tuple(b if e.feature is not None else None for e, b in zip(fold.leaves, found, strict=True))
+
+
+def _dimensions(e: Expr, spec: Spec, v: Any, batch: int, fits: Callable[..., bool]) -> tuple[int, ...] | None:
+    if not isinstance(v, Tensor) or not v.numel():
+        return None
+    found = tuple(k for k in range(batch) if v.shape[k] > 1 and v.stride(k))
+    if e.feature is None and not found:
+        return None  # descriptors of one dimension have not been seen to work on a device
+    kept = (*found, *((batch,) if e.feature is not None else ()))  # those with a stride of their own
+    aligned = all(v.stride(k) > 0 and v.stride(k) * v.element_size() % 16 == 0 for k in kept)
+    aligned &= v.data_ptr() % 16 == 0
+    return found if aligned and len(found) + 2 <= _DIMENSIONS and v.stride(-1) == 1 and fits(e, spec, v) else None
+
+
+def _fits(e: Expr, spec: Spec, v: Tensor) -> bool:
+    if spec.pieces:
+        return v.element_size() == 2
+    whole = v.shape[-1] == padded(v.shape[-1]) <= WIDEST or (spec.deep and v.shape[-1] > WIDEST)
+    return whole and v.element_size() == 2 and str(v.dtype)[6:] == spec.narrow and not spec.room_of[e]
+
+
+def _fits_number(e: Expr, spec: Spec, v: Tensor) -> bool:
+    return v.element_size() == 4  # of 8 bytes they cost a kernel a third of its speed
+
+
+def line(length: int, count: int, block: int, device: torch.device) -> Any:
+    """The descriptor of float32 numbers ``[count, length]`` that are made for every launch."""
+    like = torch.empty(1, dtype=torch.float32, device=device).expand(count, length)
+    made = _descriptor(like, [count, length], [length, 1], [1, block])
+    made.base = None
+    return made
+
+
+def _descriptor(v: Tensor, *form: list[int]) -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
+
+
+def fits(v: Tensor) -> bool:
+    """Whether vectors ``[1, length, features]`` of any number of features can be copied."""
+    aligned = v.stride(-2) > 0 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
+    return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
+
+
+def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
+    """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors.
+
+    ``staged``: for kernels that name the layout of what is copied."""
+    kept, shape = (*dims, *range(v.ndim - len(block), v.ndim)), [*(1 for _ in dims), *block]
+    given = ([v.shape[k] for k in kept], [v.stride(k) for k in kept], shape)
+    if staged:
+        gl = importlib.import_module("triton.experimental.gluon.language")
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(v.dtype)[6:]))
+        made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)
+    else:
+        made = _descriptor(v, *given)
+    made.base = None  # a frozen launch holds nobody's tensor
+    return made

@@ -1,0 +1,117 @@
+"""Launchers, kept: what a first launch compiled is launched again without a look-up, found by all that it depends on.
+
+Every kernel on a panel, and every small one that no program writes, is launched through here; so here is also where
+somebody can hear of launches (``operation_replay.py``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from . import jit_module, parallel_compile
+
+_MOST = 256
+Again = Callable[..., Any]
+
+
+class Hearer(Protocol):
+    """Who is told of what is done to panels."""
+
+    def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
+        """A kernel was launched with these arguments; None: it cannot be launched again."""
+
+    def begun(self, chooser: Any, panels: Any) -> None:
+        """A walk over panels begins; ``chooser``: what chose them."""
+
+
+hearing: contextvars.ContextVar[Hearer | None] = contextvars.ContextVar("hearing", default=None)
+
+
+def tell(again: Again | None, arguments: Sequence[Any]) -> None:
+    """Say that a kernel was launched."""
+    heard = hearing.get()
+    if heard is not None:
+        heard.launched(again, arguments)
+
+
+class Kept:
+    """Launchers by their keys; the oldest is forgotten where they are too many."""
+
+    def __init__(self, most: int = _MOST):
+        self.most = most
+        self.made: dict[tuple, Again] = {}
+
+    def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
+        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again."""
+        again = self.made.get(key)
+        if parallel_compile.looking():
+            return again or first()
+        if again is not None:
+            again(*arguments)
+        else:
+            again = first()
+            if again is not None:
+                self._keep(key, again)
+        tell(again, arguments)
+        return again
+
+    def _keep(self, key: tuple, again: Again) -> None:
+        self.made[key] = again
+        while len(self.made) > self.most:
+            del self.made[next(iter(self.made))]
+
+
+class Kernels:
+    """The kernels of a text that no program writes."""
+
+    def __init__(self, text: str):
+        self.text, self.kept = text, Kept()
+
+    def __call__(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int] | None = None,
+    ) -> Again | None:
+        """Launch one on the device of its first argument; what launches it again, if there is. ``constants``: in the
+        order of the text, after all others; ``options``: for the compiler."""
+        options = options or {}
+        found, given = [name, grid, arguments[0].device, *constants.values(), *options.values()], []
+        for v in arguments:
+            if isinstance(v, int):
+                found += specialized(v)
+                given.append(v)
+            else:
+                address = v.data_ptr()
+                found += v.dtype, address & 15
+                given.append(address)
+        key = tuple(found)
+        again = self.kept.made.get(key)
+        if again is None or parallel_compile.looking():
+            return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
+        again(*given)
+        tell(again, arguments)
+        return again
+
+    def _first(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> Again | None:
+        device = arguments[0].device
+        with jit_module.on(device):
+            kernel = getattr(jit_module.load(self.text), name)
+            compiled = parallel_compile.launched(kernel, grid, arguments, {**constants, **options})
+            return jit_module.again(compiled, grid, tuple(constants.values()), device)
+
+
+def specialized(v: int) -> tuple[bool, ...]:
+    """What a compiled kernel may rely on of an integer."""
+    return v == 1, v & 15 == 0, -(2**31) <= v < 2**31

@@ -1,0 +1,80 @@
+"""Kernels that are about to be launched, compiled at the same time.
+
+A kernel takes a second to compile, and a vocabulary head needs ten. Most of that second is the compiler's own, which
+leaves the interpreter alone: so a call's launches are first made without launching, each new kernel is compiled in a
+thread, and the launches that follow find all of them compiled. A mistake is met by its launch, as if nothing had been
+done here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import jit_module
+
+_Given = tuple[tuple[int, ...], Sequence[Any], Mapping[str, Any]]  # a launch: grid, arguments, constants and options
+_Waiting = dict[Any, list[_Given]]  # by kernel
+
+_waiting: contextvars.ContextVar[_Waiting | None] = contextvars.ContextVar("waiting", default=None)
+_MOST = 4096
+_launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
+
+
+def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """Launch a kernel on the current device; what was compiled. Where launches are only looked at: nothing, None."""
+    waiting, key = _waiting.get(), (function, *given.items())
+    if waiting is None:
+        if len(_launched) >= _MOST:
+            _launched.clear()  # they would be compiled ahead once more, that is found compiled
+        _launched.add(key)
+        return function[grid](*arguments, **given)
+    if key not in _launched:
+        waiting.setdefault(function, []).append((grid, arguments, given))
+    return None
+
+
+def looking() -> bool:
+    """Whether launches are only looked at: then nothing may run, not even what is compiled. What it would read was not
+    made, and labels that are not there are places that are not there."""
+    return _waiting.get() is not None
+
+
+def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
+    """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
+    called."""
+    if not _may_wait(device):
+        return False
+    waiting: _Waiting = {}
+    token = _waiting.set(waiting)
+    try:
+        with contextlib.suppress(Exception):  # the call that follows will meet it
+            launches()
+    finally:
+        _waiting.reset(token)
+    if len(waiting) > 1:
+        with concurrent.futures.ThreadPoolExecutor(min(len(waiting), os.cpu_count() or 1), "compiling") as threads:
+            for function, own in waiting.items():
+                threads.submit(contextvars.copy_context().run, _compile, function, own, device)
+    return True
+
+
+def _compile(function: Any, launches: list[_Given], device: torch.device) -> None:
+    """All that is asked of one kernel, one after the other: its caches are its own."""
+    with jit_module.on(device):
+        for grid, arguments, given in launches:
+            function.warmup(*arguments, grid=grid, **given).run  # noqa: B018  loads it, and writes its launcher
+
+
+def _may_wait(device: torch.device) -> bool:
+    """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
+    watches torch's calls, and no graph is captured."""
+    if device.type != "cuda" or jit_module.version() < (3, 4) or jit_module.rests():
+        return False
+    return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())

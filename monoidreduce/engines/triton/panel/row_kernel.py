@@ -1,0 +1,278 @@
+"""The kernel that does everything to a row of a panel but its products, and how kernels on a panel are launched.
+
+A program instance owns a row. It walks the columns once for every stage that folds numbers, does the arithmetic on
+rows that stands between stages, and last writes the weights of the sums over the products that they were made from. A
+walk goes back the way the one before it came, so that what was read last, and may still be near, is read first.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....program.constructors import apply
+from ....program.expression import Expr, index, reduce_node, topological
+from ....program.lower import Fold
+from ....program.reductions import KINDS
+from ...common.evaluate import Sizes
+from ..codegen import k_loop, kernel_text, warp_reductions
+from ..codegen.expressions import Values
+from ..codegen.kernel_spec import Spec
+from ..codegen.reduction import Kind
+from ..kernels import fold_kernel
+from ..kernels.fold_kernel import Call
+from ..launch import descriptors
+from ..launch.launch_cache import Again, Kept
+from ..schedules.kernel_plan import KernelPlan
+from .fuse_stages import FIRST, PLACES
+
+# A row at a time, in tiles as long as the registers of the warps allow; folds over rows take columns in strips of 128.
+PLANS = {"cols": KernelPlan(1, 2048, 8, 2), "rows": KernelPlan(128, 32, 4, 2)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done to a row, in some leaves: folds in turn, then numbers per pair to write."""
+
+    leaves: tuple[Expr, ...]
+    folds: tuple[tuple[Expr, ...], ...]
+    names: tuple[tuple[Expr, ...], ...]  # per fold, what later ones call its results
+    weights: tuple[Expr, ...]
+
+    @property
+    def fold(self) -> Fold:
+        """All of it as one fold, for what a spec says of its leaves."""
+        numbers = tuple(r for fold in self.folds for r in fold)
+        written = tuple(reduce_node("sum", "cols", (), (w,)) for w in self.weights)
+        return Fold((*self.leaves, *PLACES), (*numbers, *written))
+
+    def write(self, spec: Spec) -> kernel_text.Kernel:
+        return kernel(self, spec)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A fold over rows, as any kernel folds."""
+
+    fold: Fold
+
+    def write(self, spec: Spec) -> kernel_text.Kernel:
+        return kernel_text.kernel(spec)
+
+
+Written = Work | Plain
+
+
+class RowValues(Values):
+    """A row's own numbers, where they are compared with the columns' index, in the index's type: half the work."""
+
+    def _text(self, e: Expr) -> str:
+        for here, there in (e.args, e.args[::-1]) if e.op == "eq" else ():
+            first = FIRST["col"] if here.op == "add" and here.args == (index("col"), FIRST["col"]) else None
+            if (here.op == "col_index" or first) and there.dtype == "int" and not there.cols and there.rows:
+                t = self.number(there if first is None else apply("sub", there, first))
+                text = f"tl.where(({t} >= 0) & ({t} < folded_size), {t}, -1).to(tl.int32)"
+                return f"folded_at[None, :] == {self.bind((there, 'index'), text, False)}"
+        return super()._text(e)
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(work: Work, spec: Spec) -> kernel_text.Kernel:
+    """Write the kernel that does some work."""
+    writer = _Writer(spec)
+    for fold, names in zip(work.folds, work.names, strict=True):
+        if fold:
+            writer.fold(fold, names)
+    if work.weights:
+        writer.write(work.weights)
+    return writer.kernel()
+
+
+class _Writer:
+    """The lines of a kernel, loop after loop. Numbers per row are bound between the loops, once."""
+
+    def __init__(self, spec: Spec):
+        self.spec, self.v = spec, RowValues(spec)
+        self.body = [*kernel_text._opening(spec), "whole = folded_size // FOLDED", "out_at = tl.cast(tile * KEPT,
+        tl.int64)"]
+        self.outs: list[str] = []
+        self.helpers: list[str] = []
+        self.made, self.walks = 0, 0
+
+    def fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
+        """One walk that folds numbers; their results are stored, and named for what comes later."""
+        v, self.v.before = self.v, []
+        kinds = [warp_reductions.make(self.made + k, r, v) for k, r in enumerate(reductions)]
+        self.made += len(kinds)
+        guessing = [kind for kind in kinds if isinstance(kind, warp_reductions.LaneSoft)]
+        guess = self._peek(guessing)
+        walk = warp_reductions.guarded(guessing, self._walk(kinds), self._walk(guessing))
+        v.loop(False)
+        texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
+        results = v.inside
+        for name, text in zip(names, texts, strict=True):
+            x, out = str(name.attrs[0]), f"out{len(self.outs)}"
+            results += [f"{x} = {text}", f"tl.store({out} + out_at + kept_lane, {x}, mask=kept_in)"]
+            v.outer[name] = f"{x}[:, None]"
+            self.outs.append(out)
+        self.helpers += [line for kind in kinds for line in ([*kind.helpers, ""] if kind.helpers else [])]
+        begin = [line for kind in kinds for line in kind.start()]
+        self.body += ["", *v.before, *begin, *guess, *walk, *results]
+        self.walks += 1
+
+    def _peek(self, guessing: list[warp_reductions.LaneSoft]) -> list[str]:
+        """A look at the first tile."""
+        if not guessing:
+            return []
+        self.v.loop(True)
+        for kind in guessing:
+            kind.peek(kind.reduction.args)
+        return [
+            "start = 0",
+            "folded_at = start + tl.arange(0, FOLDED)",
+            "folded_in = folded_at < folded_size",
+            *self.v.inside,
+        ]
+
+    def _walk(self, kinds: Sequence[Kind]) -> list[str]:
+        return self._loops(*(list(kernel_text._turn(self.v, list(kinds), {}, masked)) for masked in (False, True)))
+
+    def write(self, weights: tuple[Expr, ...]) -> None:
+        """One walk that writes numbers per pair. Every tile is read whole before any of it is written over."""
+        v, self.v.before = self.v, []
+        turns = []
+        first = len(self.outs)
+        for masked in (False, True):
+            v.loop(masked)
+            texts = [v.full(w) for w in weights]
+            mask = "kept_in[:, None]" + (" & folded_in[None, :]" if masked else "")
+            v.inside.append("tl.debug_barrier()")
+            for k, text in enumerate(texts, first):
+                at = f"(out_at + kept_lane[:, None]) * out{k}_r + start + folded_lane[None, :]"
+                v.inside.append(f"tl.store(out{k} + {at}, {text}, mask={mask})")
+            turns.append(v.inside)
+        self.outs += [name for k in range(first, first + len(weights)) for name in (f"out{k}", f"out{k}_r")]
+        self.body += ["", *v.before, *self._loops(*turns)]
+
+    def _loops(self, whole: list[str], ragged: list[str]) -> list[str]:
+        """The loop over whole tiles, and what lies beyond them: before it on the way back, after it on the way."""
+        back = self.walks % 2 == 1
+        at = "folded_at = start + tl.arange(0, FOLDED)"
+        loop = ["for t in range(0, whole):", f"    start = {'(whole - 1 - t)' if back else 't'} * FOLDED", f"    {at}"]
+        loop += [f"    {line}" for line in whole]
+        rest = ["if RAGGED:", "    start = whole * FOLDED", f"    {at}", "    folded_in = folded_at < folded_size"]
+        rest += [f"    {line}" for line in ragged]
+        return [*rest, *loop] if back else [*loop, *rest]
+
+    def kernel(self) -> kernel_text.Kernel:
+        spec = self.spec
+        under = set(topological(spec.fold.reductions))
+        used = [e for e in spec.fold.leaves if e in under]
+        names, unspecialized = kernel_text._arguments(spec, used, 0)
+        count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+        arguments = ", ".join([*self.outs, *names[count:]]) + ","
+        function = [
+            f"@triton.jit(do_not_specialize={unspecialized!r})",
+            "def sweep_rows(",
+            *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
+            f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
+            "):",
+            *(f"    {line}" if line else "" for line in self.body),
+        ]
+        whole = kernel_text._own("\n".join(self.helpers)) + "\n".join(function)
+        text = "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), whole, ""])
+        return kernel_text.Kernel("sweep_rows", text, tuple(used))
+
+
+# Launching ----------------------------------------------------------------------------------------------------
+
+
+class Prepared:
+    """A kernel on panels of given lengths, written once; from the second launch on without a look-up."""
+
+    def __init__(
+        self,
+        kernel: kernel_text.Kernel,
+        plan: KernelPlan,
+        lengths: tuple[int, int],
+        wide: bool,
+        tiles: int = 0,
+        grid: int = 0,
+        copied: tuple[tuple[Expr, int], ...] = (),
+    ):
+        """``tiles``: of the kept axis, as many program instances unless ``grid`` says another number. ``copied``: the
+        leaves whose blocks tensor descriptors copy, and how many of their vectors a block has."""
+        self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
+        self.tiles = tiles or -(-lengths[0] // plan.block_kept)
+        self.grid, self.copied = grid or self.tiles, copied
+        self.kept = Kept()  # by the alignment of what is pointed to
+        self.boxes: list[Any] = []
+
+    def __call__(
+        self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device, alike: bool = False
+    ) -> None:
+        """Launch. ``outputs``: the first arguments; ``alike``: all calls have arguments of the same kinds, strides and
+        alignment."""
+        arguments = list(outputs)
+        for e in self.kernel.leaves:
+            v = values[e]
+            arguments.append(v)
+            if isinstance(v, Tensor):
+                arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
+        arguments += [*self.lengths, self.tiles]
+        if self.copied:
+            self.boxes = self.boxes or [self._box(values[e], block) for e, block in self.copied]
+            arguments += [descriptors.filled(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied,
+            strict=True)]
+        key = () if alike else tuple(map(specialized, arguments))
+        self.kept(key, functools.partial(self._first, arguments, device), arguments)
+
+    def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
+        ragged = self.lengths[1] % self.plan.block_folded != 0
+        call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
+        return fold_kernel.execute(call)
+
+    def _box(self, v: Tensor, block: int) -> Any:
+        return descriptors.template(v, (), (block, k_loop.DEPTH), self.kernel.staged)
+
+
+def specialized(v: Any) -> Any:
+    """What a compiled kernel may rely on of an argument."""
+    if isinstance(v, Tensor):
+        return v.data_ptr() & 15, v.dtype, v.stride()
+    return v.bit_length() > 31 if isinstance(v, int) else type(v)
+
+
+def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -> Prepared:
+    """Write a kernel for a panel of these sizes. ``values``: leaves as numbers or tensors ``[1, length(, length)]``."""
+    fold = work.fold
+    given = [values[e] for e in fold.leaves]
+    types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
+    letters = tuple(sorted(here.letters.items()))
+    in_lanes = over == "cols"
+    narrow = "bfloat16" if any(e.is_pair and t == "bfloat16" for e, t in zip(fold.leaves, types, strict=True)) else None
+    spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], narrow, 1, False, in_lanes, False)
+    lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
+    plan = replace(PLANS[over], block_folded=power(lengths[1], PLANS[over].block_folded))
+    written = work.write(spec)
+    blocks = (plan.block_kept, plan.block_folded)
+    wide = any(is_wide(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
+    return Prepared(written, plan, lengths, wide)
+
+
+def power(length: int, most: int) -> int:
+    """The least power of two that holds a length, at least 16 and at most ``most``."""
+    return max(16, min(most, 1 << max(0, length - 1).bit_length()))
+
+
+def is_wide(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
+    """Whether offsets inside a tile, or a number, need 64 bits."""
+    if not isinstance(v, Tensor):
+        return isinstance(v, int) and abs(v) >= fold_kernel.SMALL
+    return e.is_pair and any(s * b >= 2**31 for s, b in zip(v.stride()[1:], blocks, strict=True))

@@ -1,0 +1,1 @@
+"""How kernels are scheduled: plain Triton tiles, and warp-specialised templates in Gluon for Hopper."""

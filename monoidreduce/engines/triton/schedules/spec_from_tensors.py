@@ -1,0 +1,181 @@
+"""What a call's tensors say of a kernel: its spec, what must be converted first, what the device has."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....plan import default_tiles
+from ....plan.default_tiles import Family
+from ....program.contract import contractions
+from ....program.expression import Expr, topological
+from ....program.lower import Fold
+from ...common import matmul
+from ...common.evaluate import Sizes
+from ..codegen import k_loop, tile_ranges
+from ..codegen.accumulators import factored
+from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded
+from . import float32_split
+
+Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...]]  # what is done to leaves before the launch
+_GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
+MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
+VERY_MANY = 2**28  # and from which on it is worth more of it
+like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
+
+
+@contextlib.contextmanager
+def as_for(sizes: Sizes) -> Iterator[None]:
+    """Kernels inside the block are those that as many pairs have as these sizes: a short cut tries what will run."""
+    token = like.set(sizes.rows * sizes.cols)
+    try:
+        yield
+    finally:
+        like.reset(token)
+
+
+def describe(
+    fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
+) -> tuple[Spec, Before]:
+    """The spec of a fold on these leaves, and what is done to them before the launch."""
+    pairs = like.get() or sizes.rows * sizes.cols
+    rewritten = float32_split.of(fold, values, sizes, pairs * torch.Size(batch).numel())
+    fold, splits = rewritten.fold, rewritten.splits
+    split = {s.leaf for s in splits}
+    values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
+    vectors = {e: values[e] for e in fold.leaves if e.feature is not None and e in _used(fold)}
+    narrow = next((v.dtype for v in vectors.values() if v.dtype in matmul.SIXTEEN), None)
+    types, rooms, casts = [], [], []
+    for e in fold.leaves:
+        v = values[e]
+        kind: torch.dtype | None = v.dtype if isinstance(v, Tensor) else None
+        room = 0
+        if e in split:
+            types.append("float16" if rewritten.pieces == 2 else "bfloat16")
+            rooms.append(padded(sizes.of(str(e.feature))))
+            continue
+        if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
+            kind = torch.float64  # a kernel's own numbers are float32
+        elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
+            if narrow and kind is torch.float32:
+                kind = narrow  # rounded once here, not in every tile
+            row = v.shape[-1] * (2 if narrow else v.element_size())
+            if v.stride(-1) == 1 and row % 16 and v.shape[-1] <= WIDEST:
+                room = -(-v.shape[-1] // 16) * 16  # rows that begin on 16 bytes load four times faster
+        if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
+            casts.append((e, kind, room))
+        types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
+        rooms.append(room)
+    wide = k_loop.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
+    spec = Spec(
+        fold,
+        over,
+        tuple(types),
+        tuple(rooms),
+        tuple(sorted(sizes.letters.items())),
+        str(sizes.compute)[6:],
+        str(narrow)[6:] if narrow else None,
+        len(batch),
+        bool(tile_ranges.preferred(fold)),
+        max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
+        narrow in _GUESSED and not wide,
+        sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
+        deep=wide,
+        join=pairs >= MANY,
+        raw=fold.exact,
+        native=narrow is not None and has_tanh(sizes.device),
+        pieces=rewritten.pieces,
+        near=rewritten.near,
+    )
+    return spec, (splits, tuple(casts))
+
+
+def converted(values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes) -> Mapping[Expr, Any]:
+    """The leaves as the kernel reads them."""
+    splits, casts = before
+    found = float32_split.made(splits, values, len(batch))
+    for e, dtype, room in casts:
+        v = found[e]
+        if not isinstance(v, Tensor):
+            found[e] = torch.full((1,) * len(batch), v, dtype=dtype, device=sizes.device).expand(batch)
+        elif room:
+            own = [1 if s == 0 else n for n, s in zip(v.shape[: len(batch)], v.stride(), strict=False)]
+            kept = torch.zeros((*own, v.shape[-2], room), dtype=dtype, device=v.device)
+            kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # what is broadcast is copied once
+            found[e] = kept.expand(*batch, -1, -1)
+        else:
+            found[e] = v.to(dtype)
+    return found
+
+
+def _is_there(device: torch.device) -> bool:
+    """A GPU that can be asked; plans are also made for one that is elsewhere."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+@functools.cache
+def family(device: torch.device) -> Family | None:
+    """The family of a GPU, with the shared memory that it says it has; None where there is none."""
+    if not _is_there(device):
+        return None
+    known = torch.cuda.get_device_properties(device)
+    found = default_tiles.family(known.major, known.minor)
+    return replace(found, shared=int(getattr(known, "shared_memory_per_block_optin", 0)) or found.shared)
+
+
+@functools.cache
+def has_tanh(device: torch.device) -> bool:
+    """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
+    if not _is_there(device) or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 5)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many program instances run at a time, at least; 1 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
+
+
+def busy(instances: int, many: int) -> float:
+    """The share of so many processors that are busy on average, where each runs one instance at a time."""
+    return instances / (-(-instances // many) * many)
+
+
+@functools.lru_cache(maxsize=1024)
+def asked(fold: Fold) -> tuple[Expr, ...]:
+    """The leaves that the conditions look at."""
+    return tuple(e for e in topological(tile_ranges.preferred(fold)) if e.op == "leaf")
+
+
+@functools.lru_cache(maxsize=1024)
+def _used(fold: Fold) -> frozenset[Expr]:
+    return frozenset(e for e in topological([*fold.reductions, *fold.scales]) if e.op == "leaf")
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiplied(fold: Fold) -> frozenset[Expr]:
+    """The vector leaves that only ever enter matrix products."""
+    walked: set[Expr] = set()
+    multiplied: set[Expr] = set()
+    for r in fold.reductions:
+        for c in (factored(c) for a in r.args for c in contractions(a, r.attrs[1])):
+            roots = [x for x in (c.weight, c.vector, c.minus) if x is not None]
+            if c.walk:
+                walked |= {e for e in topological(roots, stop=lambda e: e.feature is None) if e.feature is not None}
+            multiplied |= {x for x in (c.vector,) if x is not None and x.op == "leaf"}
+            for e in topological([x for x in roots if x.feature is None or c.walk]):
+                if e.op == "dot":
+                    multiplied |= set(e.args)
+                elif e.op in ("fsum", "sqdist"):
+                    walked |= set(topological(e.args, stop=lambda x: x.feature is None))
+            walked |= {x for x in (c.minus, c.vector) if x is not None and c.minus is not None}
+    return frozenset(multiplied - walked)

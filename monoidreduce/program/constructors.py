@@ -1,0 +1,278 @@
+"""Smart constructors: every expression is built here, and is simplified as it is built.
+
+The elementwise primitives are in ``simplify.py``. Here are four operations on features: ``fsum`` (the sum over a
+vector's features), ``dot`` (a row vector with a column vector), ``sqdist`` and ``component``; and ``spread``, a number
+repeated over features. A vector per pair is written as a sum of ``number × row vector × column vector`` where that is
+possible (:func:`terms`), so that ``⟨g, v_j - P_i⟩`` becomes one product and one number per row.
+"""
+
+from __future__ import annotations
+
+from ..errors import ShapeError, UnreducedError
+from .expression import Expr, Feature, const, fit, join, node, reduce_node, size, topological, widest
+from .primitives import PRIMITIVES
+from .simplify import ONE, ZERO, apply, is_constant, lift
+
+__all__ = [
+    "ONE", "ZERO", "apply", "component", "dot", "feature_extreme", "fsum", "gap_form", "is_constant", "lift", "rebuild",
+    "spread", "sqdist", "substitute", "terms",
+]  # fmt: skip
+
+Term = tuple[Expr, Expr | None, Expr | None]  # number × row vector × column vector
+
+_MOST_TERMS = 64  # a vector that would be a sum of more products is left as it is: engines walk its features
+_MOST_WALKS = 8  # a sum over features that would be more walks than this is one walk of the whole
+_LINEAR = ("add", "sub", "neg", "mul", "div", "where", "cast")  # what :func:`terms` looks into
+
+# Operations on features -------------------------------------------------------------------------------------
+
+
+def terms(x: Expr, known: dict[Expr, list[Term] | None] | None = None) -> list[Term] | None:
+    """Write a vector as Σ number × row vector × column vector; None where it is not of that form, or of too many.
+
+    ``known``: the terms of what was asked for before, to which those of ``x`` and all under it are added."""
+    found = {} if known is None else known
+    whole = lambda e: e in found or e.feature is None or not e.is_pair or e.op not in _LINEAR
+    for e in topological([x], stop=whole):
+        if e not in found:
+            parts = _terms(e, found)
+            found[e] = None if parts is None or len(parts) > _MOST_TERMS else parts
+    return found[x]
+
+
+def _terms(x: Expr, found: dict[Expr, list[Term] | None]) -> list[Term] | None:
+    """The terms of a node, given those of its arguments."""
+    if x.feature is None:
+        return [(x, None, None)]
+    if not x.is_pair:
+        return [(ONE, None, x)] if x.cols else [(ONE, x, None)]
+    if x.op == "spread":
+        return [(x.args[0], None, None)]
+    if x.op not in _LINEAR:
+        return None
+    left = found[x.args[1] if x.op == "where" else x.args[0]]
+    if x.op == "neg":
+        return left and _scaled(left, const(-1.0))
+    if x.op == "cast":
+        return left if x.args[0].dtype == "float" else None
+    if x.op == "mul":
+        return _product(left, found[x.args[1]])
+    if x.op == "div":
+        divisor = x.args[1]
+        whole = divisor.is_pair and divisor.feature is not None
+        return None if whole else _product(left, _terms(apply("reciprocal", divisor), {}))
+    right = found[x.args[-1]]
+    if left is None or right is None:
+        return None
+    if x.op != "where":
+        return left + (_scaled(right, const(-1.0)) if x.op == "sub" else right)
+    c = x.args[0]
+    if c.feature is not None:
+        return None
+    chosen = [(apply("where", c, k, 0.0), u, v) for k, u, v in left if not is_constant(k, 0)]
+    return chosen + [(apply("where", c, 0.0, k), u, v) for k, u, v in right if not is_constant(k, 0)]
+
+
+def _product(left: list[Term] | None, right: list[Term] | None) -> list[Term] | None:
+    """The terms of a product; None where one of its factors has no terms, or there would be too many."""
+    if not left or not right:
+        return right if left else left
+    return [_times(a, b) for a in left for b in right] if len(left) * len(right) <= _MOST_TERMS else None
+
+
+def gap_form(e: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """A vector per pair as number × (row vector - column vector), if it is one: the three of them."""
+    factors: list[Expr | None] = []  # from the outside in; None: a change of sign
+    while e.op in ("neg", "mul") and e.feature is not None:
+        if e.op == "neg":
+            factors.append(None)
+            e = e.args[0]
+            continue
+        number, vector = e.args if e.args[0].feature is None else e.args[::-1]
+        if number.feature is not None:
+            return None
+        factors.append(number)
+        e = vector
+    if e.op != "sub" or any(a.feature is None or a.is_pair for a in e.args):
+        return None
+    a, b = e.args
+    if a.rows and b.cols:
+        scale, row, col = ONE, a, b
+    elif a.cols and b.rows:
+        scale, row, col = const(-1.0), b, a
+    else:
+        return None
+    for factor in reversed(factors):
+        scale = apply("neg", scale) if factor is None else apply("mul", scale, factor)
+    return scale, row, col
+
+
+def _scaled(some: list[Term], factor: Expr) -> list[Term]:
+    return [(apply("mul", k, factor), u, v) for k, u, v in some]
+
+
+def _times(a: Term, b: Term) -> Term:
+    return apply("mul", a[0], b[0]), _vector_product(a[1], b[1]), _vector_product(a[2], b[2])
+
+
+def _vector_product(u: Expr | None, v: Expr | None) -> Expr | None:
+    return u if v is None else v if u is None else apply("mul", u, v)
+
+
+def fsum(x: Expr) -> Expr:
+    """The sum over a vector's features; a number."""
+    if x.feature is None:
+        raise UnreducedError(
+            detail=f"a sum over features was asked of {x!r}, which is one number",
+            fix="To fold over columns or rows, use mr.sum(...)",
+        )
+    found: dict[Expr, Expr] = {}
+    known: dict[Expr, list[Term] | None] = {}
+    walked = 0  # parts that engines will walk feature by feature, each with all that it is made of
+    for e in topological([x], stop=lambda e: not _is_split(e)):
+        if e.feature is None:
+            found[e] = apply("mul", e, size(str(x.feature)))
+        elif _is_split(e):
+            found[e] = apply(e.op, *(found[a] for a in e.args))
+        else:
+            found[e] = _whole_fsum(e, known)
+            walked += found[e].op == "fsum" and e.is_pair
+        if walked > _MOST_WALKS:
+            return _feature_node("fsum", x)
+    return found[x]
+
+
+def _is_split(x: Expr) -> bool:
+    """Whether a vector is summed over its features part by part, which keeps each part in its best form."""
+    return x.op in ("add", "sub") and x.is_pair and x.feature is not None
+
+
+def _whole_fsum(x: Expr, known: dict[Expr, list[Term] | None]) -> Expr:
+    """The sum over the features of a vector that is not split."""
+    if x.op == "spread":
+        return apply("mul", x.args[0], size(str(x.feature)))
+    if not x.is_pair:
+        return _feature_node("fsum", x)
+    if x.op == "square" and x.args[0].op == "sub":
+        sides = _row_and_col(*x.args[0].args)
+        if sides is not None:
+            return sqdist(*sides)
+    parts = terms(x, known)
+    if parts is None:
+        return _feature_node("fsum", x)
+    total = ZERO
+    for k, u, v in parts:
+        if u is not None and v is not None:
+            inner = dot(u, v)
+        elif u is None and v is None:
+            inner = size(str(x.feature))
+        else:
+            inner = _feature_node("fsum", u if u is not None else v)  # type: ignore[arg-type]
+        total = apply("add", total, apply("mul", k, inner))
+    return total
+
+
+def _feature_node(op: str, x: Expr) -> Expr:
+    return node(op, (x,), (), rows=x.rows, cols=x.cols, feature=None, dtype=x.dtype)
+
+
+def _row_and_col(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
+    """A row's vector and a column's over one letter, in that order; None for any other two."""
+    if a.feature is None or not fit(a.feature, b.feature) or a.is_pair or b.is_pair:
+        return None
+    return (a, b) if a.rows and b.cols else (b, a) if a.cols and b.rows else None
+
+
+def dot(a: Expr, b: Expr) -> Expr:
+    """⟨a, b⟩ over their common features."""
+    for side in (a, b):
+        if side.feature is None:
+            raise ShapeError(
+                detail=f"@ contracts two vectors, but {side!r} is one number",
+                fix='Declare it as a vector, for example Row["f"], or use * for a product of numbers',
+            )
+    if not fit(a.feature, b.feature):
+        raise ShapeError(
+            detail=f'@ contracts a vector over "{a.feature}" with a vector over "{b.feature}"',
+            fix="Give both the same letter",
+        )
+    sides = _row_and_col(a, b)
+    if sides is not None:
+        return node("dot", sides, (), rows=True, cols=True, feature=None, dtype=widest(sides))
+    return fsum(apply("mul", a, b))
+
+
+def sqdist(a: Expr, b: Expr) -> Expr:
+    """|a - b|², with care for close points."""
+    sides = _row_and_col(a, b)
+    if sides is not None:
+        return node("sqdist", sides, (), rows=True, cols=True, feature=None, dtype="float")
+    return fsum(apply("square", apply("sub", a, b)))
+
+
+def spread(x: Expr, feature: Feature) -> Expr:
+    """A number, repeated over the features of a letter."""
+    return node("spread", (x,), (feature,), rows=x.rows, cols=x.cols, feature=feature, dtype=x.dtype)
+
+
+def component(x: Expr, k: int) -> Expr:
+    """The k-th feature of a vector; of a pair vector, by taking the component of its parts."""
+    found: dict[Expr, Expr] = {}
+    for e in topological([x], stop=lambda e: not _is_elementwise(e)):
+        if e.feature is None:
+            found[e] = e
+        elif _is_elementwise(e):
+            attributes = dict(zip(PRIMITIVES[e.op].attributes, e.attrs, strict=True))
+            found[e] = apply(e.op, *(found[a] for a in e.args), **attributes)
+        elif e.op == "spread":
+            found[e] = e.args[0]
+        else:
+            found[e] = node("component", (e,), (k,), rows=e.rows, cols=e.cols, feature=None, dtype=e.dtype)
+    return found[x]
+
+
+def _is_elementwise(x: Expr) -> bool:
+    """Whether a vector per pair is made feature by feature."""
+    return x.is_pair and x.feature is not None and x.op in PRIMITIVES
+
+
+def feature_extreme(x: Expr, largest: bool) -> Expr:
+    """The largest or smallest feature of a one-sided vector."""
+    if x.is_pair:
+        raise UnreducedError(
+            detail="the largest feature of a vector per pair was asked for",
+            fix="Only sums walk the features of a pair; take the extreme of a row or column vector, or use .sum()",
+        )
+    return _feature_node("famax" if largest else "famin", x)
+
+
+def rebuild(e: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other arguments, simplified again."""
+    if args == e.args:
+        return e
+    if e.op in PRIMITIVES:
+        return apply(e.op, *args, **dict(zip(PRIMITIVES[e.op].attributes, e.attrs, strict=True)))
+    if e.op == "dot":
+        return dot(*args)
+    if e.op == "sqdist":
+        return sqdist(*args)
+    if e.op == "fsum":
+        return fsum(args[0]) if args[0].feature is not None else apply("mul", args[0], size(str(e.args[0].feature)))
+    if e.op == "component":
+        return component(args[0], e.attrs[0])
+    if e.op in ("famax", "famin"):
+        return args[0] if args[0].feature is None else feature_extreme(args[0], e.op == "famax")
+    if e.op == "spread":
+        return spread(args[0], e.attrs[0])
+    if e.op == "reduce":
+        return reduce_node(e.attrs[0], e.attrs[1], e.attrs[2], args)
+    rows, cols, _ = join(args)
+    return node(e.op, args, e.attrs, rows=rows, cols=cols, feature=e.feature, dtype=e.dtype)
+
+
+def substitute(roots: tuple[Expr, ...], replace: dict[Expr, Expr]) -> tuple[Expr, ...]:
+    """Replace nodes (and everything above them is rebuilt and simplified)."""
+    done: dict[Expr, Expr] = {}
+    for e in topological(roots, stop=lambda e: e in replace):
+        done[e] = replace[e] if e in replace else rebuild(e, tuple(done[a] for a in e.args))
+    return tuple(done[r] for r in roots)

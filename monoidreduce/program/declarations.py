@@ -1,0 +1,206 @@
+"""Declarations: what the parameters of an op are, read from its signature.
+
+``Row["f"]`` is a vector per row, ``Col["f"]`` one per column, a bare ``Row`` or ``Col`` one number, ``Batch`` one
+number per batch element and ``Pair`` one number per pair; ``float``, ``int`` and ``bool`` are numbers given at the
+call; ``str`` and callables are fixed choices, a new one is a new trace. ``X | None`` may be left out.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DeclarationError
+from .closure import nonlocals
+from .expression import Expr, Feature, node
+
+
+class _Side(type):
+    """Makes ``Row`` both an annotation (one number) and subscriptable (``Row["f"]``, a vector)."""
+
+    axis: str
+    feature: Feature
+
+    def __getitem__(cls, feature: Any) -> Any:
+        if cls.axis == "pairs":
+            raise DeclarationError(
+                detail=f"{cls.__name__}[{feature!r}] would be a tensor of M × N × {feature}",
+                fix="A Pair is one number per pair; give what depends on one side only as Row or Col",
+            )
+        if (
+            not isinstance(feature, str | int)
+            or isinstance(feature, bool)
+            or (isinstance(feature, int) and feature < 1)
+        ):
+            raise DeclarationError(
+                detail=f"{cls.__name__}[{feature!r}] is not a declaration",
+                fix=f'Name the features, as in {cls.__name__}["f"]',
+            )
+        return types.new_class(f'{cls.__name__}["{feature}"]', (cls,), exec_body=lambda ns: ns.update(feature=feature))
+
+    def __repr__(cls) -> str:
+        return cls.__name__
+
+
+class Row(metaclass=_Side):
+    """One number per row; ``Row["f"]``: one vector per row. Shapes ``[..., M]`` and ``[..., M, f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], shift: mr.Row, y: mr.Col["d"]):
+    ...     return mr.sum(x @ y) + shift
+    >>> total(torch.ones(2, 3), torch.tensor([0.0, 1.0]), torch.ones(5, 3))
+    tensor([15., 16.])
+    """
+
+    axis = "rows"
+    feature: Feature = None
+
+
+class Col(metaclass=_Side):
+    """One number per column; ``Col["f"]``: one vector per column. Shapes ``[..., N]`` and ``[..., N, f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], y: mr.Col["d"], weight: mr.Col):
+    ...     return mr.sum(x @ y * weight)
+    >>> total(torch.ones(1, 3), torch.ones(2, 3), torch.tensor([1.0, 2.0]))
+    tensor([9.])
+    """
+
+    axis = "cols"
+    feature: Feature = None
+
+
+class Batch(metaclass=_Side):
+    """One number per batch element; ``Batch["f"]``: one vector. Shapes ``[...]`` and ``[..., f]``.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row["d"], y: mr.Col["d"], slope: mr.Batch):
+    ...     return mr.sum(x @ y * slope)
+    >>> total(torch.ones(2, 1, 3), torch.ones(2, 5, 3), torch.tensor([1.0, 2.0]))
+    tensor([[15.],
+            [30.]])
+    """
+
+    axis = "batch"
+    feature: Feature = None
+
+
+class Pair(metaclass=_Side):
+    """One number, integer or truth value per pair, as the caller holds it: a bias, a mask. Shape ``[..., M, N]``.
+
+    It is only ever sliced, tile by tile; an axis of size 1 is broadcast; its gradient is as large as itself.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def degree(x: mr.Row, y: mr.Col, edge: mr.Pair):
+    ...     return mr.sum(torch.where(edge, y, 0.0))
+    >>> degree(torch.zeros(2), torch.ones(3), torch.tensor([[True, True, False], [False, False, False]]))
+    tensor([2., 0.])
+    """
+
+    axis = "pairs"
+    feature: Feature = None
+
+
+AXES = {"rows": ("rows",), "cols": ("cols",), "pairs": ("rows", "cols"), "batch": ()}  # between batch and features
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: where it lives (``rows``, ``cols``, ``pairs``, ``batch``, ``number``, ``static``) and what it may
+    be."""
+
+    name: str
+    axis: str
+    feature: Feature
+    optional: bool
+    default: Any
+    python: type | None = None  # float, int or bool for numbers
+
+    def expr(self, dtype: str) -> Expr:
+        return node(
+            "input",
+            (),
+            (self.name,),
+            rows=self.axis in ("rows", "pairs"),
+            cols=self.axis in ("cols", "pairs"),
+            feature=self.feature,
+            dtype=dtype,
+        )
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The axes that its tensor has after the batch dimensions."""
+        return (*AXES.get(self.axis, ()), *(() if self.feature is None else (str(self.feature),)))
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.axis in AXES
+
+    @property
+    def shape(self) -> str:
+        """The shape of its tensor, in words."""
+        return f"[{', '.join(['...', *({'rows': 'M', 'cols': 'N'}.get(a, a) for a in self.tail)])}]"
+
+    def __str__(self) -> str:
+        side = {"rows": "Row", "cols": "Col", "pairs": "Pair", "batch": "Batch"}.get(self.axis)
+        if side is None:
+            return self.python.__name__ if self.python else "a fixed choice"
+        return side if self.feature is None else f'{side}["{self.feature}"]'
+
+
+def parameters(function: Any) -> dict[str, Parameter]:
+    """Read the declarations of an op's body."""
+    hints = _annotations(function)
+    found = {}
+    for name, p in inspect.signature(function).parameters.items():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise DeclarationError(detail=f"{function.__name__} takes *{name}", fix="Name every argument of an op")
+        default = ... if p.default is p.empty else p.default
+        found[name] = _parameter(function.__name__, name, hints.get(name), default)
+    return found
+
+
+def _annotations(function: Any) -> dict[str, Any]:
+    """Annotations as objects, whether or not they were written under ``from __future__ import annotations``."""
+    raw = dict(getattr(function, "__annotations__", {}))
+    scope = dict(function.__globals__)
+    scope.update(nonlocals(function))
+    for name, hint in raw.items():
+        if isinstance(hint, str):
+            try:
+                raw[name] = eval(hint, scope)  # the user's own source, as Python itself would read it
+            except Exception as error:
+                raise DeclarationError(detail=f"{function.__name__}: cannot read {name}: {hint} ({error})") from None
+    return raw
+
+
+def _parameter(op: str, name: str, hint: Any, default: Any) -> Parameter:
+    optional = default is None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [h for h in typing.get_args(hint) if h is not type(None)]
+        optional, hint = optional or len(rest) < len(typing.get_args(hint)), rest[0] if len(rest) == 1 else hint
+    if isinstance(hint, _Side):
+        return Parameter(name, hint.axis, hint.feature, optional, default)
+    if hint in (float, int, bool):
+        return Parameter(name, "number", None, optional, default, hint)
+    if (
+        hint is str
+        or hint is collections.abc.Callable
+        or typing.get_origin(hint) in (collections.abc.Callable, typing.Literal)
+    ):
+        return Parameter(name, "static", None, optional, default)
+    if hint is None and name in ("self", "cls"):
+        raise DeclarationError(
+            detail=f"{op} is a method: its parameter {name} is no tensor",
+            fix="Define the op outside the class, or as @staticmethod, and pass what it needs as arguments",
+        )
+    shown = "no annotation" if hint is None else f"the annotation {hint!r}"
+    raise DeclarationError(detail=f"{op}: parameter {name} has {shown}")

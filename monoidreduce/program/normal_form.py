@@ -1,0 +1,367 @@
+"""Normal form: sums split so that every engine gets the cheapest equal form.
+
+A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the
+folded axis leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a
+``pick``, which is a gather and needs no pass over the pairs at all. The same for the values of a softmax mean.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from . import constructors
+from .constructors import ONE, ZERO, apply, terms
+from .expression import Expr, const, size, topological
+from .reductions import make
+
+Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
+Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
+
+_MANY = 64  # factors of a product, from which on it is not written out
+_MANY_HOTS = 8
+_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # what may have values at one index inside
+
+
+def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Rewrite every sum and softmax mean under ``roots`` into normal form."""
+    done: dict[Expr, Expr] = {}
+    for e in topological(roots):
+        args = tuple(done[a] for a in e.args)
+        if e.op == "result" and e.args[0].attrs[0] in ("sum", "soft"):
+            done[e] = _normal_result(done[e.args[0]], e.attrs[0])
+        elif e.op == "sub":
+            done[e] = _subtract(*args)
+        else:
+            done[e] = constructors.rebuild(e, args)
+    return tuple(done[r] for r in roots)
+
+
+def _subtract(a: Expr, b: Expr) -> Expr:
+    """a - b; where one is a logsumexp, its peak is subtracted first, so that a small difference keeps its digits."""
+    for one, other, sign in ((a, b, 1), (b, a, -1)):
+        if one.op == "result" and one.attrs[0] == 0 and one.args[0].attrs[0] == "soft" and is_pass(one.args[0]):
+            *_, log_total, peak = make("soft", one.args[0].attrs[1], (), one.args[0].args)
+            gap = apply("sub", other, peak)
+            return apply("sub", log_total, gap) if sign > 0 else apply("sub", gap, log_total)
+    return apply("sub", a, b)
+
+
+def is_pass(e: Expr) -> bool:
+    """Whether a reduction needs the pairs (else it folds a row or column vector, which torch does)."""
+    return e.op == "reduce" and (e.attrs[0] == "pick" or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
+
+
+def _normal_result(reduction: Expr, k: int) -> Expr:
+    kind, over, _ = reduction.attrs
+    if kind == "sum":
+        return _sum(reduction.args[0], over)
+    means = len(reduction.args) - 1
+    if k == 0 or k > means:  # of the logit alone: the logsumexp, and its two parts that follow the means
+        return make("soft", over, (), reduction.args[:1])[max(0, k - means)]
+    return _soft_mean(reduction.args[0], reduction.args[k], over)
+
+
+def _has(e: Expr | None, axis: str) -> bool:
+    return e is not None and (e.cols if axis == "cols" else e.rows)
+
+
+def _other(axis: str) -> str:
+    return "rows" if axis == "cols" else "cols"
+
+
+def _sum(e: Expr, over: str) -> Expr:
+    if e.dtype != "float":
+        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+    if e.feature is not None and not e.is_pair:
+        return make("sum", over, (), (e,))[0] if _has(e, over) else apply("mul", e, size(over))
+    gap = constructors.gap_form(e)
+    if gap is not None:  # Σ c (x - y) is not split: the difference is taken before it can cancel
+        free, alone, mid = factors(gap[0], over)
+        value = _plain_sum(apply("mul", mid, alone), apply("sub", gap[1], gap[2]), over)
+        return apply("mul", value, free)
+    parts = terms(e) if e.feature is not None else [(e, None, None)]
+    if parts is None:  # a vector per pair that is no product: engines walk its features
+        return make("sum", over, (), (e,))[0]
+    sums: dict[Part, Expr] = {}
+    for k, u, v in parts:
+        outer, inner = _outer_inner(u, v, over)
+        r, c, mid = factors(k, over)
+        if inner is not None:
+            inner = apply("mul", inner, c)
+        else:
+            mid = apply("mul", mid, c)
+        key = (r, outer, inner)
+        sums[key] = apply("add", sums[key], mid) if key in sums else mid
+    total = ZERO
+    for r, outer, inner, value in _sums(sums, over):
+        value = apply("mul", value, r)
+        if outer is not None:
+            value = apply("mul", value, outer)
+        elif e.feature is not None and inner is None:
+            value = constructors.spread(value, e.feature)
+        total = apply("add", total, value) if total is not ZERO else value
+    return total
+
+
+def _sums(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
+    """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
+    vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
+    groups: dict[tuple, list[Part]] = {}
+    for key, mid in parts.items():
+        r, outer, inner = key
+        shared = outer is None and inner is not None and _stays_whole(mid, inner)
+        groups.setdefault((r,) if shared else key, []).append(key)
+    for keys in groups.values():
+        r, outer, inner = keys[0]
+        if len(keys) == 1:
+            yield r, outer, inner, _plain_sum(parts[keys[0]], inner, over)
+            continue
+        products = [apply("mul", parts[k], v) for k in keys if (v := k[2]) is not None]
+        whole = functools.reduce(lambda a, b: apply("add", a, b), products)
+        yield r, outer, inner, make("sum", over, (), (whole,))[0]
+
+
+def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
+    """The vector that leaves the sum and the one that stays; a vector of neither side leaves it."""
+    outer, inner = (u, v) if over == "cols" else (v, u)
+    if inner is not None and not _has(inner, over):
+        outer, inner = (inner if outer is None else apply("mul", outer, inner)), None
+    return outer, inner
+
+
+def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+    """k as (free of the folded axis) × (of the folded axis alone) × (the rest)."""
+    if not _is_short(k):
+        return _shared_factors(k, over)
+    free, alone, rest = ONE, ONE, ONE
+    stack = [k]
+    while stack:
+        f = stack.pop()
+        if not _has(f, over):
+            free = apply("mul", f, free)
+        elif not _has(f, _other(over)):
+            alone = apply("mul", f, alone)
+        elif f.op == "mul" and f.dtype == "float":
+            stack += reversed(f.args)
+        elif f.op == "neg":
+            free = apply("neg", free)
+            stack.append(f.args[0])
+        elif f.op == "div" and not f.args[1].is_pair:
+            divisor = f.args[1]
+            if _has(divisor, over):
+                alone = apply("div", alone, divisor)
+            else:
+                free = apply("div", free, divisor)
+            stack.append(f.args[0])
+        elif f.op == "where" and constructors.is_constant(f.args[2], 0) and (number := number_factor(f.args[1])) is
+        not None:
+            free = apply("mul", free, number[0])
+            stack.append(apply("where", f.args[0], number[1], 0.0))
+        else:
+            rest = apply("mul", rest, f)
+    return free, alone, rest
+
+
+def _is_product(e: Expr) -> bool:
+    return e.is_pair and ((e.op == "mul" and e.dtype == "float") or e.op == "neg" or e.op == "div")
+
+
+def _is_short(k: Expr) -> bool:
+    """Whether a product has few factors when it is written out; one whose parts are shared may have exponentially
+    many."""
+    count: dict[Expr, int] = {}
+    for e in topological([k], stop=lambda e: not _is_product(e)):
+        count[e] = 1 if not _is_product(e) else sum(count[a] for a in e.args)
+    return count[k] <= _MANY
+
+
+def _shared_factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
+    """As :func:`factors`, node by node, so that what is shared stays shared."""
+    found: dict[Expr, tuple[Expr, Expr, Expr]] = {}
+    for e in topological([k], stop=lambda e: not _is_product(e)):
+        if not _has(e, over):
+            found[e] = e, ONE, ONE
+        elif not _has(e, _other(over)):
+            found[e] = ONE, e, ONE
+        elif not _is_product(e) or (e.op == "div" and e.args[1].is_pair):
+            found[e] = ONE, ONE, e
+        elif e.op == "neg":
+            free, alone, rest = found[e.args[0]]
+            found[e] = apply("neg", free), alone, rest
+        elif e.op == "div":
+            (free, alone, rest), (below, beside, _) = (found[a] for a in e.args)
+            found[e] = apply("div", free, below), apply("div", alone, beside), rest
+        else:
+            first, second = (found[a] for a in e.args)
+            free, alone, rest = (apply("mul", a, b) for a, b in zip(first, second, strict=True))
+            found[e] = free, alone, rest
+    return found[k]
+
+
+def number_factor(e: Expr) -> tuple[Expr, Expr] | None:
+    """e as (a number of no axis) × (the rest).
+
+    No other factor may leave a ``where``: one that is not finite would spoil pairs that the condition leaves out.
+    """
+    direct = _number_beside(e)
+    if direct is not None:
+        return direct
+    has: set[Expr] = set()  # the products in which there is such a number
+    for n in topological([e], stop=lambda n: n.op != "mul" or n.dtype != "float"):
+        if _number_beside(n) is not None or (n.op == "mul" and not has.isdisjoint(n.args)):
+            has.add(n)
+    if e not in has:
+        return None
+    passed: list[Expr] = []  # the other factors on the way down to the number
+    while direct is None:
+        one, other = e.args if e.args[0] in has else e.args[::-1]
+        passed.append(other)
+        e, direct = one, _number_beside(one)
+    number, rest = direct
+    for other in reversed(passed):
+        rest = apply("mul", rest, other)
+    return number, rest
+
+
+def _number_beside(e: Expr) -> tuple[Expr, Expr] | None:
+    """A product of a number of no axis and something else: the two of them."""
+    if e.op != "mul" or e.dtype != "float":
+        return None
+    for one, other in (e.args, e.args[::-1]):
+        if not one.rows and not one.cols and one.feature is None:
+            return one, other
+    return None
+
+
+def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
+    """Σ mid × vector; where mid is non-zero only at an index, as picks.
+
+    A mid with a dense part too (softmax minus one-hot) stays whole: the two may cancel, so they are added pair by pair.
+    """
+    whole = apply("mul", mid, vector) if vector is not None else mid
+    if not _has(whole, over):
+        return apply("mul", whole, apply("cast", size(over), to="float"))
+    if not whole.is_pair or _stays_whole(mid, vector):
+        return make("sum", over, (), (whole,))[0]
+    total = ZERO
+    for axis, target, value in split_hots(mid)[1]:
+        picked = make("pick", over, (axis,), (target, value, vector if vector is not None else ONE))[0]
+        total = picked if total is ZERO else apply("add", total, picked)
+    return total
+
+
+def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
+    """Whether mid × vector is of pairs, and not zero at all of them but one index."""
+    whole = mid if vector is None else apply("mul", mid, vector)
+    return whole.is_pair and split_hots(mid)[0] is not None
+
+
+def split_hots(e: Expr) -> tuple[Expr | None, list[Hot]]:
+    """Split a number per pair into a dense part and values that are non-zero only where an index equals t."""
+    found: dict[Expr, tuple[Expr | None, list[Hot]]] = {}
+    for n in topological([e], stop=lambda n: not n.is_pair or n.op not in _HOT_INSIDE):
+        found[n] = _split(n, found)
+    return found[e]
+
+
+def _split(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tuple[Expr | None, list[Hot]]:
+    """:func:`split_hots` of a node, given that of its arguments."""
+    if not e.is_pair:
+        return e, []
+    if e.op in ("add", "sub"):
+        (left, left_hots), (right, right_hots) = (found[a] for a in e.args)
+        if not left_hots and not right_hots:
+            return e, []
+        if e.op == "sub":
+            right = None if right is None else apply("neg", right)
+            right_hots = [(axis, t, apply("neg", value)) for axis, t, value in right_hots]
+        dense = right if left is None else left if right is None else apply("add", left, right)
+        return dense, _few_hots(left_hots + right_hots)
+    if e.op == "neg":
+        dense, hots = found[e.args[0]]
+        return (e, []) if not hots else (dense and apply("neg", dense), [(a, t, apply("neg", v)) for a, t, v in hots])
+    if e.op == "mul":
+        for one, other in (e.args, e.args[::-1]):
+            dense, hots = found[one]
+            if hots:
+                return dense and apply("mul", dense, other), [(a, t, apply("mul", v, other)) for a, t, v in hots]
+        return e, []
+    if e.op == "where" and constructors.is_constant(e.args[2], 0):
+        hot, rest = hot_condition(e.args[0])
+        if hot is not None:
+            return None, [(*hot, apply("where", rest, e.args[1], 0.0))]
+        dense, hots = found[e.args[1]]
+        if hots:
+            c = e.args[0]
+            return dense and apply("where", c, dense, 0.0), [(a, t, apply("where", c, v, 0.0)) for a, t, v in hots]
+    if e.op == "cast" and e.args[0].dtype == "bool":
+        hot, rest = hot_condition(e.args[0])
+        if hot is not None:
+            return None, [(*hot, apply("where", rest, 1.0, 0.0))]
+    if e.op == "fsum" and e.args[0].op == "where" and constructors.is_constant(e.args[0].args[2], 0):
+        c, value, _ = e.args[0].args
+        hot, rest = hot_condition(c)
+        if hot is not None and hot[1].feature is not None and rest.feature is None and not _has(value, f"{hot[0]}s"):
+            return None, [(*hot, apply("where", rest, value, 0.0))]
+    return e, []
+
+
+def _few_hots(hots: list[Hot]) -> list[Hot]:
+    """Those at one place added up where they are many: values that are shared would come again and again."""
+    if len(hots) <= _MANY_HOTS:
+        return hots
+    sums: dict[tuple[str, Expr], Expr] = {}
+    for axis, t, value in hots:
+        sums[axis, t] = apply("add", sums[axis, t], value) if (axis, t) in sums else value
+    return [(axis, t, value) for (axis, t), value in sums.items()]
+
+
+def hot_condition(c: Expr) -> tuple[tuple[str, Expr] | None, Expr]:
+    """``index == t`` within a conjunction: (axis, t) and the other conditions."""
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, Any]] = [(c, None)]  # a condition, and those beside it and above it, the nearest first
+    while stack:
+        e, beside = stack.pop()
+        if e.op == "logical_and" and e not in seen:
+            seen.add(e)
+            first, second = e.args
+            stack += [(second, (first, beside)), (first, (second, beside))]
+        elif e.op == "eq" and (hot := _hot(e)) is not None:
+            rest = const(True)
+            while beside is not None:
+                other, beside = beside
+                rest = apply("logical_and", rest, other)
+            return hot, rest
+    return None, c
+
+
+def _hot(e: Expr) -> tuple[str, Expr] | None:
+    """``index == t``: the axis and t."""
+    for axis, moves, stays in (("col", "cols", "rows"), ("row", "rows", "cols")):
+        for one, other in (e.args, e.args[::-1]):
+            at = one.op == f"{axis}_index" and other.dtype == "int"
+            if at and not _has(other, moves) and _has(other, stays):
+                return axis, other
+    return None
+
+
+def _soft_mean(logit: Expr, value: Expr, over: str) -> Expr:
+    """A softmax mean, its value split like a sum: what is free of the folded axis leaves the mean."""
+    parts = terms(value) if value.feature is not None else [(value, None, None)]
+    if parts is None:
+        return make("soft", over, (), (logit, value))[1]
+    total = ZERO
+    for k, u, v in parts:
+        outer, inner = _outer_inner(u, v, over)
+        r, c, mid = factors(k, over)
+        weighted = apply("mul", mid, c) if inner is None else apply("mul", mid, apply("mul", inner, c))
+        mean = make("soft", over, (), (logit, weighted))[1]
+        part = apply("mul", mean, r)
+        if outer is not None:
+            part = apply("mul", part, outer)
+        elif value.feature is not None and inner is None:
+            part = constructors.spread(part, value.feature)
+        total = apply("add", total, part) if total is not ZERO else part
+    return total

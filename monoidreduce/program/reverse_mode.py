@@ -1,0 +1,75 @@
+"""Reverse-mode differentiation of expressions.
+
+Cotangents walk from the roots to the leaves through the table's derivatives; where an argument is a number and its
+user a vector, the cotangent is summed over features at once. Rows and columns are summed when a leaf is reached
+(``gradient.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import NoGradientError
+from . import constructors
+from .expression import Expr, topological
+from .primitives import PRIMITIVES
+from .symbol import Symbol
+
+
+def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
+    """Cotangents of ``wrt`` (each pulled through to, not past) given cotangents of some roots."""
+    cotangent: dict[Expr, Expr] = {}
+    targets = set(wrt)
+
+    def give(e: Expr, g: Expr) -> None:
+        if e.dtype != "float" or (g.op == "const" and g.const == 0):
+            return
+        if e.feature is None and g.feature is not None:
+            g = constructors.fsum(g)
+        cotangent[e] = constructors.apply("add", cotangent[e], g) if e in cotangent else g
+
+    for root, g in seeds:
+        give(root, g)
+    useful = _depends([root for root, _ in seeds], targets)
+    for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
+        if e in targets or e not in cotangent or not e.args:
+            continue
+        for arg, pulled in zip(e.args, _local(e, cotangent[e]), strict=True):
+            if pulled is not None and arg in useful:
+                g = pulled
+                if arg.feature is None and e.feature is not None and g.feature is None:
+                    g = constructors.spread(g, e.feature)
+                give(arg, g)
+    return [cotangent.get(e) for e in wrt]
+
+
+def _depends(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
+    """The nodes that depend on a target: only these need a cotangent."""
+    found: set[Expr] = set()
+    for e in topological(roots, stop=lambda e: e in targets):
+        if e in targets or any(a in found for a in e.args):
+            found.add(e)
+    return found
+
+
+def _local(e: Expr, g: Expr) -> Sequence[Expr | None]:
+    """The cotangents of one node's arguments."""
+    if e.op == "dot":
+        x, y = e.args
+        return constructors.apply("mul", g, y), constructors.apply("mul", g, x)
+    if e.op == "sqdist":
+        x, y = e.args
+        gap = constructors.apply("mul", constructors.apply("mul", g, 2.0), constructors.apply("sub", x, y))
+        return gap, constructors.apply("neg", gap)
+    if e.op == "fsum":
+        return [constructors.spread(g, e.args[0].feature)]
+    if e.op == "spread":
+        return [g]
+    primitive = PRIMITIVES.get(e.op)
+    if primitive is None or primitive.derivative is None:
+        raise NoGradientError(
+            detail=f"{e.op} has no derivative inside a pair expression", fix="Take it out of the pair expression"
+        )
+    attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
+    pulled = primitive.derivative(Symbol(g), Symbol(e), *map(Symbol, e.args), **attributes)
+    return [p.expr if isinstance(p, Symbol) else p if p is None else constructors.lift(p) for p in pulled]

@@ -1,0 +1,395 @@
+"""What a body may name: reductions, indices, sizes and distances, to a user ``mr.sum`` and so on.
+
+Each becomes one of the few kinds of ``reductions.py`` and arithmetic on its results.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ..algebra import Monoid, Scalar
+from ..algebra.probe import probe
+from ..errors import ArgumentError, TraceError, UnreducedError
+from . import constructors
+from .context import current_trace
+from .draws import gumbel
+from .expression import Expr, const, index, size
+from .reductions import make
+from .signature import checked
+from .symbol import Everywhere, Symbol, expr_of
+
+row_index = Everywhere(index("row"))
+"""The number of the pair's row, from 0; over many ranks, of the whole.
+
+>>> import torch, monoidreduce as mr
+>>> @mr.op
+... def seen(x: mr.Row, y: mr.Col):
+...     return mr.count(mr.col_index <= mr.row_index)
+>>> seen(torch.zeros(3), torch.zeros(5))
+tensor([1, 2, 3])
+"""
+
+col_index = Everywhere(index("col"))
+"""The number of the pair's column, from 0; over many ranks and in a stream, of the whole.
+
+>>> import torch, monoidreduce as mr
+>>> @mr.op
+... def gather(label: mr.Row, y: mr.Col):
+...     return mr.sum(torch.where(mr.col_index == label, y, 0.0))
+>>> gather(torch.tensor([2, 0]), torch.tensor([5.0, 6.0, 7.0]))
+tensor([7., 5.])
+"""
+
+num_rows = Everywhere(size("rows"))
+"""How many rows there are, in all.
+
+>>> import torch, monoidreduce as mr
+>>> @mr.op
+... def share(x: mr.Row, y: mr.Col):
+...     return mr.sum(x * y, over="rows") / mr.num_rows
+>>> share(torch.ones(4), torch.tensor([1.0, 2.0]))
+tensor([1., 2.])
+"""
+
+num_cols = Everywhere(size("cols"))
+"""How many columns there are, in all.
+
+>>> import torch, monoidreduce as mr
+>>> @mr.op
+... def last(x: mr.Row, y: mr.Col):
+...     return mr.sum(torch.where(mr.col_index == mr.num_cols - 1, x * y, 0.0))
+>>> last(torch.ones(2), torch.tensor([1.0, 9.0]))
+tensor([9., 9.])
+"""
+
+
+def _size(axis: str) -> Any:
+    return Symbol(size(axis))
+
+
+@checked
+def sqdist(x: Any, y: Any) -> Symbol:
+    """|x - y|² of a row's and a column's vector, careful for close points.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row["d"], y: mr.Col["d"]):
+    ...     return mr.min(mr.sqdist(x, y))
+    >>> nearest(torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [1.0, 1.0]]))
+    tensor([2.])
+    """
+    return Symbol(constructors.sqdist(expr_of(x), expr_of(y)))
+
+
+def _is_truth(x: Any) -> bool:
+    return expr_of(x).dtype == "bool"
+
+
+def _ordered(x: Any) -> Any:
+    """Truth values as 0 and 1, which can be compared; anything else as it is."""
+    return Symbol(constructors.apply("cast", expr_of(x), to="int")) if _is_truth(x) else x
+
+
+def _reduce(kind: str, over: str, params: tuple, *values: Any, vectors: bool = False, name: str = "") -> list[Any]:
+    if over not in ("cols", "rows"):
+        raise ArgumentError(
+            detail=f"{name} was given over={over!r}", fix='Use over="cols" (the default) or over="rows"'
+        )
+    if current_trace.get() is None:
+        raise TraceError(
+            detail=f"mr.{name} was called outside the body of an op",
+            fix="Decorate the function that calls it with @mr.op",
+        )
+    fields = tuple(expr_of(v) for v in values)
+    number_fields = fields[:1] if vectors and kind != "sum" else () if vectors else fields
+    for f in number_fields:
+        if f.feature is not None:
+            raise UnreducedError(
+                detail=f'mr.{name} folds one number per pair, but was given a vector over "{f.feature}"; '
+                "a whole vector per pair would be M × N × features",
+                fix="Reduce it over its features first (x @ y, .sum()), or fold it with mr.sum or mr.softmax_mean",
+            )
+    return [Symbol(e) for e in make(kind, over, params, fields)]
+
+
+def _number(x: Any) -> Expr:
+    return constructors.apply("cast", expr_of(x), to="float")
+
+
+@checked
+def sum(x: Any, *, over: str = "cols") -> Any:
+    """Σ_j x: the sum over columns (or rows) of a number or a vector per pair.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def perceptron(x: mr.Row["d"], w: mr.Col["d"], out: mr.Col["n"]):
+    ...     return mr.sum(torch.relu(x @ w) * out)
+    >>> perceptron(torch.ones(1, 2), torch.eye(2), torch.ones(2, 3))
+    tensor([[2., 2., 2.]])
+    """
+    return _reduce("sum", over, (), x, vectors=True, name="sum")[0]
+
+
+@checked
+def mean(x: Any, *, over: str = "cols") -> Any:
+    """Σ_j x / N; with no columns it is NaN, as torch's mean of nothing.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def gap(x: mr.Row, y: mr.Col):
+    ...     return mr.mean((x - y).abs())
+    >>> gap(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([1., 1.])
+    """
+    count = _size(over)
+    return torch.where(count == 0, math.nan, sum(x, over=over) / torch.clamp(count, min=1))
+
+
+@checked
+def logsumexp(x: Any, *, over: str = "cols") -> Any:
+    """log Σ_j exp(x); minus infinity where there is nothing to see.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def normaliser(x: mr.Row, y: mr.Col):
+    ...     return mr.logsumexp(x * y)
+    >>> normaliser(torch.zeros(2), torch.zeros(4)).exp()
+    tensor([4., 4.])
+    """
+    return _reduce("soft", over, (), Symbol(_number(x)), name="logsumexp")[0]
+
+
+@checked
+def softmax_mean(logit: Any, value: Any, *, over: str = "cols") -> Any:
+    """Σ_j softmax_j(logit) value, of a vector or of a number; 0 where every logit is minus infinity.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def attention(q: mr.Row["f"], k: mr.Col["f"], v: mr.Col["d"]):
+    ...     return mr.softmax_mean(q @ k, v)
+    >>> attention(torch.zeros(1, 4), torch.ones(2, 4), torch.tensor([[1.0], [3.0]]))
+    tensor([[2.]])
+    """
+    values = Symbol(_number(logit)), Symbol(_number(value))
+    return _reduce("soft", over, (), *values, vectors=True, name="softmax_mean")[1]
+
+
+@checked
+def weighted_mean(weight: Any, value: Any, *, over: str = "cols") -> Any:
+    """Σ_j weight · value / Σ_j weight; 0 where the weights sum to 0.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def smoothed(x: mr.Row, y: mr.Col):
+    ...     return mr.weighted_mean((x - y).abs() < 1.5, y)
+    >>> smoothed(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([1., 2.])
+    """
+    total = sum(weight, over=over)
+    seen = total != 0
+    return torch.where(seen, sum(weight * value, over=over) / torch.where(seen, total, 1.0), 0.0)
+
+
+@checked
+def max(x: Any, *, over: str = "cols") -> Any:
+    """The largest x; a tie's gradient goes to its first column. Minus infinity where there is nothing.
+
+    Of truth values it is :func:`any`, as in torch.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def furthest(x: mr.Row, y: mr.Col):
+    ...     return mr.max((x - y).abs())
+    >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([2., 1.])
+    """
+    return any(x, over=over) if _is_truth(x) else _reduce("best", over, (True,), x, name="max")[0]
+
+
+@checked
+def min(x: Any, *, over: str = "cols") -> Any:
+    """The smallest x; a tie's gradient goes to its first column. Infinity where there is nothing.
+
+    Of truth values it is :func:`all`, as in torch.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row, y: mr.Col):
+    ...     return mr.min((x - y).abs())
+    >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([0., 1.])
+    """
+    return all(x, over=over) if _is_truth(x) else _reduce("best", over, (False,), x, name="min")[0]
+
+
+@checked
+def argmax(x: Any, *, over: str = "cols") -> Any:
+    """The first column of the largest x; -1 where every x is minus infinity or there is none.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def furthest(x: mr.Row, y: mr.Col):
+    ...     return mr.argmax((x - y).abs())
+    >>> furthest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([1, 0])
+    """
+    return _reduce("best", over, (True,), _ordered(x), name="argmax")[1]
+
+
+@checked
+def argmin(x: Any, *, over: str = "cols") -> Any:
+    """The first column of the smallest x; -1 where every x is infinity or there is none.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row, y: mr.Col):
+    ...     return mr.argmin((x - y).abs())
+    >>> nearest(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([0, 0])
+    """
+    return _reduce("best", over, (False,), _ordered(x), name="argmin")[1]
+
+
+class TopK(NamedTuple):
+    """What :func:`topk` returns: k values, best first, and their columns."""
+
+    values: Any
+    indices: Any
+
+
+@checked
+def topk(x: Any, k: int, *, largest: bool = True, over: str = "cols") -> TopK:
+    """The k largest x (or smallest), best first, with their columns; -1 marks places that only saw infinity.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def nearest(x: mr.Row, y: mr.Col):
+    ...     return mr.topk((x - y).abs(), 2, largest=False).indices
+    >>> nearest(torch.tensor([0.0]), torch.tensor([5.0, 1.0, 3.0]))
+    tensor([[1, 2]])
+    """
+    if isinstance(k, float) or int(k) < 1:
+        raise ArgumentError(detail=f"topk was given k = {k}", fix="Ask for a whole number, at least one")
+    k, largest = int(k), bool(largest)
+    values, indices = _reduce("topk", over, (k, largest), _ordered(x), name="topk")
+    return TopK(values != 0 if _is_truth(x) else values, indices)
+
+
+@checked
+def any(x: Any, *, over: str = "cols") -> Any:
+    """Whether x holds for any column.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def known(x: mr.Row, y: mr.Col):
+    ...     return mr.any(x == y)
+    >>> known(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([ True, False])
+    """
+    return count(x, over=over) > 0
+
+
+@checked
+def all(x: Any, *, over: str = "cols") -> Any:
+    """Whether x holds for every column (true of none).
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def least(x: mr.Row, y: mr.Col):
+    ...     return mr.all(x <= y)
+    >>> least(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([ True, False])
+    """
+    return count(x, over=over) == _size(over)
+
+
+@checked
+def count(x: Any = True, *, over: str = "cols") -> Any:
+    """For how many columns x holds.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def rank(x: mr.Row, y: mr.Col):
+    ...     return mr.count(y < x)
+    >>> rank(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([0, 1])
+    """
+    if isinstance(x, bool):
+        return _size(over) if x else Symbol(const(0))
+    return _reduce("sum", over, (), Symbol(constructors.apply("cast", expr_of(x), to="bool")), name="count")[0]
+
+
+@checked
+def var(x: Any, *, correction: float = 1, over: str = "cols") -> Any:
+    """The variance of x over columns, as torch.var: Σ (x - mean)² / (N - correction), in Welford's form.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def spread(x: mr.Row, y: mr.Col):
+    ...     return mr.var(x * y, correction=0)
+    >>> spread(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor([1., 4.])
+    """
+    moments: list[Any] = _reduce("moments", over, (), Symbol(_number(x)), name="var")
+    return moments[1] / torch.clamp(_size(over) - correction, min=0)
+
+
+@checked
+def sample(logit: Any, seed: Any, *, over: str = "cols") -> Any:
+    """One column drawn with probability softmax(logit), by the Gumbel-max trick.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def draw(x: mr.Row, logit: mr.Col):
+    ...     return mr.sample(logit, seed=0)
+    >>> draw(torch.zeros(2), torch.tensor([-torch.inf, 0.0]))
+    tensor([1, 1])
+    """
+    return argmax(logit + gumbel(seed), over=over)
+
+
+@checked
+def reduce(monoid: type[Monoid], *, over: str = "cols", **fields: Any) -> Any:
+    """Fold a monoid of one's own: one value per declared field; returns the monoid with the results.
+
+    A monoid that plainly breaks a law is a MonoidLawError with an example: its folds would depend on the tiles. It is
+    looked at once, on ordinary numbers of its ``domain``; :func:`monoidreduce.laws.check` looks at much more.
+
+    >>> import torch, monoidreduce as mr
+    >>> @mr.op
+    ... def total(x: mr.Row, y: mr.Col):
+    ...     return mr.reduce(mr.monoids.LogSumExp, z=x * y).z
+    >>> total(torch.zeros(2), torch.zeros(4)).exp()
+    tensor([4., 4.])
+    """
+    if not (isinstance(monoid, type) and issubclass(monoid, Monoid)):
+        raise ArgumentError(detail=f"mr.reduce was given {monoid!r}", fix="Give a subclass of mr.Monoid")
+    declared = monoid.fields()
+    if set(fields) != set(declared):
+        raise ArgumentError(
+            detail=f"{monoid.__name__} has the fields {', '.join(declared)}, "
+            f"but mr.reduce was given {', '.join(fields) or 'none'}",
+            fix="Give every field by name",
+        )
+    if not monoid.commutative:
+        raise ArgumentError(
+            detail=f"{monoid.__name__} is not commutative, so its fold over pairs depends on the order of tiles",
+            fix="Fold it in order with mr.fold",
+        )
+    probe(monoid)
+    exprs = []
+    for name, (marker, _) in declared.items():
+        e = expr_of(fields[name])
+        if marker is Scalar and e.feature is not None:
+            raise UnreducedError(
+                detail=f'field {name} of {monoid.__name__} is a Scalar, but was given a vector over "{e.feature}"',
+                fix="Declare it mr.Vector, or reduce it over its features first",
+            )
+        exprs.append(constructors.apply("cast", e, to="float"))
+    results = (
+        _reduce("user", over, (monoid,), *(Symbol(e) for e in exprs), vectors=True, name="reduce") if exprs else []
+    )
+    return monoid(**dict(zip(declared, results, strict=True)))

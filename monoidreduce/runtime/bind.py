@@ -1,0 +1,176 @@
+"""The arguments of a call: checked before any work, and what their sizes, types and devices say of it.
+
+Every message names the argument, what was given and what was expected; ``op.py`` adds the op and its arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engines.common.batching import broadcast
+from ..engines.common.evaluate import Sizes
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, TopKError, shown
+from ..program.declarations import Parameter
+from ..program.expression import Expr, topological
+from ..program.symbol import Symbol
+
+_ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_kind(p: Parameter, value: Any) -> None:
+    """One argument against its declaration."""
+    if value is None and p.optional:
+        return
+    if p.is_tensor:
+        if isinstance(value, Symbol):
+            raise ArgumentError(
+                detail=f"an op was called inside the body of another, with {shown(value)} as {p.name}",
+                fix="Call the function that it was made of, as in op.function(...): a body may use any other",
+            )
+        if not isinstance(value, Tensor):
+            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a tensor")
+        if value.dim() < len(p.tail):
+            raise ShapeError(
+                detail=f"{p.name} is declared {p}, so its shape is {p.shape}, but it is {tuple(value.shape)}",
+                fix="Add the missing axis, or change the declaration",
+            )
+        if value.is_complex() or value.is_sparse or value.is_quantized:
+            raise DTypeError(detail=f"{p.name} is {shown(value)}", fix="Give a dense tensor of real numbers")
+    elif p.axis == "number":
+        if isinstance(value, Tensor):
+            if value.dim() != 0:
+                raise ShapeError(
+                    detail=f"{p.name} is declared {p}, one number, but was given a tensor {tuple(value.shape)}",
+                    fix="Give a number or a 0-dim tensor, or declare it mr.Batch, Row or Col",
+                )
+        elif p.python is int and isinstance(value, float | int) and not (value == value // 1 and abs(value) < 2**63):
+            raise ArgumentError(
+                detail=f"{p.name} is declared int, but was given {value}", fix="Give a whole number of 64 bits"
+            )
+        elif not isinstance(value, int | float | torch.SymInt) and not hasattr(value, "item"):
+            raise ArgumentError(detail=f"{p.name} is declared {p}, but was given {shown(value)}", fix="Give a number")
+
+
+def number_class(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int"
+
+
+def padded(value: Any, p: Parameter, rank: int) -> Any:
+    """A tensor with all the batch dimensions there are (size 1 in front), a view; numbers and choices as they are."""
+    if not isinstance(value, Tensor):
+        return value.item() if hasattr(value, "item") else value
+    own = value.dim() - len(p.tail)
+    if not value.is_floating_point() and value.dtype not in (torch.bool, torch.int64) and p.axis != "pairs":
+        value = value.long()  # indices are int64 everywhere; what is given per pair is raised tile by tile
+    return value[(None,) * (rank - own)] if rank > own else value
+
+
+def inputs_of(parameters: dict[str, Parameter], values: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The arguments that are there, as a program's inputs."""
+    return {n: padded(v, parameters[n], len(sizes.batch)) for n, v in values.items() if v is not None}
+
+
+def sizes_of(
+    parameters: dict[str, Parameter], values: dict[str, Any], wide: bool = False
+) -> tuple[Sizes, torch.dtype | None]:
+    """Check that sizes, types and devices agree, and say what they are. Where ``wide``, what is given per pair has more
+    columns than are here."""
+    found: dict[str, tuple[str, int]] = {}
+    batch: tuple[int, ...] = ()
+    batch_of = ""
+    floats: dict[str, torch.dtype] = {}
+    devices: dict[str, torch.device] = {}
+    for name, p in parameters.items():
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        if p.axis == "number" and value.device.type == "cpu":
+            continue
+        devices[name] = value.device
+        if p.axis == "number":
+            continue
+        if value.dtype.is_floating_point:
+            floats[name] = value.dtype
+        own = tuple(value.shape[: value.dim() - len(p.tail)])
+        for axis, length in zip(p.tail, value.shape[len(own) :], strict=True):
+            if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
+                _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
+        try:
+            batch = broadcast(batch, own)
+        except RuntimeError:
+            raise ShapeError(
+                detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",
+                fix="Leading dimensions must be equal or 1",
+            ) from None
+        batch_of = batch_of or name
+    if len(set(devices.values())) > 1:
+        raise DeviceError(
+            detail="arguments are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items())
+        )
+    sides = {n: d for n, d in floats.items() if parameters[n].axis in ("rows", "cols")} or floats
+    dtype = next(iter(sides.values()), None)
+    compute = torch.float32 if dtype in (None, torch.float16, torch.bfloat16) else dtype
+    kinds = {d for n, d in floats.items() if n in sides or d != compute}  # a Pair or Batch may have the arithmetic's
+    if len(kinds) > 1:
+        raise DTypeError(
+            detail="arguments mix floating types: " + ", ".join(f"{n} is {str(d)[6:]}" for n, d in floats.items())
+        )
+    if dtype is not None and dtype not in _FLOATS:
+        raise DTypeError(
+            detail=f"{next(iter(floats))} is {dtype}, which has no arithmetic here",
+            fix="Use float64, float32, float16 or bfloat16",
+        )
+    device = next(iter(devices.values()), torch.device("cpu"))
+    if _ALL in found and "cols" not in found:
+        raise ShapeError(
+            detail=f"columns are divided, but only {found[_ALL][0]} says how many there are, for every pair",
+            fix="Divide the rows alone: mr.shard(rows=...)",
+        )
+    sizes = {k: s for k, (_, s) in found.items() if k != _ALL}
+    return Sizes(sizes.pop("rows", 1), sizes.pop("cols", 1), tuple(batch), sizes, device, compute), dtype
+
+
+def _agree(found: dict[str, tuple[str, int]], axis: str, name: str, length: int) -> None:
+    first, size = found.setdefault(axis, (name, length))
+    if axis.isdigit() and length != int(axis):
+        raise ShapeError(detail=f"{name} is declared with {axis} features, but has {length}", fix="Change one of them")
+    if size != length:
+        what = {"rows": "rows", "cols": "columns", _ALL: "columns"}.get(axis, f'features "{axis}"')
+        raise ShapeError(
+            detail=f"{first} has {size} {what}, but {name} has {length}",
+            fix="They must be equal"
+            if axis in ("rows", "cols", _ALL)
+            else "Equal letters must be equal sizes; use two letters if they differ",
+        )
+
+
+def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
+    """What the body asks of sizes that only the call knows: features that are there, a k that is not too large."""
+    for e in topological(outputs):
+        letters = dict.fromkeys(a.feature for a in e.args if a.feature is not None)
+        if len(letters) > 1 and e.op != "reduce" and len({sizes.of(str(letter)) for letter in letters}) > 1:
+            (one, other), (m, n) = list(letters)[:2], [sizes.of(str(letter)) for letter in letters][:2]
+            names = [f'a vector over "{letter}"'.replace('vector over "#', 'top-k of "') for letter in (one, other)]
+            raise ShapeError(
+                detail=f"{e.op} combines {names[0]}, which has {m} features, with {names[1]}, which has {n}",
+                fix="A top-k's values are combined with vectors of k features",
+            )
+        if e.op == "component" and not -(count := sizes.of(str(e.args[0].feature))) <= e.attrs[0] < count:
+            raise ShapeError(
+                detail=f'feature [{e.attrs[0]}] was asked of a vector over "{e.args[0].feature}", which has {count}',
+                fix=f"Features are numbered from 0 to {count - 1}",
+            )
+        if e.op in ("famax", "famin") and sizes.of(str(e.args[0].feature)) == 0:
+            raise ShapeError(
+                detail=f"the {'largest' if e.op == 'famax' else 'smallest'} feature was asked of a vector over "
+                f'"{e.args[0].feature}", which has none',
+                fix="Give it at least one feature",
+            )
+        if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
+            raise TopKError(
+                k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")
+            )

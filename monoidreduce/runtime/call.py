@@ -1,0 +1,253 @@
+"""A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
+
+A plan is found by a key of everything that the checks of a call look at (``call_key.py``), and of nothing else:
+values are
+no part of it, so a new temperature is the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..engines import panel, reference
+from ..engines.common import oom_retry
+from ..engines.common.evaluate import Sizes, from_layout
+from ..engines.common.torch_code import inputs
+from ..engines.panel.panel_program import as_program
+from ..errors import BudgetError, NoGradientError
+from ..plan import budget
+from ..program.declarations import Parameter
+from ..program.expression import Expr, topological
+from ..program.gradient import gradient
+from ..program.lower import lower
+from ..program.trace import Traced
+from . import gradient_in_forward as known
+from . import layer_replay, logit_rounding, registry
+from .autograd import walk, walked
+from .backward_replay import totals
+from .bind import padded
+from .dense_or_tiled import Roads
+from .forward_replay import Program
+from .frozen_pass import freezes
+from .gradient_programs import asks, straight
+from .replay_steps import Steps
+
+
+class Form(NamedTuple):
+    """How calls with so many values by position and the same names for the others are read."""
+
+    order: tuple[str, ...]  # the names of all values
+    kinds: tuple[str, ...]  # what is declared of them (``call_key.py``)
+    vectors: tuple[int, ...]  # which of them may have features
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One traced program on arguments of one kind."""
+
+    traced: Traced
+    sizes: Sizes
+    run: Callable[..., list[Any]]
+    given: tuple[tuple[int, Callable[[Any], Any] | None], ...]  # per input of ``run``: which value, and its view
+    fixed: tuple[tuple[int, Any], ...]  # numbers that the program was traced with
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    calm: tuple[int, ...] = ()  # tensors that it was made for because they ask for no gradient
+
+    @staticmethod
+    def made(
+        traced: Traced,
+        parameters: dict[str, Parameter],
+        values: dict[str, Any],
+        sizes: Sizes,
+        out: torch.dtype | None,
+        engine: str,
+        order: Sequence[str] | None = None,
+        total: bool = False,
+    ) -> Plan:
+        """``order``: the names of the values that calls come with, each call like every other; else of all parameters,
+        and nothing else is known of them. ``total``: the sums of the outputs, numbers per row, are asked for."""
+        places = {name: k for k, name in enumerate(parameters if order is None else order)}
+        alike = order is not None
+        oracle = engine == "reference"
+        names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
+        run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
+        copied = _copied(traced.outputs)
+        run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
+        return Plan(
+            traced,
+            sizes,
+            run,
+            tuple((places.get(n, 0), _view(values[n], parameters[n], sizes, n in places)) for n in names),
+            tuple((places[n], values[n]) for n in traced.fixed if n in places),
+            tuple(_shape(e, sizes, out, total) for e in traced.outputs),
+            tuple(places[n] for n in calm if n in places and parameters[n].feature is None),
+        )
+
+    def serves(self, values: Sequence[Any]) -> bool:
+        """Whether the program is the one for these numbers, for those of these tensors that ask for gradients, and for
+        what the body reads besides its arguments."""
+        watched = self.traced.watched
+        if watched is not None and not watched.holds():
+            return False
+        for at in self.calm:
+            if values[at].requires_grad:
+                return False
+        for at, v in self.fixed:
+            value = values[at]
+            if value is not v and (value != v or type(value) is not type(v)):
+                return False
+        return True
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        watched = layer_replay.watching.get()
+        return self.traced.pack(self.results(values)) if watched is None else watched.ran(self, values)
+
+    def results(self, values: Sequence[Any]) -> list[Tensor]:
+        """The results in order, before the body's own form is put on them."""
+        return self.of(*[values[at] if view is None else view(values[at]) for at, view in self.given])
+
+    def of(self, *inputs: Any) -> list[Tensor]:
+        """The same, of the values as the program is given them."""
+        try:
+            found = oom_retry.typed(self.run, inputs, self.sizes)
+        except BudgetError as error:
+            raise _enough(error, self.traced, inputs, self.sizes) from None
+        for k, (shape, dtype) in enumerate(self.outputs):
+            value = found[k]
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value._base is not None:
+                found[k] = _as_given(value, self.outputs[k], self.sizes)
+        return found
+
+
+def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Sizes) -> BudgetError:
+    """The same error, naming an amount in which all passes of the call fit, and of its backward where one may follow.
+
+    A pass knows only its own need; the call would be refused again by the next one.
+    """
+    own = error.details.get("bytes")
+    if not isinstance(own, int):  # of tiles, whose least is the same for every pass
+        return error
+    maker = registry.stepper(registry.engine(), sizes.device)
+    one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
+    kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
+    folds = [p.fold for p in lower(traced.outputs).passes]
+    if torch.is_grad_enabled() and asks(inputs):
+        for fold in list(folds):
+            asked = tuple(e.dtype == "float" for e in fold.leaves)
+            with contextlib.suppress(NoGradientError):
+                _, _, outputs = gradient(fold.pure, fold.leaves, asked, (True,) * len(fold.outputs))
+                folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
+    folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
+    bytes = max([own, *(panel.least(as_program(f), one, maker, kinds) for f in folds)])
+    return BudgetError(given=error.details["given"], least=budget.shown(bytes), bytes=bytes)
+
+
+def _walk(
+    traced: Traced, values: dict[str, Any], sizes: Sizes, engine: str, alike: bool, total: bool
+) -> tuple[tuple[str, ...], Callable, list[str]]:
+    """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
+    program = lower(traced.outputs)
+    names, frozen = inputs(program), alike and freezes(engine, sizes)
+    numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
+    asking = logit_rounding.asking(values)
+    program = logit_rounding.marked(program, asking, sizes)
+    calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
+    passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
+    rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
+    if not total:
+        return names, run, calm
+    sums: Callable = lambda *given: totals(run(*given), sizes)
+    sums = _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    given = all(n in names for n in known.inputs_of(traced.outputs))
+    if not alike or not given or not known.is_wide(traced.outputs, sizes):
+        return names, sums, calm
+    make = registry.stepper(engine, sizes.device)
+    return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
+
+
+def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
+    """What runs, by launches one behind the other where it is nothing else."""
+    if not steps.launches:
+        return run
+    return functools.partial(
+        Program(steps, lambda _, *given: run(*given), functools.partial(walked, steps.engine)), sizes
+    )
+
+
+def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:
+    """By the dense oracle, which shares nothing with the passes but the arguments."""
+    names = tuple(e.attrs[0] for e in topological(traced.outputs) if e.op == "input")
+
+    def run(*given: Any) -> list[Any]:
+        known = dict(zip(names, given, strict=True))
+        found = reference.run(traced.outputs, known, sizes, registry.settings().limit)
+        return [from_layout(v, e) for v, e in zip(found, traced.outputs, strict=True)]
+
+    return names, run, []
+
+
+def _view(value: Any, p: Parameter, sizes: Sizes, given: bool) -> Callable[[Any], Any] | None:
+    """How an argument becomes an input: None where it is one already; a default, where it is not given."""
+    if not given:
+        return lambda _: value
+    view = functools.partial(padded, p=p, rank=len(sizes.batch))
+    if isinstance(value, Tensor) and value.device != sizes.device:  # a number that was given as a tensor on the host
+        return lambda v: view(v).to(sizes.device, non_blocking=True)
+    return None if view(value) is value else view
+
+
+def _shape(e: Expr, sizes: Sizes, out: torch.dtype | None, total: bool = False) -> tuple[tuple[int, ...], torch.dtype]:
+    """An output as users hold it: every axis of its kind and the whole batch, or no axis where it is a sum of numbers
+    per row; vectors in the inputs' type.
+
+    Numbers stay in the type they were accumulated in: rounding a loss or a logsumexp to 16 bits would cost 1e-3.
+    """
+    tail = (*((sizes.rows,) if e.rows else ()), *((sizes.cols,) if e.cols else ()))
+    tail += () if e.feature is None else (sizes.of(str(e.feature)),)
+    kind = {"bool": torch.bool, "int": torch.int64}.get(e.dtype, sizes.compute)
+    if total:
+        return (), kind if e.dtype == "float" else torch.int64
+    return (*sizes.batch, *tail), out if out is not None and e.feature is not None and e.dtype == "float" else kind
+
+
+def formed(found: list[Any], traced: Traced, sizes: Sizes, out: torch.dtype | None) -> list[Tensor]:
+    """Results in the evaluator's layout as users hold them."""
+    pairs = zip(_apart(found, _copied(traced.outputs)), traced.outputs, strict=True)
+    return [_as_given(from_layout(v, e), _shape(e, sizes, out), sizes) for v, e in pairs]
+
+
+@functools.lru_cache(maxsize=1024)
+def _copied(outputs: tuple[Expr, ...]) -> tuple[int, ...]:
+    """The outputs that would be the memory of an input, or of another output: a user may change each in place."""
+    return tuple(k for k, e in enumerate(outputs) if e in outputs[:k] or _source(e).op == "input")
+
+
+def _source(e: Expr) -> Expr:
+    """What an output is at most a view of."""
+    return _source(e.args[0]) if e.op in ("cast", "component", "spread") else e
+
+
+def _apart(found: Sequence[Any], copied: tuple[int, ...]) -> list[Any]:
+    """Results of which some are copied."""
+    return [v.clone() if k in copied and isinstance(v, Tensor) else v for k, v in enumerate(found)]
+
+
+def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Sizes) -> Tensor:
+    """A result in its output's shape and type, which may be changed in place: no element stands for several, and it is
+    no view of an engine's buffer (torch would refuse one that was made under ``no_grad``)."""
+    shape, dtype = output
+    if not isinstance(value, Tensor):
+        return torch.full(shape, value, dtype=dtype, device=sizes.device)
+    if value.shape != shape:
+        value = value.expand(shape).clone(memory_format=torch.contiguous_format)
+    if value._base is not None and not value.requires_grad and straight():
+        value = value.detach()
+    return value if value.dtype == dtype else value.to(dtype)

@@ -1,0 +1,159 @@
+"""Calls inside ``torch.compile``: what its tracer (dynamo) sees of an op.
+
+Dynamo runs our front door symbolically and must not look further: the body of an op, the checks and the plans are
+ours. So it sees one function that it puts into its graph unread (:func:`in_graph`, tensors and numbers in, tensors
+out); the compiler's next stage runs that on fake tensors, and finds the registered operators of ``torch_operator.py``.
+Fixed choices (an activation) are no values of a graph: they stay with the op under a name, and so does the form in
+which results are handed back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algebra import Monoid
+from ..errors import TraceError
+from ..program.declarations import Parameter
+from . import autocast, registry
+
+Choices = tuple[tuple[str, Any], ...]
+Run = Callable[..., tuple[list[Tensor], Any]]  # (choices, *args, **kwargs) -> results, their form
+
+_CALLS: dict[str, tuple[Run, Choices]] = {}
+_lock = threading.Lock()
+_last = threading.local()
+
+
+def constant(function: Callable) -> Callable:
+    """Dynamo runs the function at once and takes its answer for a constant, as ``assume_constant_result`` does.
+
+    (That function would import dynamo, which takes longer than all of us.)
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def name(run: Run, choices: Choices) -> str:
+    """The name of an op with its fixed choices, for :func:`in_graph`."""
+    with _lock:
+        for known, call in _CALLS.items():
+            if call[0] == run and call[1] == choices:
+                return known
+        _register()
+        found = f"op{len(_CALLS)}"
+        _CALLS[found] = run, choices
+        return found
+
+
+@functools.cache
+def _register() -> None:
+    torch.compiler.allow_in_graph(in_graph)
+
+
+def in_graph(call: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Run an op; what dynamo sees in its place."""
+    run, choices = _CALLS[call]
+    results, _last.form = run(choices, *args, **kwargs)
+    return tuple(results)
+
+
+def opened(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Numbers that the compiler leaves open: a length stays one, a float becomes a tensor.
+
+    As a product: of all ways to make a tensor of a float this is the one that the compiler does not fix the float for.
+    """
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    wide = any(t.dtype is torch.float64 for t in tensors)
+    device = tensors[0].device if tensors else None
+
+    def one(value: Any) -> Any:
+        unit: Any = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device)
+        return unit * value if isinstance(value, torch.SymFloat) else value
+
+    return tuple(map(one, args)), {k: one(v) for k, v in kwargs.items()}
+
+
+def closed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Numbers with their values, which the compiler then guards."""
+
+    def one(value: Any) -> Any:
+        return int(value) if isinstance(value, torch.SymInt) else float(value) if _is_open(value) else value
+
+    return tuple(map(one, args)), {k: one(v) for k, v in kwargs.items()}
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat)
+
+
+def last_form() -> Any:
+    """The form of the results of this thread's last :func:`in_graph`."""
+    return _last.form
+
+
+def filled(form: Any, results: tuple[Tensor, ...]) -> Any:
+    """Results in a form (a nest of containers with a result's number at each place); plain enough for dynamo."""
+    if isinstance(form, int):
+        return results[form]
+    if isinstance(form, dict):
+        return type(form)({key: filled(value, results) for key, value in form.items()})
+    if isinstance(form, Monoid):
+        return type(form)(**{field: filled(getattr(form, field), results) for field in type(form).fields()})
+    inside = [filled(value, results) for value in form]
+    return type(form)(*inside) if hasattr(form, "_fields") else type(form)(inside)
+
+
+class Compiled:
+    """What an op does when dynamo reads a call of it."""
+
+    parameters: dict[str, Parameter]
+    _choices: tuple[str | None, ...]  # the names of the parameters that are fixed choices, by place
+
+    def _planned(self, args: tuple, kwargs: dict, engine: str) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def _compiled(self, args: tuple, kwargs: dict) -> Any:
+        """What dynamo reads of a call: the fixed choices taken out, one opaque function, the results' form put on."""
+        choices: list[Any] = []
+        values, named = list(args), dict(kwargs)
+        for at, chosen in enumerate(self._choices):
+            if chosen is not None and at < len(values):
+                choices += (chosen, values[at])
+                values[at] = None
+            elif chosen is not None and chosen in named:
+                choices += (chosen, named.pop(chosen))
+        call = self._call_name(*choices)
+        results = in_graph(call, *values, **named)
+        return filled(getattr(self, self._form_name()), results)
+
+    @constant
+    def _call_name(self, *choices: Any) -> str:
+        return name(self._run_in_graph, tuple(zip(choices[::2], choices[1::2], strict=True)))
+
+    @constant
+    def _form_name(self) -> str:
+        """The attribute where the form of the last results is kept: there dynamo can guard it."""
+        form = last_form()
+        place = f"_form_{form!r}"
+        setattr(self, place, form)
+        return place
+
+    def _run_in_graph(self, choices: Choices, *args: Any, **kwargs: Any) -> tuple[list[Tensor], Any]:
+        chosen = dict(choices)
+        values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
+        given, named = (*values, *args[len(values) :]), kwargs | chosen
+        device = autocast.region((*given, *named.values()))
+        if device is not None:
+            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
+        try:
+            plan, bound = self._planned(*opened(given, named), registry.engine())
+        except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too
+            plan, bound = self._planned(*closed(given, named), registry.engine())
+        results = plan.results(bound)
+        return results, plan.traced.pack(list(range(len(results))))

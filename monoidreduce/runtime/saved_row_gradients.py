@@ -1,0 +1,52 @@
+"""Gradients of rows that the forward keeps (``program/saved_row_gradients.py``): whether it pays.
+
+It does where kernels run and pairs are many: a product less in all, for the price of one vector per row that is held
+until the backward. Under a memory budget the ordinary road is taken, and so it is by a backward that is itself to be
+differentiated. Targets that are data (labels in any order) lie in every tile, so that no tile goes without a condition
+and a running maximum: they take the ordinary road too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..engines import triton
+from ..engines.common import matmul
+from ..engines.common.evaluate import Sizes
+from ..engines.triton.codegen.kernel_spec import TINY, WIDEST
+from ..plan import budget
+from ..program.expression import topological
+from ..program.lower import Fold
+from ..program.saved_row_gradients import Early, early
+
+MANY = 2**24  # pairs
+
+
+def many(sizes: Sizes) -> bool:
+    """Whether pairs are so many that it pays."""
+    return math.prod(sizes.batch) * sizes.rows * sizes.cols >= MANY
+
+
+def may_keep(fold: Fold) -> bool:
+    """Whether a forward may keep what the gradients of its rows need: where it folds a logsumexp."""
+    return any(r.attrs[0] == "soft" and len(r.args) == 1 for r in fold.reductions)
+
+
+def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
+    """How a fold keeps what its rows' gradients need, where that pays; as the call that is rehearsed would."""
+    real = matmul.rehearsed.get()
+    sizes = sizes if real is None else real
+    kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
+    if not kernels or not many(sizes):
+        return None
+    if budget.asked() is not None or not triton.runs_on(sizes.device):
+        return None
+    found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
+    if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):
+        return None
+    widths = [sizes.of(str(fold.leaves[m.place].feature)) for m in found.means]
+    return found if min(widths) > TINY and sum(widths) <= WIDEST else None
