@@ -93,7 +93,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _expected(name: str, cases: set[str], given: argparse.Namespace) -> bool:
-    """Whether a recorded fingerprint should have been made again: its case ran, or all cases of its part should have."""
+    """Whether a recorded fingerprint should have been made again: its case ran, or every case of its part should."""
     part, _, rest = name.partition("/")
     part = {"sources": "launches", "replay sources": "replays"}.get(part, part)
     if not rest or f"{part}/{rest}".rpartition("/")[0] in cases:
