@@ -20,7 +20,9 @@ def compile_cases(capability: int, quick: bool) -> Iterator[tuple[str, Callable[
     """The cases of the compile tests: a name, and what compiles its kernels.
 
     ``triton.compile`` is called for each of them; it may raise ``ptx.Compiled``, which ends that kernel alone."""
-    from tests.interpret import aot, small, test_compile
+    from tests.interpret import test_aot_compile as test_compile
+    from tests.support import aot_compile as aot
+    from tests.support import aot_fixed_kernels as small
 
     from .ptx import Compiled
 
@@ -45,7 +47,7 @@ def compile_cases(capability: int, quick: bool) -> Iterator[tuple[str, Callable[
 @contextlib.contextmanager
 def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter with the same results in less time."""
-    from tests.interpret.quick import quicken
+    from tests.support.fast_interpreter import quicken
 
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch)
@@ -72,18 +74,18 @@ def absent_h200(compile: Callable[..., Any], again: Callable[..., Any]) -> Itera
     from triton import knobs
 
     from benchmarks import pretend
-    from monoidreduce.engine.triton import ahead, source
-    from tests.interpret import absent
+    from monoidreduce.engines.triton.launch import jit_module, parallel_compile
+    from tests.support import fake_cuda_driver
 
     knobs.propagate_env = False
     knobs.runtime.interpret = False
-    triton.runtime.driver.set_active(absent.Driver())
+    triton.runtime.driver.set_active(fake_cuda_driver.Driver())
     with (
-        mock.patch.object(source, "resting", contextlib.nullcontext),
+        mock.patch.object(jit_module, "resting", contextlib.nullcontext),
         mock.patch.object(triton.compiler, "compile", compile),
         pretend.h200(),
-        mock.patch.object(source, "again", again),
-        mock.patch.object(ahead, "_may_wait", lambda device: False),
+        mock.patch.object(jit_module, "again", again),
+        mock.patch.object(parallel_compile, "_may_wait", lambda device: False),
         monoidreduce.use(engine="auto"),
     ):
         yield
