@@ -49,9 +49,10 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-# Warnings are errors (mkdocs.yml). The variable silences an advertisement of mkdocs-material's successor.
+# Warnings are errors (mkdocs.yml), but not with --quiet, which hides and does not count them. The variable silences an
+# advertisement of mkdocs-material's successor.
 docs: $(STAMP)  ## the documentation site, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-serve: $(STAMP)  ## the site on a local port, rebuilt as you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -1,7 +1,8 @@
 """Count the code: ``make size``, or ``python -m docs.size``, prints a table by package.
 
 A *code line* has at least one token that is neither a comment nor part of a docstring. ``--write``
-puts the table into docs/contributing.md, between ``<!-- size -->`` and ``<!-- end size -->``; the site is always built with fresh numbers.
+puts the table into docs/contributing.md, between ``<!-- size -->`` and ``<!-- end size -->``. The site is always built
+with fresh numbers.
 """
 
 from __future__ import annotations
