@@ -1,4 +1,4 @@
-"""The pictures of docs/idea.md: ``python -m docs.draw.pictures`` writes docs/images/idea-*.svg; a test compares them."""
+"""The pictures of docs/idea.md: ``python -m docs.draw.pictures`` writes docs/images/idea-*.svg; a test compares."""
 
 from collections.abc import Callable
 from pathlib import Path
