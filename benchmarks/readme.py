@@ -182,14 +182,15 @@ def headline() -> str:
         "| case | ours, ms | best peer, ms | ours ÷ peer | extra memory: ours / peer |",
         "|---|---|---|---|---|",
     ]
-    machines: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for row in HEADLINES:
         path = newest(row.kind)
         if path is None:
             continue
         results = json.loads(path.read_text(encoding="utf-8"))
         where = results["environment"]
-        machines.setdefault(row.kind.split("-")[0], f"{where['machine']}; {where['versions']}")
+        machine = f"{where['machine']}; {where['versions']}; {where['date']}"
+        sources.setdefault(path.stem, machine)
         entries = [e for e in ENTRIES[row.kind](results) if e.work == row.work]
         ours = next(e for e in entries if e.who == row.who)
         peer = best_peer(entries, row.within)
@@ -197,7 +198,7 @@ def headline() -> str:
         ratio = " / ".join(_ratio(a, b) for a, b in zip(ours.times, peer.times, strict=True))
         memory = f"{_megabytes(ours.extra)} / {_megabytes(peer.extra)}"
         lines.append(f"| {row.label} | {_times(ours)} | {peer.who} {_times(peer)} | {ratio} | {memory} |")
-    said = "\n".join(f"- {kind.upper()}: {machine}" for kind, machine in machines.items())
+    said = "\n".join(f"- `{name}`: {machine}" for name, machine in sources.items())
     return "\n".join(lines) + f"\n\n{said}\n"
 
 
