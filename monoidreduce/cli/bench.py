@@ -14,30 +14,10 @@ from typing import Any
 import click
 import torch
 
-from . import report, workload
-from .command import (
-    LAYER_OPTIONS,
-    OUT,
-    SIZE,
-    Answer,
-    CommandError,
-    command,
-    dtype_name,
-    dtype_option,
-    make_folder,
-    write_files,
-)
+from . import measure, report, workload
+from .command import LAYER_OPTIONS, OUT, SIZE, Answer, CommandError, OutputFolder, command, dtype_name, dtype_option
 from .layers import LAYERS
-from .measure import (
-    Environment,
-    Outcome,
-    Runner,
-    describe_environment,
-    reason_dense_does_not_fit,
-    run_once,
-    time_in_turns,
-    to_float64,
-)
+from .measure import Outcome, Runner
 from .peers import PEERS, Call, Peer
 from .target import describe_error
 from .terminal import format_number, format_ratio, geometric_mean, print_paths, print_table, show_progress
@@ -62,10 +42,6 @@ class Measurement:
     extra_bytes: int | None = None
     error: float | None = None
     note: str = ""
-
-    @property
-    def pairs(self) -> int:
-        return self.rows * self.cols
 
     @property
     def ms(self) -> float | None:
@@ -111,12 +87,12 @@ def bench(
     """
     chosen = _find_layers(tuple(LAYERS) if layers == ("all",) else layers or DEFAULT_LAYERS, given)
     report.require_matplotlib()
-    folder = make_folder(out)
+    folder = OutputFolder(out)
     start = time.perf_counter()
     contests = [(layer, *_find_contenders(layer, _find_peers(peers), device)) for layer in chosen]
     rows = _measure_all(contests, sizes, dtype, device, seconds)
     missing = {who: why for _, _, absent in contests for who, why in absent.items()}
-    environment, took = describe_environment(device), time.perf_counter() - start
+    environment, took = measure.describe_environment(device), time.perf_counter() - start
     kind = dtype_name(dtype)
     how = f"{kind} on the {'GPU' if device.type == 'cuda' else 'CPU'}, the best of several runs taken in turns."
     command_line = " ".join(["monoidreduce bench", *layers, *(f"--size {r}x{c}" for r, c in sizes), f"--dtype {kind}"])
@@ -124,13 +100,20 @@ def bench(
         "environment": vars(environment), "command": command_line, "dtype": kind, "device": str(device),
         "rows": [vars(r) for r in rows], "not_measured": missing, "seconds": took,
     }  # fmt: skip
-    contents = {
-        "bench.html": render_page(rows, missing, environment, how, command_line, took),
-        "bench.md": render_markdown(rows, missing, environment, how, command_line),
-        "bench.json": json.dumps(data, indent=2),
-        "bench.png": report.draw_curves_png(how, _list_charts(rows)),
+    origin = report.Origin(environment, took, command_line)
+    panels = {
+        f"{layer}: {what}": (unit, curves)
+        for layer, own in _group_by_layer(rows).items()
+        for what, unit, curves in _list_charts(own)
     }
-    written = write_files(folder, contents)
+    written = folder.write(
+        {
+            "bench.html": render_page(rows, missing, how, origin),
+            "bench.md": render_markdown(rows, missing, how, origin),
+            "bench.json": json.dumps(data, indent=2),
+            "bench.png": report.draw_curves_png(how, panels),
+        }
+    )
     data["files"] = [str(path) for path in written]
     return Answer(data, lambda console: print_results(console, rows, missing, written))
 
@@ -218,11 +201,11 @@ def measure_contenders(
     reported in its note and does not stop the others.
     """
     args = layer.inputs(*size, dtype, device)
-    dense_problem = reason_dense_does_not_fit(size[0] * size[1], args, device)
+    dense_problem = measure.reason_dense_does_not_fit(size[0] * size[1], args, device)
     truth = None
     if with_error and layer.dense is not None and not dense_problem:
         tell("the truth in float64")
-        truth = run_once(layer.dense, to_float64(args))
+        truth = measure.run_once(layer.dense, measure.to_float64(args))
     rows: dict[str, Measurement] = {}
     runners: dict[str, Runner] = {}
     for who, call in contenders.items():
@@ -235,7 +218,7 @@ def measure_contenders(
         if runner is not None:
             runners[who] = runner
     tell("time")
-    time_in_turns(list(runners.values()), seconds * len(runners), LEAST_RUNS, MOST_RUNS)
+    measure.time_in_turns(list(runners.values()), seconds * len(runners), LEAST_RUNS, MOST_RUNS)
     for who, runner in runners.items():
         tell(f"{who}: memory")
         rows[who] = replace(
@@ -261,8 +244,8 @@ def _run_first(
             continue
         runner.backward = bool(outcome.gradients)
         # Two samplers draw differently, so results that are indices are not compared.
-        error = None if truth is None or outcome.discrete else outcome.error(truth)
-        return replace(row, error=error, note=f"forward only: {problem}" if problem else ""), runner
+        found = None if truth is None or outcome.discrete else outcome.error(truth)
+        return replace(row, error=found, note=f"forward only: {problem}" if problem else ""), runner
     return replace(row, note=f"failed: {problem}"), None
 
 
@@ -292,24 +275,21 @@ def _group_by_layer(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]
     return found
 
 
-def _list_curves(rows: Sequence[Measurement], what: str) -> dict[str, list[tuple[float, float]]]:
-    """The curves of one layer over its pairs, ours first: ``what`` is "time" (ms) or "memory" (MB)."""
-    found: dict[str, list[tuple[float, float]]] = {"ours": []}
-    for row in rows:
-        value = row.ms if what == "time" else None if row.extra_bytes is None else max(row.extra_bytes, 1) / 1e6
-        if value is not None:
-            found.setdefault(row.who, []).append((float(row.pairs), value))
-    return {who: points for who, points in found.items() if points}
-
-
-def _list_charts(rows: Sequence[Measurement]) -> dict[str, tuple[str, Mapping[str, report.Points]]]:
-    """All charts: title -> (unit, curves)."""
-    return {
-        f"{layer}: {what}": (unit, curves)
-        for layer, own in _group_by_layer(rows).items()
-        for what, unit in (("time", "ms"), ("memory", "MB"))
-        if (curves := _list_curves(own, what))
+def _list_charts(rows: Sequence[Measurement]) -> list[tuple[str, str, dict[str, list[tuple[float, float]]]]]:
+    """The charts of one layer over its number of pairs: (what is shown, its unit, a curve for each contender)."""
+    values: dict[tuple[str, str], Callable[[Measurement], float | None]] = {
+        ("time", "ms"): lambda r: r.ms,
+        ("memory", "MB"): lambda r: None if r.extra_bytes is None else max(r.extra_bytes, 1) / 1e6,
     }
+    charts = []
+    for (what, unit), value in values.items():
+        found: dict[str, list[tuple[float, float]]] = {"ours": []}  # the first curve
+        for row in rows:
+            if (y := value(row)) is not None:
+                found.setdefault(row.who, []).append((float(row.rows * row.cols), y))
+        if curves := {who: points for who, points in found.items() if points}:
+            charts.append((what, unit, curves))
+    return charts
 
 
 def print_results(
@@ -328,13 +308,12 @@ def print_results(
     print_paths(console, written)
 
 
-def render_markdown(
-    rows: Sequence[Measurement], missing: Mapping[str, str], environment: Environment, how: str, command_line: str
-) -> str:
+def render_markdown(rows: Sequence[Measurement], missing: Mapping[str, str], how: str, origin: report.Origin) -> str:
     """The tables in Markdown."""
+    environment = origin.environment
     machine = environment.gpu or f"{environment.cpu}, {environment.threads}"
     where = f"{environment.date}; {machine}; torch {environment.torch}, monoidreduce {environment.version}"
-    parts = [f"# Benchmark\n\n{where}\n\n{how}\n\n`{command_line}`"]
+    parts = [f"# Benchmark\n\n{where}\n\n{how}\n\n`{origin.command_line}`"]
     for layer, own in _group_by_layer(rows).items():
         table = [HEADINGS, tuple("---" for _ in HEADINGS), *map(_format, own)]
         lines = ["| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in table]
@@ -344,28 +323,18 @@ def render_markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def render_page(
-    rows: Sequence[Measurement],
-    missing: Mapping[str, str],
-    environment: Environment,
-    how: str,
-    command_line: str,
-    seconds: float,
-) -> str:
+def render_page(rows: Sequence[Measurement], missing: Mapping[str, str], how: str, origin: report.Origin) -> str:
     """The page, a function of the rows alone."""
     tiles = []
     for who, speed, memory in compare_with_ours(rows):
         less = f"{format_ratio(memory)} less" if memory >= 1 else f"{format_ratio(1 / memory)} more"
         tiles.append((format_ratio(speed), f"the speed of {escape(who)}", f"{less} memory"))
+    parts = [_make_section(layer, own) for layer, own in _group_by_layer(rows).items()]
+    if missing:
+        listed = "\n".join(f"<li>{escape(who)}: {escape(why)}</li>" for who, why in missing.items())
+        parts.append(report.make_section("Not measured", f"<ul>\n{listed}\n</ul>"))
     lead = f'<p class="lead">{escape(how)}</p>'
-    listed = "\n".join(f"<li>{escape(who)}: {escape(why)}</li>" for who, why in missing.items())
-    parts = [
-        report.make_header("MonoidReduce and its peers", lead, tiles, environment, seconds),
-        *(_make_section(layer, own) for layer, own in _group_by_layer(rows).items()),
-        report.make_section("Not measured", f"<ul>\n{listed}\n</ul>") if missing else "",
-        report.make_reproduce_section(command_line),
-    ]
-    return report.make_page("the benchmark", parts)
+    return report.make_page("the benchmark", "MonoidReduce and its peers", lead, tiles, parts, origin)
 
 
 def compare_with_ours(rows: Sequence[Measurement]) -> list[tuple[str, float, float]]:
@@ -388,11 +357,7 @@ def compare_with_ours(rows: Sequence[Measurement]) -> list[tuple[str, float, flo
 
 def _make_section(layer: str, rows: Sequence[Measurement]) -> str:
     """One layer: its charts, their legend and its table."""
-    charts = [
-        (what, unit, curves)
-        for what, unit in (("time", "ms"), ("memory", "MB"))
-        if (curves := _list_curves(rows, what))
-    ]
+    charts = _list_charts(rows)
     figures = [
         (
             report.draw_curves(curves, unit, escape(f"{what} of {layer} over the number of pairs")),

@@ -177,28 +177,36 @@ def dtype_option(default: str) -> click.Option:
     return click.Option(["--dtype"], type=kind, default=default, show_default=True, help="the floating type")
 
 
+def target_at_a_size(dtype: str) -> tuple[click.Parameter, ...]:
+    """The parameters ``target``, ``rows``, ``cols`` and ``dtype`` with this default dtype."""
+    return TARGET, ROWS, COLS, dtype_option(dtype)
+
+
 # Files ------------------------------------------------------------------------------------------------------------
 
 
-def make_folder(path: Path) -> Path:
-    """Make the folder if needed and check that it can be written to. Call this before any long measurement."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise CommandError(f"--out {path} is a file. Give a folder") from None
-    except OSError as error:
-        raise CommandError(f"cannot make the folder {path}: {error.strerror}. Give another one with --out") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise CommandError(f"cannot write into the folder {path}. Give another one with --out")
-    return path
+class OutputFolder:
+    """The folder that --out names. Make this before any long measurement: it fails if nothing can be written there."""
 
-
-def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
-    """Write each file into the folder and return the paths."""
-    paths = [folder / name for name in contents]
-    for path, content in zip(paths, contents.values(), strict=True):
+    def __init__(self, path: Path):
         try:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise CommandError(f"--out {path} is a file. Give a folder") from None
         except OSError as error:
-            raise CommandError(f"cannot write {path}: {error.strerror}. Give another folder with --out") from None
-    return paths
+            raise CommandError(
+                f"cannot make the folder {path}: {error.strerror}. Give another one with --out"
+            ) from None
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise CommandError(f"cannot write into the folder {path}. Give another one with --out")
+        self.path = path
+
+    def write(self, contents: Mapping[str, str | bytes]) -> list[Path]:
+        """Write each file and return the paths."""
+        paths = [self.path / name for name in contents]
+        for path, content in zip(paths, contents.values(), strict=True):
+            try:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            except OSError as error:
+                raise CommandError(f"cannot write {path}: {error.strerror}. Give another folder with --out") from None
+        return paths

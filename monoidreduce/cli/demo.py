@@ -11,19 +11,10 @@ from typing import Any
 
 import click
 
-from . import report
-from .command import OUT, Answer, command, make_folder, write_files
+from . import measure, report
+from .command import OUT, Answer, OutputFolder, command
 from .layers import LOGIT, PAPER_LAYERS, Layer, Size
-from .measure import (
-    Environment,
-    MemoryProfile,
-    Runner,
-    describe_environment,
-    relative_error,
-    run_once,
-    time_in_turns,
-    to_float64,
-)
+from .measure import Environment, MemoryProfile, Runner, relative_error, run_once, time_in_turns, to_float64
 from .terminal import format_number, format_ratio, geometric_mean, print_table, show_progress
 
 SECONDS = 75.0  # what the whole demo should take
@@ -92,12 +83,12 @@ def demo(quick: bool, out: Path) -> Answer:
     The papers' layers are measured here and now, ours and naive: time, peak extra memory, error against float64.
     Writes a page, index.html.
     """
-    folder = make_folder(out)
+    folder = OutputFolder(out)
     start = time.perf_counter()
     results = _measure_all(quick)
     seconds = time.perf_counter() - start
-    environment = describe_environment()
-    (page,) = write_files(folder, {"index.html": render_page(results, environment, seconds, quick)})
+    environment = measure.describe_environment()
+    (page,) = folder.write({"index.html": render_page(results, environment, seconds, quick)})
 
     def show(console: Any) -> None:
         print_results(console, results, _write_footnotes(results, seconds))
@@ -162,16 +153,15 @@ _WIDE, _NARROW = 112, 72  # window widths that the two forms of the table need
 def print_results(console: Any, results: Sequence[Result], footnotes: Sequence[str]) -> None:
     """Print the results in the widest form that fits the window, with notes below."""
     console.print()
+    rows = [_format(r) for r in results]
     if console.width >= _WIDE:
-        headings = ("layer", "ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, ours", "naive")
-        rows = [(name, *t, faster, *m, smaller, *e) for name, t, faster, m, smaller, e in map(_format, results)]
-        print_table(console, headings, rows, range(1, 9), markup=True)
+        headings = ["layer", "ms, ours", "naive", "ratio", "MB, ours", "naive", "ratio", "error, ours", "naive"]
+        print_table(console, headings, [[cell for part in row for cell in part] for row in rows], range(1, 9), True)
     elif console.width >= _NARROW:
-        headings = ("layer", "ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive")
-        rows = [tuple(cell if isinstance(cell, str) else "\n".join(cell) for cell in _format(r)) for r in results]
-        print_table(console, headings, rows, range(1, 6), markup=True)
+        headings = ["layer", "ms, ours\nnaive", "ratio", "MB, ours\nnaive", "ratio", "error, ours\nnaive"]
+        print_table(console, headings, [["\n".join(part) for part in row] for row in rows], range(1, 6), True)
     else:
-        for name, times, faster, sizes, smaller, errors in map(_format, results):
+        for (name,), times, (faster,), sizes, (smaller,), errors in rows:
             console.print(name, style="bold")
             console.print(f"  ms {times[0]}, naive {times[1]}, {faster}")
             console.print(f"  MB {sizes[0]}, naive {sizes[1]}, {smaller}")
@@ -180,16 +170,18 @@ def print_results(console: Any, results: Sequence[Result], footnotes: Sequence[s
         console.print(note, style="dim")
 
 
-def _format(r: Result) -> tuple[str, list[str], str, list[str], str, list[str]]:
-    """A result as text: name, times, ratio, memory, ratio, errors; ours and naive where there are two."""
+def _format(r: Result) -> list[list[str]]:
+    """A result as text: name, times, their ratio, memory, its ratio, errors; ours and naive where there are two."""
     sides = (r.ours, r.naive)
-    faster, smaller = (f"[{'green' if x >= 1 else 'yellow'}]{format_ratio(x)}[/]" for x in (r.faster, r.smaller))
-    return (
-        r.layer.name + ("" if r.layer.backward else " (forward)"),
-        [format_number(s.total_ms) for s in sides], faster,
-        [format_number(s.extra_mb) for s in sides], smaller,
+    colour = lambda ratio: f"[{'green' if ratio >= 1 else 'yellow'}]{format_ratio(ratio)}[/]"
+    return [
+        [r.layer.name + ("" if r.layer.backward else " (forward)")],
+        [format_number(s.total_ms) for s in sides],
+        [colour(r.faster)],
+        [format_number(s.extra_mb) for s in sides],
+        [colour(r.smaller)],
         [f"{s.error:.1e}" for s in sides],
-    )  # fmt: skip
+    ]
 
 
 def _write_footnotes(results: Sequence[Result], seconds: float) -> list[str]:
@@ -214,20 +206,11 @@ _TIME, _MEMORY, _ERROR = "Time, ms", "Peak extra memory, MB", "Error"
 
 def render_page(results: Sequence[Result], environment: Environment, seconds: float, quick: bool = False) -> str:
     """The page, a function of the results alone. The figures show the first result, attention."""
-    command_line = "python -m monoidreduce demo" + (" --quick" if quick else "")
-    more = """<p>or <code>make demo</code> in a clone of the repository. <code>--json</code> prints the numbers,
-<code>--out DIR</code> puts this page elsewhere.</p>"""
-    parts = [
-        _make_header(results, environment, seconds),
-        _make_layers(results, quick),
-        _make_figures(results[0]),
-        _make_method(results),
-        report.make_reproduce_section(command_line, more),
-    ]
-    return report.make_page("the demo", parts)
-
-
-def _make_header(results: Sequence[Result], environment: Environment, seconds: float) -> str:
+    intro = f"""<p class="lead">A layer that combines every row with every column usually builds the M × N matrix of all
+pairs, and keeps it for the backward pass. If the results combine by a commutative monoid, it need not: the fold runs
+tile by tile, and the gradient of each pair follows from the final result alone. Below, {len(results)} layers written
+this way beside the same layers in plain torch, measured on this machine.</p>
+<pre><code>{escape(_EXAMPLE)}</code></pre>"""
     error = max(r.ours.error / max(r.naive.error, 1e-30) for r in results)
     mean = "geometric mean of the layers below"
     tiles = (
@@ -235,12 +218,11 @@ def _make_header(results: Sequence[Result], environment: Environment, seconds: f
         (format_ratio(geometric_mean([r.faster for r in results])), "the dense form’s speed", mean),
         (format_ratio(error), "the dense form’s error", "the worst layer, both against float64"),
     )
-    intro = f"""<p class="lead">A layer that combines every row with every column usually builds the M × N matrix of all
-pairs, and keeps it for the backward pass. If the results combine by a commutative monoid, it need not: the fold runs
-tile by tile, and the gradient of each pair follows from the final result alone. Below, {len(results)} layers written
-this way beside the same layers in plain torch, measured on this machine.</p>
-<pre><code>{escape(_EXAMPLE)}</code></pre>"""
-    return report.make_header("MonoidReduce", intro, tiles, environment, seconds)
+    parts = [_make_layers(results, quick), _make_figures(results[0]), _make_method(results)]
+    more = """<p>or <code>make demo</code> in a clone of the repository. <code>--json</code> prints the numbers,
+<code>--out DIR</code> puts this page elsewhere.</p>"""
+    origin = report.Origin(environment, seconds, "python -m monoidreduce demo" + (" --quick" if quick else ""))
+    return report.make_page("the demo", "MonoidReduce", intro, tiles, parts, origin, more)
 
 
 def _make_layers(results: Sequence[Result], quick: bool) -> str:

@@ -195,10 +195,12 @@ def relative_error(found: tuple[Tensor | None, ...], truth: tuple[Tensor | None,
 
 
 def _relative_error(x: Tensor | None, truth: Tensor | None, floor: float) -> float:
-    if x is None and truth is None:
-        return 0.0
-    x = torch.zeros_like(truth) if x is None else x  # a gradient that is None is zero
-    truth = torch.zeros_like(x) if truth is None else truth
+    if x is None:  # a gradient that is None is zero
+        if truth is None:
+            return 0.0
+        x = torch.zeros_like(truth)
+    elif truth is None:
+        truth = torch.zeros_like(x)
     if x.shape != truth.shape:
         return math.inf
     x, truth = x.double(), truth.to(x.device).double()

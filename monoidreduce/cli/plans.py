@@ -12,24 +12,12 @@ import torch
 from .. import tuning
 from ..plan import cache as plan_cache
 from . import terminal, workload
-from .command import (
-    COLS,
-    FORWARD,
-    LAYER_OPTIONS,
-    OP_OPTIONS,
-    ROWS,
-    TARGET,
-    Answer,
-    CommandError,
-    command,
-    dtype_name,
-    dtype_option,
-)
+from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
 from .target import load, report_user_errors
 
 
 @command(
-    "explain", TARGET, ROWS, COLS, dtype_option("bf16"), FORWARD,
+    "explain", *target_at_a_size("bf16"), FORWARD,
     click.Option(["--measure"], is_flag=True, help="run it too, and measure beside what is predicted"),
     *OP_OPTIONS,
 )  # fmt: skip
@@ -59,7 +47,7 @@ def explain(
     return Answer(data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
-@command("tune", TARGET, ROWS, COLS, dtype_option("float32"), FORWARD, *LAYER_OPTIONS)
+@command("tune", *target_at_a_size("float32"), FORWARD, *LAYER_OPTIONS)
 def tune(
     target: str, rows: int, cols: int, dtype: torch.dtype, forward: bool, device: torch.device, **given: Any
 ) -> Answer:

@@ -12,20 +12,8 @@ from typing import Any
 import torch
 
 from . import report, workload
-from .command import (
-    COLS,
-    LAYER_OPTIONS,
-    OUT,
-    ROWS,
-    TARGET,
-    Answer,
-    command,
-    dtype_name,
-    dtype_option,
-    make_folder,
-    write_files,
-)
-from .measure import Environment, MemoryProfile, Runner, describe_environment, reason_dense_does_not_fit
+from .command import LAYER_OPTIONS, OUT, Answer, OutputFolder, command, dtype_name, target_at_a_size
+from .measure import MemoryProfile, Runner, describe_environment, reason_dense_does_not_fit
 from .target import report_user_errors
 from .terminal import format_mb, format_ratio, print_paths, print_table, show_progress
 from .workload import Workload
@@ -33,7 +21,7 @@ from .workload import Workload
 POINTS = 240  # of a timeline in JSON, each the highest of its span
 
 
-@command("profile", TARGET, ROWS, COLS, dtype_option("float32"), OUT, *LAYER_OPTIONS)
+@command("profile", *target_at_a_size("float32"), OUT, *LAYER_OPTIONS)
 def profile(
     target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any
 ) -> Answer:
@@ -44,7 +32,7 @@ def profile(
     """
     layer = workload.find(target, **given)
     report.require_matplotlib()
-    folder = make_folder(out)
+    folder = OutputFolder(out)
     start = time.perf_counter()
     profiles, skipped = _measure(layer, rows, cols, dtype, device)
     environment, seconds = describe_environment(device), time.perf_counter() - start
@@ -56,10 +44,14 @@ def profile(
         "environment": vars(environment), "skipped": skipped, **{who: to_data(p) for who, p in profiles.items()},
     }  # fmt: skip
     command_line = f"monoidreduce profile {target} --rows {rows} --cols {cols} --dtype {kind}"
-    page = render_page(title, layer, profiles, matrix, skipped, environment, seconds, command_line)
-    picture = report.draw_memory_png(title, profiles)
-    contents = {"profile.html": page, "profile.png": picture, "profile.json": json.dumps(data, indent=2)}
-    written = write_files(folder, contents)
+    origin = report.Origin(environment, seconds, command_line)
+    written = folder.write(
+        {
+            "profile.html": render_page(title, layer, profiles, matrix, skipped, origin),
+            "profile.png": report.draw_memory_png(title, profiles),
+            "profile.json": json.dumps(data, indent=2),
+        }
+    )
     data["files"] = [str(path) for path in written]
 
     def show(console: Any) -> None:
@@ -98,17 +90,13 @@ def _measure(
 
 def to_data(profile: MemoryProfile) -> dict[str, Any]:
     """A profile as plain data: the peaks, and the highest moment of each of POINTS spans."""
-    points = [
-        {"seconds": at, "gradients": m.gradients, "kept": m.kept, "temporary": m.temporary}
-        for at, m in report.highest_moments(profile, POINTS)
-    ]
     return {
         "extra_bytes": profile.extra,
         "peak_bytes": profile.peak.total,
         "largest_bytes": profile.largest,
         "forward_seconds": profile.forward_end,
         "seconds": profile.end,
-        "timeline": points,
+        "timeline": [{**vars(m), "seconds": at} for at, m in report.highest_moments(profile, POINTS)],
     }
 
 
@@ -118,9 +106,7 @@ def render_page(
     profiles: Mapping[str, MemoryProfile],
     matrix: int,
     skipped: str,
-    environment: Environment,
-    seconds: float,
-    command_line: str,
+    origin: report.Origin,
 ) -> str:
     """The page. ``profiles`` has "ours", and "naive" unless ``skipped`` says why not; ``matrix`` is in bytes."""
     ours, naive = profiles["ours"], profiles.get("naive")
@@ -137,9 +123,7 @@ def render_page(
     words = {"ours": ("MonoidReduce", "Tiles of pairs, never all of them."), "naive": ("dense", dense)}
     sides = [(p, f"Memory of {layer.name}, {words[who][0]}", words[who][1]) for who, p in profiles.items()]
     parts = [
-        report.make_header(f"Memory of {title}", "", tiles, environment, seconds),
         f"<p>The dense form was not run: {escape(skipped)}.</p>" if skipped else "",
         report.make_memory_section(title, sides),
-        report.make_reproduce_section(command_line),
     ]
-    return report.make_page(f"memory of {layer.name}", parts)
+    return report.make_page(f"memory of {layer.name}", f"Memory of {title}", "", tiles, parts, origin)

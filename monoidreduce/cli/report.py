@@ -12,7 +12,7 @@ import importlib.util
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -51,17 +51,28 @@ _PAGE = """\
 # Parts of a page. Arguments are HTML, unless they are called titles or names ----------------------------------------
 
 
-def make_page(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts."""
-    css = importlib.resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    return _PAGE.format(title=escape(title), css=css, body="\n".join(filter(None, parts)))
+@dataclass(frozen=True)
+class Origin:
+    """Where the numbers on a page come from."""
+
+    environment: Environment
+    seconds: float
+    command_line: str
 
 
-def make_header(
-    title: str, intro: str, tiles: Iterable[tuple[str, str, str]], environment: Environment, seconds: float
+def make_page(
+    title: str,
+    heading: str,
+    intro: str,
+    tiles: Iterable[tuple[str, str, str]],
+    parts: Iterable[str],
+    origin: Origin,
+    more: str = "",
 ) -> str:
-    """The title, an introduction, tiles of (number, what it is, remark), and where and when it was measured."""
+    """A page: its heading, an introduction, tiles of (number, what it is, remark), where and when it was measured, the
+    parts, and how to reproduce it with ``more`` to say about that."""
     cells = "\n".join(f"<li><b>{value}</b> {what} <small>{remark}</small></li>" for value, what, remark in tiles)
+    environment = origin.environment
     facts = {
         "monoidreduce": environment.version,
         "Python": environment.python,
@@ -70,12 +81,22 @@ def make_header(
         "threads": environment.threads,
         "GPU": environment.gpu,
         "date": environment.date,
-        "measured in": f"{seconds:.0f} s",
+        "measured in": f"{origin.seconds:.0f} s",
     }
     listed = "\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items() if v)
-    list_of_tiles = f'<ul class="tiles">\n{cells}\n</ul>' if cells else ""
-    parts = [f"<h1>{escape(title)}</h1>", intro, list_of_tiles, f"<dl>\n{listed}\n</dl>"]
-    return "<header>\n" + "\n".join(filter(None, parts)) + "\n</header>"
+    code = f'<pre><code>pip install "monoidreduce[cli]"\n{escape(origin.command_line)}</code></pre>'
+    body = [
+        "<header>",
+        f"<h1>{escape(heading)}</h1>",
+        intro,
+        f'<ul class="tiles">\n{cells}\n</ul>' if cells else "",
+        f"<dl>\n{listed}\n</dl>",
+        "</header>",
+        *parts,
+        make_section("How to reproduce it", code, more),
+    ]
+    css = importlib.resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+    return _PAGE.format(title=escape(title), css=css, body="\n".join(filter(None, body)))
 
 
 def make_section(title: str, *parts: str) -> str:
@@ -118,30 +139,80 @@ no peak is too short to be drawn.</p>
     return make_section("Memory over time", intro, make_figures(figures))
 
 
-def make_reproduce_section(command: str, more: str = "") -> str:
-    code = f'<pre><code>pip install "monoidreduce[cli]"\n{escape(command)}</code></pre>'
-    return make_section("How to reproduce it", code, more)
-
-
-# SVG: memory over time ----------------------------------------------------------------------------------------------
+# Axes -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _PlotArea:
-    """A plotting area: its edges, and the seconds and bytes at its right and top edges."""
+class _Axis:
+    """Maps values from ``low`` to ``high`` (their logarithms, if ``log``) to places from ``start`` to ``end``."""
 
-    left: float
-    top: float
-    right: float
-    bottom: float
-    seconds: float
-    bytes: float
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: Sequence[float]  # the values to label
+    log: bool = False
 
-    def x(self, seconds: float) -> float:
-        return self.left + (self.right - self.left) * seconds / self.seconds
+    def at(self, value: float) -> float:
+        number = math.log10(max(value, 1e-9)) if self.log else value
+        return self.start + (self.end - self.start) * (number - self.low) / (self.high - self.low)
 
-    def y(self, size: float) -> float:
-        return self.bottom - (self.bottom - self.top) * size / self.bytes
+
+def _linear_axis(top: float, start: float, end: float, most: int = 5) -> _Axis:
+    return _Axis(0.0, top, start, end, round_ticks(top, most))
+
+
+def _log_axis(values: Sequence[float], start: float, end: float) -> _Axis:
+    """An axis with a margin at both ends, labelled at powers of ten and, where there are few, between them."""
+    low, high = max(min(values), 1e-9), max(max(values), 1e-9)
+    margin = 1.15 if high / low > 1.5 else 2.0
+    low, high = math.log10(low / margin), math.log10(high * margin)
+    steps = (1,) if high - low > 3 else (1, 2, 5) if high - low > 0.7 else (1, 1.5, 2, 3, 5, 7)
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    ticks = [v for p in powers for s in steps if low <= math.log10(v := s * 10.0**p) <= high]
+    return _Axis(low, high, start, end, ticks, log=True)
+
+
+def round_ticks(top: float, most: int = 5) -> list[float]:
+    """Round, evenly spaced numbers from 0 up to ``top``.
+
+    >>> round_ticks(203), round_ticks(0.9, 3)
+    ([0, 50, 100, 150, 200], [0.0, 0.5])
+    """
+    rough = max(top, 1e-12) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(s * power for s in (1, 2, 5, 10) if s * power >= rough * 0.999)
+    whole = int(step) if step >= 1 else step
+    return [round(k * whole, 12) for k in range(int(top / step + 1e-9) + 1)]
+
+
+def format_si(value: float) -> str:
+    """A number as written at a logarithmic axis.
+
+    >>> format_si(0.5), format_si(20), format_si(16777216)
+    ('0.5', '20', '16.8M')
+    """
+    for power, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= power:
+            return f"{format_number(value / power).removesuffix('.00').removesuffix('.0')}{letter}"
+    return f"{value:.3g}"
+
+
+def _draw_axes(x: _Axis, y: _Axis, x_unit: str = "", y_unit: str = "") -> Iterator[str]:
+    """Grid lines with their values, and the horizontal axis if it has a unit."""
+    format_tick = format_si if y.log else "{:g}".format
+    for value in y.ticks:
+        yield _line(x.start, y.at(value), x.end, y.at(value), "grid")
+        yield _text(x.start - 6, y.at(value) + 4, format_tick(value), "end")
+    if x_unit:
+        yield _text(x.start - 6, y.end - 8, y_unit, "end")
+        for value in x.ticks:
+            yield _line(x.at(value), y.start, x.at(value), y.start + 4, "axis")
+            yield _text(x.at(value), y.start + 18, format_tick(value), "middle")
+        yield _text(x.end, y.start + 34, x_unit, "end")
+
+
+# SVG: memory over time --------------------------------------------------------------------------------------------
 
 
 def memory_axis_top(profiles: Iterable[MemoryProfile]) -> float:
@@ -163,122 +234,65 @@ def highest_moments(profile: MemoryProfile, count: int) -> Iterator[tuple[float,
 
 
 def draw_memory(profile: MemoryProfile, top: float, label: str) -> str:
-    """One profile as stacked areas over time on an axis of ``top`` bytes. ``label`` is for screen readers."""
-    area = _PlotArea(44, 22, WIDTH - 16, HEIGHT - 40, profile.end, top)
+    """One profile as stacked areas over time, on an axis of ``top`` bytes. ``label`` is for screen readers.
+
+    A low profile is drawn again on its own scale, in the empty space above it.
+    """
+    x, y = _linear_axis(profile.end * 1e3, 44, WIDTH - 16), _linear_axis(top / 1e6, HEIGHT - 40, 22)
     is_low = profile.peak.total < _INSET_BELOW * top
-    parts = [*_draw_grid(area), *_draw_areas(profile, area), *_draw_phases(profile, area)]
-    parts += _draw_peak(profile, area, mark=not is_low)
-    return _svg(label, [*parts, *(_draw_inset(profile, area) if is_low else ())])
+    middle = x.at(profile.forward_end * 1e3)
+    peak_x, peak_y = x.at(profile.peak.seconds * 1e3), y.at(profile.peak.total / 1e6)
+    parts = [*_draw_axes(x, y, "ms", "MB"), *_draw_areas(profile, x, y), _line(middle, 18, middle, y.start, "phase")]
+    if middle - x.start > 80:
+        parts.append(_text(middle - 5, 14, "forward", "end"))
+    parts += [_text(middle + 5, 14, "backward", "start"), _line(x.start, peak_y, x.end, peak_y, "peak")]
+    if not is_low:
+        parts.append(f'<circle class="dot" cx="{peak_x:.1f}" cy="{peak_y:.1f}" r="3"/>')
+    is_right = is_low or peak_x > (x.start + x.end) / 2
+    at, anchor = (x.end - 4, "end") if is_right else (x.start + 4, "start")
+    parts.append(_text(at, peak_y - 6, f"peak {format_mb(profile.peak.total)} MB", anchor, "strong"))
+    return _svg(label, [*parts, *(_draw_inset(profile, peak_y) if is_low else ())])
 
 
-def _draw_inset(profile: MemoryProfile, outer: _PlotArea) -> Iterator[str]:
-    """The same profile on its own scale, in the empty space above it."""
-    peak = profile.peak.total
-    area = _PlotArea(outer.left + 62, outer.top + 46, outer.right - 20, outer.y(peak) - 60, profile.end, peak * 1.15)
-    frame = (area.left - 46, area.top - 24, area.right - area.left + 58, area.bottom - area.top + 36)
+def _draw_inset(profile: MemoryProfile, bottom: float) -> Iterator[str]:
+    x = _linear_axis(profile.end * 1e3, 106, WIDTH - 36)
+    y = _linear_axis(profile.peak.total * 1.15 / 1e6, bottom - 60, 68, most=3)
+    frame = (x.start - 46, y.end - 24, x.end - x.start + 58, y.start - y.end + 36)
     yield '<rect class="frame" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="4"/>'.format(*frame)
-    yield _text(area.left - 38, area.top - 9, "the same, enlarged", "start", "strong")
-    yield from _draw_grid(area, most=3, times=False)
-    yield from _draw_areas(profile, area)
-    yield _line(area.x(profile.forward_end), area.top, area.x(profile.forward_end), area.bottom, "phase")
+    yield _text(x.start - 38, y.end - 9, "the same, enlarged", "start", "strong")
+    yield from _draw_axes(x, y)
+    yield from _draw_areas(profile, x, y)
+    middle = x.at(profile.forward_end * 1e3)
+    yield _line(middle, y.end, middle, y.start, "phase")
 
 
-def _draw_grid(area: _PlotArea, most: int = 5, times: bool = True) -> Iterator[str]:
-    for megabytes in round_ticks(area.bytes / 1e6, most):
-        y = area.y(megabytes * 1e6)
-        yield _line(area.left, y, area.right, y, "grid")
-        yield _text(area.left - 6, y + 4, f"{megabytes:g}", "end")
-    if not times:
-        return
-    yield _text(area.left - 6, area.top - 8, "MB", "end")
-    for milliseconds in round_ticks(area.seconds * 1e3):
-        x = area.x(milliseconds / 1e3)
-        yield _line(x, area.bottom, x, area.bottom + 4, "axis")
-        yield _text(x, area.bottom + 18, f"{milliseconds:g}", "middle")
-    yield _text(area.right, area.bottom + 34, "ms", "end")
-
-
-def _draw_areas(profile: MemoryProfile, area: _PlotArea) -> Iterator[str]:
+def _draw_areas(profile: MemoryProfile, x: _Axis, y: _Axis) -> Iterator[str]:
     """From back to front: all categories, all but the temporary, and the inputs and gradients alone."""
-    columns = list(highest_moments(profile, int((area.right - area.left) * 2)))
+    columns = list(highest_moments(profile, int((x.end - x.start) * 2)))
     names = list(CATEGORIES)
     for k in range(len(names) - 1, -1, -1):
-        path = [f"M{area.left:.1f} {area.bottom:.1f}"]
+        path = [f"M{x.start:.1f} {y.start:.1f}"]
         last = ""
-        for at, moment in columns:
-            level = f"V{area.y(sum(getattr(moment, n) for n in names[: k + 1])):.1f}"
+        for seconds, moment in columns:
+            level = f"V{y.at(sum(getattr(moment, n) for n in names[: k + 1]) / 1e6):.1f}"
             if level != last:
-                path += [f"H{area.x(at):.1f}", level]
+                path += [f"H{x.at(seconds * 1e3):.1f}", level]
                 last = level
-        path += [f"H{area.right:.1f}", f"V{area.bottom:.1f}Z"]
+        path += [f"H{x.end:.1f}", f"V{y.start:.1f}Z"]
         yield f'<path class="{names[k]}" d="{"".join(path)}"/>'
 
 
-def _draw_phases(profile: MemoryProfile, area: _PlotArea) -> Iterator[str]:
-    middle = area.x(profile.forward_end)
-    yield _line(middle, area.top - 4, middle, area.bottom, "phase")
-    yield _text(middle - 5, area.top - 8, "forward", "end") if middle - area.left > 80 else ""
-    yield _text(middle + 5, area.top - 8, "backward", "start")
-
-
-def _draw_peak(profile: MemoryProfile, area: _PlotArea, mark: bool) -> Iterator[str]:
-    x, y = area.x(profile.peak.seconds), area.y(profile.peak.total)
-    is_right = not mark or x > (area.left + area.right) / 2
-    yield _line(area.left, y, area.right, y, "peak")
-    yield f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' if mark else ""
-    at, anchor = (area.right - 4, "end") if is_right else (area.left + 4, "start")
-    yield _text(at, y - 6, f"peak {format_mb(profile.peak.total)} MB", anchor, "strong")
-
-
-def round_ticks(top: float, most: int = 5) -> list[float]:
-    """Round, evenly spaced numbers from 0 up to ``top``.
-
-    >>> round_ticks(203), round_ticks(0.9, 3)
-    ([0, 50, 100, 150, 200], [0.0, 0.5])
-    """
-    rough = max(top, 1e-12) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= rough * 0.999)
-    whole = int(step) if step >= 1 else step
-    return [round(k * whole, 12) for k in range(int(top / step + 1e-9) + 1)]
-
-
-# SVG: curves over the number of pairs -------------------------------------------------------------------------------
-
-
-class _LogAxis:
-    """A logarithmic axis between two places of a drawing, with a margin at both ends."""
-
-    def __init__(self, values: Sequence[float], start: float, end: float):
-        low, high = max(min(values), 1e-9), max(max(values), 1e-9)
-        margin = 1.15 if high / low > 1.5 else 2.0
-        self.low, self.high, self.start, self.end = math.log10(low / margin), math.log10(high * margin), start, end
-
-    def at(self, value: float) -> float:
-        fraction = (math.log10(max(value, 1e-9)) - self.low) / (self.high - self.low)
-        return self.start + fraction * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Powers of ten and, where there are few, round numbers between them."""
-        decades = self.high - self.low
-        steps = (1,) if decades > 3 else (1, 2, 5) if decades > 0.7 else (1, 1.5, 2, 3, 5, 7)
-        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
-        return [v for p in powers for s in steps if self.low <= math.log10(v := s * 10.0**p) <= self.high]
+# SVG: curves over the number of pairs -----------------------------------------------------------------------------
 
 
 def draw_curves(curves: Mapping[str, Points], unit: str, label: str) -> str:
     """Curves over the number of pairs, both axes logarithmic; the first is ours. ``label`` is for screen readers."""
     xs, ys = ([point[k] for points in curves.values() for point in points] for k in (0, 1))
-    across, up = _LogAxis(xs, 56, WIDTH - 18), _LogAxis(ys, HEIGHT - 40, 22)
-    parts = [_text(50, 12, unit, "end"), _text(WIDTH - 18, HEIGHT - 6, "pairs", "end")]
-    for value in up.ticks():
-        y = up.at(value)
-        parts += [_line(56, y, WIDTH - 18, y, "grid"), _text(50, y + 4, format_si(value), "end")]
-    for value in sorted(set(xs)):
-        x = across.at(value)
-        parts += [_line(x, HEIGHT - 40, x, HEIGHT - 36, "axis"), _text(x, HEIGHT - 22, format_si(value), "middle")]
+    x = replace(_log_axis(xs, 56, WIDTH - 18), ticks=sorted(set(xs)))
+    y = _log_axis(ys, HEIGHT - 40, 22)
+    parts = list(_draw_axes(x, y, "pairs", unit))
     for k, points in reversed(list(enumerate(curves.values()))):  # ours last, on top
-        parts += _draw_curve([(across.at(x), up.at(y)) for x, y in points], k % CURVE_STYLES)
+        parts += _draw_curve([(x.at(a), y.at(b)) for a, b in points], k % CURVE_STYLES)
     return _svg(label, parts)
 
 
@@ -293,18 +307,6 @@ def _draw_curve(points: Points, k: int) -> Iterator[str]:
             f"M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5Z",
         )[k % 4]
         yield f'<path class="mark k{k}" d="{shape}"/>'
-
-
-def format_si(value: float) -> str:
-    """A number as written at an axis.
-
-    >>> format_si(0.5), format_si(20), format_si(16777216)
-    ('0.5', '20', '16.8M')
-    """
-    for power, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= power:
-            return f"{format_number(value / power).removesuffix('.00').removesuffix('.0')}{letter}"
-    return f"{value:.3g}"
 
 
 def _svg(label: str, parts: Iterable[str]) -> str:

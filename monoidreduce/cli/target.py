@@ -69,8 +69,8 @@ def load(spec: str) -> Target:
         thing = getattr(module, name)
     except AttributeError:
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], n=1)
-        known = ", ".join(_list_names(module)) or "no op and no monoid"
-        advice = f"Did you mean {near[0]}?" if near else f"It has: {known}"
+        advice = f"It has: {', '.join(_list_names(module)) or 'no op and no monoid'}"
+        advice = f"Did you mean {near[0]}?" if near else advice
         raise CommandError(f"{where} has no {name}. {advice}") from None
     if not (_is_layer(thing) or _is_monoid(thing) or callable(thing)):
         kind = type(thing).__name__

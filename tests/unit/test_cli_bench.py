@@ -17,6 +17,7 @@ from tests.commands import assert_self_contained, call
 
 FILE = Path(__file__).parents[1] / "wrong_layers.py"
 CPU = torch.device("cpu")
+ORIGIN = report.Origin(describe_environment(), 1.0, "command <x>")
 
 
 def is_png(path: Path) -> bool:
@@ -151,10 +152,10 @@ def rows_of(**changes) -> list[Measurement]:
 )
 def test_a_page_survives_what_was_not_measured(changes):
     rows = rows_of(**changes)
-    text = bench.render_page(rows, {"<b>": "1 & 2"}, describe_environment(), "how", "command <x>", 1.0)
+    text = bench.render_page(rows, {"<b>": "1 & 2"}, "how", ORIGIN)
     page = assert_self_contained(text)
     assert "a <layer>" in page.words and "<b>" in page.words and page.elements.count("svg") == 2
-    assert "| x & y |" in bench.render_markdown(rows, {}, describe_environment(), "how", "command")
+    assert "| x & y |" in bench.render_markdown(rows, {}, "how", ORIGIN)
 
 
 def test_a_single_size_and_equal_numbers_can_be_drawn():
