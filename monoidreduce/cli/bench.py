@@ -349,7 +349,7 @@ def compare_with_ours(rows: Sequence[Measurement]) -> list[tuple[str, float, flo
         alike = [(r, o) for r, o in pairs if (r.total_ms is None) == (o.total_ms is None)]
         compared = [(r, o, "ms") for r, o in alike] or [(r, o, "forward_ms") for r, o in pairs]
         if compared:
-            times = geometric_mean([getattr(r, time) / getattr(o, time) for r, o, time in compared])
+            times = geometric_mean([getattr(r, field) / getattr(o, field) for r, o, field in compared])
             sizes = [max(r.extra_bytes or 0, 1) / max(o.extra_bytes or 0, 1) for r, o, _ in compared]
             found.append((who, times, geometric_mean(sizes)))
     return found
