@@ -311,7 +311,7 @@ def together(layer: Layer) -> Layer:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or layer_replay.recording.get() is not None:
             return layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
-        if not agreement.is_divided():
+        if agreement.layout_in_force.get() is None:
             return replay(args, kwargs)
         try:
             return layer(*args, **kwargs)

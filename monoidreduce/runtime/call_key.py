@@ -50,7 +50,7 @@ class CallKeys:
         reader = self.readers.get((count, *names, *map(type, values))) or self._make_reader(count, names, values)
         if reader is None or not call_context.is_untraced():
             return None
-        if torch._C._is_any_autocast_enabled() or agreement.is_divided():
+        if torch._C._is_any_autocast_enabled() or agreement.layout_in_force.get() is not None:
             return None
         on_kernels, elsewhere, first = reader
         read = elsewhere if first is None or not triton.runs_on(values[first].device) else on_kernels
