@@ -23,6 +23,7 @@ from ..plan.op_counts import Case, count, joined
 from ..plan.schedule import Choice
 from ..program.expression import Expr, topological
 from ..program.lower import Lowered
+from ..reductions import kind_of
 from . import autograd, gradient_in_forward, kernel_memory_estimate, torch_memory_estimate
 from .dry_run import Noted, Rehearsal, rehearse
 
@@ -83,7 +84,7 @@ def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwar
 
 def _most(program: Lowered) -> int:
     """The most of an axis that a program asks for at once."""
-    return max([0, *(e.attrs[2][0] for e in topological(program.outputs) if e.op == "reduce" and e.attrs[0] == "topk")])
+    return max([0, *(kind_of(e).selected(e.attrs[2]) for e in topological(program.outputs) if e.op == "reduce")])
 
 
 def matrix(sizes: Sizes) -> int:

@@ -25,6 +25,7 @@ from ..plan import budget, panel_layout, tiles
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 from . import torch_operator
 from .dry_run import Enlarged, Noted, Scale
 
@@ -87,7 +88,7 @@ def _by_distance(noted: Noted, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
     lists = {r: 0 for r in noted.fold.reductions}  # of the best: kept block by block, until all are joined
     for r, k in noted.fold.outputs:
         shape, dtype = form(r, k, sizes)
-        lists[r] += torch.Size(shape).numel() * dtype.itemsize if r.attrs[0] == "topk" else 0
+        lists[r] += torch.Size(shape).numel() * dtype.itemsize if kind_of(r).unsorted else 0
     return alive.peak + max(lists.values())
 
 

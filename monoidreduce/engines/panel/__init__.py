@@ -21,10 +21,12 @@ from ...plan import budget, panel_layout
 from ...plan import tiles as plan
 from ...program.expression import Expr, size, topological
 from ...program.lower import Fold, Lowered, Pass
+from ...reductions import kind_of
+from ...reductions.accumulator import Accumulator
 from ..common import matmul
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
-from ..eager.accumulators import ACCUMULATORS, Accumulator
+from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
 from ..eager.tile_walk import Chunk, FoldCode, code_of, slices
 from .panel_program import Walk, as_program, by_reduction, fed, least_room, paired, row_numbers, split_means, walks
@@ -128,7 +130,7 @@ def is_wide(fold: Fold, sizes: Sizes) -> bool:
 
 def writes_pairs(fold: Fold) -> bool:
     """Whether a fold has a result per pair, the gradient of what was given so: tiles write it."""
-    return any(r.attrs[0] == "pair" for r in fold.reductions)
+    return any(kind_of(r).per_pair for r in fold.reductions)
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, maker: Maker | None = None, room: int = 0) -> list[Tensor]:
@@ -342,10 +344,8 @@ class TorchStep:
     def _accumulators(self, fold: Fold) -> dict[int, Accumulator]:
         found = {}
         for place, r in enumerate(fold.reductions):
-            kind, over, _ = r.attrs
-            if over == "rows":
-                widths = [-1 if f.feature is None else self.sizes.of(str(f.feature)) for f in r.args]
-                found[place] = ACCUMULATORS[kind](r, 1, self.sizes.cols, widths, self.sizes.compute, self.sizes.device)
+            if r.attrs[1] == "rows":
+                found[place] = make_accumulator(r, 1, self.sizes.cols, self.sizes)
         return found
 
     def __call__(self, group: range, part: Part) -> None:

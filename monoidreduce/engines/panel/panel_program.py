@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...program.constructors import apply, substitute
-from ...program.contract import in_tiles
 from ...program.expression import Expr, node, result, topological
 from ...program.lower import Fold, Lowered, Pass, lower
-from ...program.reductions import KINDS, make
+from ...reductions import kind_of, make, outputs_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _plain(p: Pass) -> Pass:
 def _stage(p: Pass) -> Stage:
     p = _plain(p)
     outputs = by_reduction(p.fold.reductions, p.results)
-    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
+    gathers = [r for r in p.fold.reductions if not kind_of(r).walks(r, p.fold.reductions)]
     walked = [r for r in p.fold.reductions if r not in gathers]
     feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace: dict[Expr, Expr] = {}
@@ -148,7 +147,7 @@ def is_product(e: Expr) -> bool:
 def by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, list]:
     found, at = {}, 0
     for r in reductions:
-        count = len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
+        count = len(outputs_of(r))
         found[r] = list(results[at : at + count])
         at += count
     return found
@@ -157,11 +156,7 @@ def by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, lis
 @functools.lru_cache(maxsize=1024)
 def as_program(fold: Fold) -> Lowered:
     """A fold as a program whose outputs are its results."""
-    results = tuple(
-        result(r, k, feature, dtype)
-        for r in fold.pure
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-    )
+    results = tuple(result(r, k, feature, dtype) for r in fold.pure for k, (feature, dtype) in enumerate(outputs_of(r)))
     only = Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results))
     return Lowered((only,), results).having(fold.exact)
 

@@ -19,13 +19,16 @@ import re
 import textwrap
 from collections.abc import Callable
 
+from ....program.constructors import ONE
 from ....program.expression import Expr, topological
-from ....program.reductions import KINDS
-from ..codegen import k_loop, kernel_text, reductions
+from ....reductions import kind_of, outputs_of
+from ....reductions.softmax import SoftmaxLines
+from ..codegen import k_loop, kernel_text
 from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
 from ..codegen.label_gather import Matched
+from ..codegen.reductions import TOOLS
 from . import label_kernels as own
 from .epilogue_task import PLACES, Task, cut, product, sides
 from .row_kernel import RowValues
@@ -39,7 +42,7 @@ BY_ROWS = ("pick_own", "match_own", "weigh_own", "close_rows")  # kernels that m
 _MOST = 2.0**100  # factors of rows lie below this
 
 
-class _TileSoft(reductions.Soft):
+class _TileSoft(SoftmaxLines):
     """A softmax whose exponents are measured from a guess."""
 
     def prepare(self) -> None:
@@ -75,7 +78,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> kernel_text.Kerne
 def _signature(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
     """A kernel's arguments, and those not to specialize on."""
     names, unspecialized = kernel_text._arguments(spec, used, 0)
-    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     return [*outs, *names[count:]], unspecialized
 
 
@@ -176,8 +179,8 @@ def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
 
 def _soft(v: Values, task: Task) -> tuple[str, str, str]:
     """The name of the softmax, of its logits, and the text that multiplies them."""
-    soft = _TileSoft(0, task.folds[0], reductions.ONE, v)
-    return (soft.name, *soft._logit(task.folds[0].args[0]))
+    soft = _TileSoft(kind_of(task.folds[0]), 0, task.folds[0], ONE, v, TOOLS)
+    return (soft.name, *soft.logit_block(task.folds[0].args[0]))
 
 
 def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:

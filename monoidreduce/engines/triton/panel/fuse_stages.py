@@ -15,7 +15,7 @@ from ....program.constructors import apply, rebuild, substitute
 from ....program.contract import Contraction, contractions
 from ....program.expression import Expr, index, node, reduce_node, size, topological
 from ....program.primitives import PRIMITIVES
-from ....program.reductions import KINDS
+from ....reductions import outputs_of
 from ...panel.panel_program import Stage, Walk, by_reduction
 from ..codegen.kernel_spec import Unsupported
 
@@ -166,7 +166,7 @@ class _Inner:
         own = by_reduction(stage.fold.reductions, stage.results)
         found: list[Expr] = []
         for r in cut.numbers["cols"]:
-            for k, (_, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])):
+            for k, (_, dtype) in enumerate(outputs_of(r)):
                 found.append(_number(f"result{at}_{len(found)}", True, dtype))
                 self.made |= dict.fromkeys(own[r][k], found[-1])
                 self.after |= set(own[r][k])

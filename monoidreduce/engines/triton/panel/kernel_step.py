@@ -19,7 +19,7 @@ from torch import Tensor
 from ....plan import in_place_layout, panel_layout
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ....program.reductions import KINDS
+from ....reductions import outputs_of
 from ...common import combine, matmul
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...common.one_sided import Gathered, gather
@@ -249,7 +249,7 @@ class KernelStep(Sums):
             return
         fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
         values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
-        kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
+        kinds = [outputs_of(r)[k][1] for r, k in fold.outputs]
         outputs = [_output(kind, here.cols, here) for kind in kinds]
         self._launch(at, row_kernel.Plain(fold), "rows", values, part, here, outputs)
         found = combine.split(fold, outputs)

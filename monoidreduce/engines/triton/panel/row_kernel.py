@@ -19,12 +19,14 @@ from torch import Tensor
 from ....program.constructors import apply
 from ....program.expression import Expr, index, reduce_node, topological
 from ....program.lower import Fold
-from ....program.reductions import KINDS
+from ....reductions import outputs_of
+from ....reductions.kernel_lines import Lines
+from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, kernel_text, warp_reductions
+from ..codegen import k_loop, kernel_text
+from ..codegen import reductions as codegen_reductions
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
-from ..codegen.reduction import Kind
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import Call
 from ..launch import descriptors
@@ -111,11 +113,11 @@ class _Writer:
     def fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
         """One walk that folds numbers; their results are stored, and named for what comes later."""
         v, self.v.before = self.v, []
-        kinds = [warp_reductions.make(self.made + k, r, v) for k, r in enumerate(reductions)]
+        kinds = [codegen_reductions.make_for_row(self.made + k, r, v) for k, r in enumerate(reductions)]
         self.made += len(kinds)
-        guessing = [kind for kind in kinds if isinstance(kind, warp_reductions.LaneSoft)]
+        guessing = [kind for kind in kinds if isinstance(kind, SoftmaxLaneLines)]
         guess = self._peek(guessing)
-        walk = warp_reductions.guarded(guessing, self._walk(kinds), self._walk(guessing))
+        walk = walk_again_if_far(guessing, self._walk(kinds), self._walk(guessing))
         v.loop(False)
         texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
         results = v.inside
@@ -129,7 +131,7 @@ class _Writer:
         self.body += ["", *v.before, *begin, *guess, *walk, *results]
         self.walks += 1
 
-    def _peek(self, guessing: list[warp_reductions.LaneSoft]) -> list[str]:
+    def _peek(self, guessing: list[SoftmaxLaneLines]) -> list[str]:
         """A look at the first tile."""
         if not guessing:
             return []
@@ -143,7 +145,7 @@ class _Writer:
             *self.v.inside,
         ]
 
-    def _walk(self, kinds: Sequence[Kind]) -> list[str]:
+    def _walk(self, kinds: Sequence[Lines]) -> list[str]:
         return self._loops(*(list(kernel_text._turn(self.v, list(kinds), {}, masked)) for masked in (False, True)))
 
     def write(self, weights: tuple[Expr, ...]) -> None:
@@ -178,7 +180,7 @@ class _Writer:
         under = set(topological(spec.fold.reductions))
         used = [e for e in spec.fold.leaves if e in under]
         names, unspecialized = kernel_text._arguments(spec, used, 0)
-        count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+        count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
         arguments = ", ".join([*self.outs, *names[count:]]) + ","
         function = [
             f"@triton.jit(do_not_specialize={unspecialized!r})",
