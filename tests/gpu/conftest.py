@@ -2,26 +2,18 @@
 
 import pytest
 
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import describe, launch
+from tests.support import internals
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """What is launched for the first time: its kernel and its plan."""
-    found, real = [], launch.execute
-
-    def execute(call):
-        found.append((call.kernel, call.plan))
-        return real(call)
-
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch, "execute", execute)
-    return found
+    internals.forget_launches(monkeypatch)
+    return internals.watch_launches(monkeypatch, lambda call: (call.kernel, call.plan))
 
 
 @pytest.fixture
 def of_few(monkeypatch):
     """Few pairs have the kernels of many. (A plan would not reach a backward, which has a thread of its own.)"""
-    monkeypatch.setattr(describe, "VERY_MANY", 0)
-    monkeypatch.setattr(describe, "processors", lambda device: 1)
+    internals.set_pair_thresholds(monkeypatch, very_many=0)
+    internals.pretend_device(monkeypatch, processors=1)

@@ -9,8 +9,7 @@ if not torch.cuda.is_available():
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, pieces
+from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run, there
 from tests.support.float32_split_cases import WORKS, gaussian, near, shapes
 
@@ -21,17 +20,9 @@ if torch.cuda.get_device_capability() < (9, 0):
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
     """Also small problems are split; whether each kernel that was made multiplies pieces."""
-    found = []
-    real = launch.Launch.prepare
-
-    def prepare(self, *given):
-        real(self, *given)
-        found.append(self.spec.pieces)
-
-    monkeypatch.setattr(pieces, "MANY", 0)
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch.Launch, "prepare", prepare)
-    return found
+    internals.set_pair_thresholds(monkeypatch, float32_split=0)
+    internals.forget_launches(monkeypatch)
+    return internals.watch_prepared(monkeypatch, lambda launch: launch.spec.pieces)
 
 
 def on_gpu(make, seed):

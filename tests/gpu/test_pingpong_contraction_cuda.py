@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine.triton import launch, staged
-from monoidreduce.engine.triton.wide import contract
+from monoidreduce.engine.triton import staged
+from tests.support import internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check
 
 HOPPER = torch.cuda.is_available() and staged.on(torch.device("cuda"))
@@ -30,9 +30,8 @@ def test_repeats_bit_for_bit():
 
 def test_column_gradients_over_panels(monkeypatch):
     """Walked, heard and run as it was written down: the same, and as near as torch."""
-    seen, real = [], launch.execute
-    monkeypatch.setattr(launch, "execute", lambda call: seen.append(call.kernel.name) or real(call))
-    monkeypatch.setattr(contract, "_READY", {})
+    seen = internals.watch_launches(monkeypatch, lambda call: call.kernel.name)
+    internals.forget_contractions(monkeypatch)
     gen = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 768, generator=gen).bfloat16().cuda().requires_grad_() for n in (4096, 70000))
     label = torch.randint(70000, (4096,), generator=gen).cuda()

@@ -9,11 +9,11 @@ import torch
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, explain, tuning
-from monoidreduce.engine import triton
 from monoidreduce.engine.planning import planner, trial, tuner, winners
 from monoidreduce.engine.triton import KernelPlan, source
-from monoidreduce.plan import candidates, store, tiles
+from monoidreduce.plan import store, tiles
 from monoidreduce.plan.choice import Choice
+from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.wrong_kernels import GUESSED, wrong
 
@@ -101,7 +101,7 @@ def test_peak_memory_is_as_predicted(name):
 
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.forget_launches(monkeypatch)
     with source.watched() as kernels:
         attention(*drawn(512, 512, 512))
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
@@ -111,7 +111,7 @@ def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
 def test_a_wrong_kernel_never_wins(change, monkeypatch):
     args = drawn(1000, 1500, 1500)
     candidate = Choice("flash", (("cols", (64, 128, 4, 2, 1)),))
-    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: [candidate] if over == "cols" else [])
+    internals.set_candidates(monkeypatch, lambda case, over=None: [candidate] if over == "cols" else [])
     with wrong(KernelPlan(64, 128), change) as made:
         (found,) = attention.tune(*args, backward=False, quiet=True).folds
     assert made and found.winner == found.safe

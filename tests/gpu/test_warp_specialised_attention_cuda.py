@@ -11,8 +11,8 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import launch, staged, use_plan
+from monoidreduce.engine.triton import staged, use_plan
+from tests.support import internals
 from tests.support.warp_specialised_attention_cases import (
     BY_TURNS,
     CAPPED,
@@ -35,10 +35,8 @@ PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels that are launched for the first time."""
-    found, real = [], launch.execute
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(launch, "execute", lambda call: found.append(call.kernel) or real(call))
-    return found
+    internals.forget_launches(monkeypatch)
+    return internals.watch_launches(monkeypatch, lambda call: call.kernel)
 
 
 @pytest.mark.parametrize("case", CASES[PART::PARTS], ids=repr)

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engine import triton
-from monoidreduce.engine.triton import kept, launch, opened, paired, pieces, rows, shifts, source, strips, united
+from monoidreduce.engine.triton import kept, opened, paired, pieces, rows, shifts, strips, united
 from monoidreduce.engine.triton.text import deep, emit
-from monoidreduce.engine.triton.wide import epilogue, filtered, reels, rest, write
+from monoidreduce.engine.triton.wide import epilogue, filtered, rest, write
+from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
 
@@ -65,35 +65,34 @@ def exact_products(monkeypatch):
 def by_address(monkeypatch):
     """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
     made = []
-    real, small = _unseen(launch.execute), _unseen(kept.Kernels._first)
 
-    def execute(call):
-        real(call)
+    def execute(launch, call):
+        run = _unseen(launch)
+        run(call)
 
         def again(*arguments):
             made.append(call.kernel.name)
             given = (_at(a, like) for a, like in zip(arguments, call.arguments, strict=True))
-            real(replace(call, arguments=tuple(given)))
+            run(replace(call, arguments=tuple(given)))
 
         return again
 
-    def first(self, *how):
-        name, grid, like, *constants = how
-        small(self, *how)
-        return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
+    def first(launch, kernels, name, grid, like, *constants):
+        run = _unseen(launch)
+        run(kernels, name, grid, like, *constants)
+        return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
-    monkeypatch.setattr(kept.Kernels, "_first", first)
+    internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (filtered, pieces, rows, shifts, strips, united)
     for kernels in (rest._run, *(module._kernels for module in small_ones)):
         monkeypatch.setattr(kernels, "kept", kept.Kept())
-    monkeypatch.setattr(reels, "_KINDS", {})
-    monkeypatch.setattr(reels, "_ONCE", {})
+    internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    monkeypatch.setattr(launch, "execute", execute)
-    monkeypatch.setattr(source, "repeats", lambda device: True)
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.replace_launch(monkeypatch, execute)
+    internals.relaunch_on_any_device(monkeypatch)
+    internals.forget_launches(monkeypatch)
     return made
 
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engine import panel
-from monoidreduce.engine.triton import KernelPlan, KernelStep, launch, plan, use_plan
+from monoidreduce.engine.triton import KernelPlan, launch, plan, use_plan
 from monoidreduce.engine.triton.spec import Spec
 from monoidreduce.engine.triton.text import chance, deep
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -23,8 +23,8 @@ def kernels_only(monkeypatch, tmp_path_factory):
     def refuse(*args, **kwargs):
         raise AssertionError("a panel was used")
 
-    monkeypatch.setattr(KernelStep, "begin", refuse)
-    monkeypatch.setattr(panel.TorchStep, "begin", refuse)
+    internals.replace_panel_begin(monkeypatch, refuse)
+    internals.replace_panel_begin(monkeypatch, refuse, kernels=False)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -119,8 +119,7 @@ def test_samples_are_those_of_every_engine(features, plans, seed):
 
 def test_one_fold_walks_tiles_and_features_in_one_loop(monkeypatch, seed):
     """Where tensor descriptors copy; two folds at once have no registers for it."""
-    texts, execute = [], launch.execute
-    monkeypatch.setattr(launch, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    texts = internals.watch_launches(monkeypatch, lambda call: call.kernel.text)
     x, w = vectors(12, 90, 264, seed)
     with mr.use(engine="triton", strict=True):
         for plans in (PLANS, BOXED):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import hardware
 from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.engine.triton import KernelPlan, kept, source
-from monoidreduce.engine.triton.wide import epilogue, listen, reel, reels, sweep
+from monoidreduce.engine.triton.wide import listen, reel, reels
 from monoidreduce.plan import blocks, budget, panels
 from tests.interpret.test_epilogue_kernels import SMALL
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
@@ -29,13 +29,9 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
-
-    for name, value in {"FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panels, name, value)
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(epilogue, "PLANS", SMALL)
-    monkeypatch.setattr(epilogue, "SHALLOW", {})
-    monkeypatch.setattr(sweep, "PLANS", {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
+    internals.set_panel_sizes(monkeypatch, FEW=4, ROUND=4, SMALLEST=4)
+    internals.use_epilogue_plans(monkeypatch, SMALL)
+    internals.use_row_kernel_plans(monkeypatch, {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -43,14 +39,7 @@ def small(monkeypatch, tmp_path_factory, exact_products):
 def ran(monkeypatch, by_address):
     """The reels that were run."""
     found = []
-
-    class Counted(reel.Reel):
-        def __init__(self, *how):
-            super().__init__(*how)
-            run = self.run
-            self.run = lambda *given: found.append(self) or run(*given)
-
-    monkeypatch.setattr(reel, "Reel", Counted)
+    internals.watch_panel_replays(monkeypatch, lambda run, reel, *given: found.append(reel) or run(*given))
     return found
 
 
@@ -73,7 +62,7 @@ def pulled(op, args, limit, *rest):
 def walked(monkeypatch, run):
     """The same, walked each time."""
     with monkeypatch.context() as patch:
-        patch.setattr(reels, "repeated", lambda walked, *given: walked(*given))
+        internals.replace_panel_replay(patch)
         return run()
 
 
@@ -105,10 +94,10 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
 
 def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
     """Blocks of rows, whose totals lie in their gradients and those of later rows."""
-    monkeypatch.setattr(panels, "FEW", 128)
+    internals.set_panel_sizes(monkeypatch, FEW=128)
     monkeypatch.setattr(blocks, "MORE", 16)
-    used, choose = [], blocks.blocks
-    monkeypatch.setattr(blocks, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
+    used = []
+    internals.replace_row_blocks(monkeypatch, lambda choose, *given: used.append(choose(*given)) or used[-1])
     run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
     run(0), run(1)
     assert not ran
@@ -134,18 +123,12 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
         peaks[name].append(alive.peak)
         return found
 
-    class Watched(reel.Reel):
-        def __init__(self, *how):
-            super().__init__(*how)
-            run = self.run
-            self.run = lambda *given: watched("run", lambda: run(*given), given)
-
-    monkeypatch.setattr(reel, "Reel", Watched)
+    internals.watch_panel_replays(monkeypatch, lambda run, reel, *given: watched("run", lambda: run(*given), given))
     for _ in range(3):
         pulled(op, vectors(*sizes), limit, 0.7)
     tensors = lambda inputs: [v for v in inputs.values() if isinstance(v, torch.Tensor)]
     plain = lambda walked, *given: watched("walked", lambda: walked(*given), tensors(given[1]))
-    monkeypatch.setattr(reels, "repeated", plain)
+    internals.replace_panel_replay(monkeypatch, plain)
     pulled(op, vectors(*sizes), limit, 0.7)
     assert len(peaks["run"]) == len(peaks["walked"]) >= 2
     assert all(0 < run <= walked for run, walked in zip(peaks["run"], peaks["walked"], strict=True))
@@ -184,7 +167,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
     args = vectors(*sizes)
 
     def free(size):
-        monkeypatch.setattr(hardware, "free_memory", lambda device: size * budget._SHARE)
+        internals.pretend_free_memory(monkeypatch, size * budget._SHARE)
 
     def both():
         given = [a.detach().requires_grad_() for a in args]

@@ -13,6 +13,7 @@ import torch
 
 from monoidreduce.engine.triton import ahead, source
 from monoidreduce.engine.triton.kept import Kept
+from tests.support import internals
 
 CPU = torch.device("cpu")
 SHOWN = contextvars.ContextVar("shown", default="nothing")
@@ -98,7 +99,7 @@ class Kernel:
 @pytest.fixture
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
-    monkeypatch.setattr(ahead, "_may_wait", lambda device: True)
+    internals.compile_in_parallel(monkeypatch)
     monkeypatch.setattr(ahead, "_launched", set())
 
 

@@ -12,10 +12,11 @@ import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engine import gradients, hardware, triton
 from monoidreduce.engine.tapes import frozen
-from monoidreduce.engine.triton import launch, rows, source
+from monoidreduce.engine.triton import rows
 from monoidreduce.plan import budget
 from monoidreduce.plan.choice import follow
 from monoidreduce.plan.environment import Variable
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -70,9 +71,9 @@ def pretended(monkeypatch):
     def again(name):
         return lambda *arguments: made.append(name)
 
-    monkeypatch.setattr(launch, "execute", lambda call: again(call.kernel.name))
-    monkeypatch.setattr(source, "repeats", lambda device: True)
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.replace_launch(monkeypatch, lambda launch, call: again(call.kernel.name))
+    internals.relaunch_on_any_device(monkeypatch)
+    internals.forget_launches(monkeypatch)
     with mr.use(engine="triton"):
         yield made
 

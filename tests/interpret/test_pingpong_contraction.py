@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from monoidreduce.engine import hardware
-from monoidreduce.engine.triton import describe, launch, staged
 from monoidreduce.engine.triton.wide import contract
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -18,14 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path_factory):
-    """Kernels by turns run on the machine, as three processors would; those that did."""
-    found = []
-    monkeypatch.setattr(contract, "_READY", {})
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(describe, "processors", lambda device: 3)
+    """Contraction kernels run on the simulator, as on three multiprocessors; the launches that did."""
+    internals.forget_contractions(monkeypatch)
+    internals.pretend_device(monkeypatch, processors=3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    with gluon_simulator.instead_of(launch, found):
-        yield found
+    return gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize(("over", "add"), KINDS)
@@ -60,5 +56,5 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
     elif change == "unaligned":
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
-        monkeypatch.setattr(staged, "on", lambda device: False)
+        internals.pretend_device(monkeypatch, warp_specialised=False)
     assert not contract.into(out, weights, vectors, False) and not seen

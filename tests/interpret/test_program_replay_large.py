@@ -10,10 +10,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import early
 from monoidreduce.engine.tapes import replay
-from monoidreduce.engine.triton import describe, shifts
+from monoidreduce.engine.triton import shifts
 from tests.interpret.test_program_replay import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MADE = [*FORWARD, "side", "fold_over_cols", "shift", "fold_over_rows"]
@@ -22,8 +22,7 @@ MADE = [*FORWARD, "side", "fold_over_cols", "shift", "fold_over_rows"]
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Everything counts as many."""
-    monkeypatch.setattr(describe, "MANY", 0)
-    monkeypatch.setattr(early, "MANY", 0)
+    internals.set_pair_thresholds(monkeypatch, many=0, saved_row_gradients=0)
     with mr.use(engine="triton"):
         yield
 

@@ -4,7 +4,6 @@ They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.
 ``tests/gpu`` runs the same cases there.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engine import triton as engine
-from monoidreduce.engine.triton import KernelPlan, groups, launch, staged, use_plan
+from monoidreduce.engine.triton import KernelPlan, groups, launch, use_plan
 from monoidreduce.engine.triton.text.tossed import parted, tossed
 from monoidreduce.program import build
 from tests.support import gluon_simulator
@@ -95,13 +93,10 @@ def test_weights_that_coins_decide_on():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Column gradients are by an instance of four warps, and run on the machine; what ran there is given."""
-    seen = []
-    monkeypatch.setattr(staged, "on", lambda device: True)
-    monkeypatch.setattr(engine, "_READY", {})
+    """Column gradients have kernels of one warp group, which run on the simulator; the launches that did."""
     plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": ALONE}
-    with gluon_simulator.instead_of(launch, seen), use_plan(plans):
-        yield seen
+    with use_plan(plans):
+        yield gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
@@ -123,17 +118,7 @@ def test_against_float64(options, rows, cols, alone):
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, alone, monkeypatch):
     """Else it would prove nothing."""
-    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    real = gluon_simulator.execute
-
-    def execute(call):
-        if call.kernel.alone:
-            changed, count = re.subn(text, instead, call.kernel.text)
-            assert count
-            call = replace(call, kernel=replace(call.kernel, text=changed))
-        return real(call)
-
-    monkeypatch.setattr(gluon_simulator, "execute", execute)
+    gluon_simulator.change_kernels(monkeypatch, text, instead, where=lambda call: call.kernel.alone, patience=0.5)
     with pytest.raises((AssertionError, TypeError), match=message):
         pulled("triton", torch.bfloat16, {}, 200, 300)
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from monoidreduce.engine import eager, registry, triton
+from monoidreduce.engine import eager, triton
 from monoidreduce.engine.ranks import parts
+from tests.support import internals
 from tests.support.comparison import assert_equal, run
 from tests.support.layers import BY_NAME
 
@@ -29,6 +30,6 @@ def test_a_cut_run_by_kernels_is_the_whole(name, seed, monkeypatch):
         part = parts.Part(*PIECES, (sizes.rows, sizes.cols))
         return parts.results(fold, parts.run(fold, leaves, sizes, part, kernel))
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", folder)
+    internals.replace_eager_engine(monkeypatch, folder)
     assert_equal(run(layer.op, args), expected, rtol=1e-4, atol=1e-5)
     assert kernels

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engine import combine, eager, registry
+from monoidreduce.engine import combine, eager
 from monoidreduce.engine.evaluate import Sizes
 from monoidreduce.engine.ranks import parts
 from monoidreduce.program.expr import node, reduce_node
 from monoidreduce.program.lower import Fold
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO
 
@@ -36,7 +37,7 @@ def cut(monkeypatch, rows, cols, seed=0):
         part = parts.Part(pieces(sizes.rows, rows, chance), pieces(sizes.cols, cols, chance), (sizes.rows, sizes.cols))
         return parts.results(fold, parts.run(fold, leaves, sizes, part, eager.run))
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", folder)
+    internals.replace_eager_engine(monkeypatch, folder)
 
 
 SLOW = pytest.mark.slow

@@ -14,6 +14,7 @@ from monoidreduce.engine.planning.alive import Alive
 from monoidreduce.plan import candidates, ceilings
 from monoidreduce.plan.choice import Choice, follow
 from monoidreduce.plan.work import directions
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 from tests.support.layers import BY_NAME, DIFFERENTIABLE, ZOO
 
@@ -143,7 +144,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 
         return whole.Script((), (), run, "", None, (), ())
 
-    monkeypatch.setattr(roads.whole, "whole", failing)
+    internals.replace_dense_form(monkeypatch, failing)
     released = []
     monkeypatch.setattr(recover, "release", released.append)
     with mr.tally() as tally:
