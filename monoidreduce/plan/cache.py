@@ -108,8 +108,11 @@ def _checked(file: Path) -> list[Record]:
     except OSError as error:
         raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
     body = plan_records.parsed(data) if len(data) <= disk.LARGEST else None
-    if not isinstance(body, dict) or not isinstance(body.get("plans"), list) or body.get("format") !=
-    plan_records.FORMAT:
+    if (
+        not isinstance(body, dict)
+        or not isinstance(body.get("plans"), list)
+        or body.get("format") != plan_records.FORMAT
+    ):
         raise CacheError(
             detail=f"{file} holds no plans in the form that this version knows",
             fix="Give a file that mr.cache.export of the same version wrote",

@@ -130,8 +130,7 @@ def _inputs(case: Case, work: Work) -> int:
 
 
 def _gathers(case: Case) -> Estimate:
-    """Single pairs: torch's operations on the vectors of one side, some of them at a time
-    (``engines/common/label_gather.py``)."""
+    """Single pairs: torch's operations on the vectors of one side, some of them at a time (``engines/common/label_gather.py``)."""
     work, roof, chunks, held = count(case), case.ceilings, 0, 0
     for r in case.fold.reductions:
         side, wide = case.rows if r.attrs[2] == ("col",) else case.cols, case.features(r.args[0]) * _widest(case)

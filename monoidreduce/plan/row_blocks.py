@@ -113,8 +113,11 @@ class _Cost:
         found = []
         for b in plan:
             least = b.cols * 3 // 4 // panel_layout.ROUND * panel_layout.ROUND
-            fewer = range(b.cols // panel_layout.ROUND * panel_layout.ROUND, least, -panel_layout.ROUND) if b.cols <
-            self.cols else ()
+            fewer = (
+                range(b.cols // panel_layout.ROUND * panel_layout.ROUND, least, -panel_layout.ROUND)
+                if b.cols < self.cols
+                else ()
+            )
             found.append(min((replace(b, cols=wide) for wide in (b.cols, *fewer)), key=self._block))
         return tuple(found)
 

@@ -155,8 +155,11 @@ def factors(k: Expr, over: str) -> tuple[Expr, Expr, Expr]:
             else:
                 free = apply("div", free, divisor)
             stack.append(f.args[0])
-        elif f.op == "where" and constructors.is_constant(f.args[2], 0) and (number := number_factor(f.args[1])) is
-        not None:
+        elif (
+            f.op == "where"
+            and constructors.is_constant(f.args[2], 0)
+            and (number := number_factor(f.args[1])) is not None
+        ):
             free = apply("mul", free, number[0])
             stack.append(apply("where", f.args[0], number[1], 0.0))
         else:

@@ -2,8 +2,7 @@
 
 Every reduction of the language is one of seven kinds plus arithmetic on its results: ``sum``; ``soft`` (logsumexp and
 softmax means of any number of values, one logit); ``best`` (largest or smallest, and where); ``topk``; ``moments``;
-``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal_form.py``
-only). An
+``user`` (any monoid); and ``pick`` (a sum against ``index == t``, which is a gather; made by ``normal_form.py`` only). An
 eighth, ``pair``, folds nothing: it writes a number per pair out, in the shape of an argument that was given per pair,
 summed over what was broadcast in that (made by ``gradient.py`` only; its ``over`` is neither axis). A kind knows its
 results, its pullback (Theorem 2.1: cotangents of one pair's fields from the final results) and when a pair is idle,

@@ -1,2 +1,1 @@
-"""One call, from arguments to results: binding, the call cache, autograd, replay. Alone knows torch's dispatcher and
-Dynamo."""
+"""One call, from arguments to results: binding, the call cache, autograd, replay. Alone knows torch's dispatcher and Dynamo."""

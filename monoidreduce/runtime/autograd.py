@@ -270,8 +270,10 @@ def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequ
     region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
     if region is None and ctx.asked == forward_settings.now():
         return None, *oom_retry.typed(_gradients, given, context.sizes)
-    with forward_settings.again(ctx.asked), torch.autocast(region, enabled=False) if region else
-    contextlib.nullcontext():
+    with (
+        forward_settings.again(ctx.asked),
+        torch.autocast(region, enabled=False) if region else contextlib.nullcontext(),
+    ):
         return None, *oom_retry.typed(_gradients, given, context.sizes)
 
 

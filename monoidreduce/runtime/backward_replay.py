@@ -1,5 +1,4 @@
-"""The backward of a program that is a tape (``forward_replay.py``): a tape too, by what is asked and the kind of all
-tensors.
+"""The backward of a program that is a tape (``forward_replay.py``): a tape too, by what is asked and the kind of all tensors.
 
 Saved tensors may come back otherwise than they were given, and cotangents have any strides: they are looked at in
 every backward. Where there is no tape for them the same gradient program is walked; where results were not kept, or the

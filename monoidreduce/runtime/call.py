@@ -1,7 +1,6 @@
 """A call made ready: all that depends on types, shapes and choices is decided once, a call then only moves tensors.
 
-A plan is found by a key of everything that the checks of a call look at (``call_key.py``), and of nothing else:
-values are
+A plan is found by a key of everything that the checks of a call look at (``call_key.py``), and of nothing else: values are
 no part of it, so a new temperature is the same plan.
 """
 

@@ -121,8 +121,12 @@ def _schedules(cases: list[Case]) -> dict[str, list[Choice]]:
 
 
 def _scheduled(
-    schedule: str, choices: list[Choice], passes: Rehearsal, cases: list[Case], roof: device_rates.Ceilings, closely:
-    bool
+    schedule: str,
+    choices: list[Choice],
+    passes: Rehearsal,
+    cases: list[Case],
+    roof: device_rates.Ceilings,
+    closely: bool,
 ) -> Scheduled:
     """The call with every fold by its choice."""
     parts = []
@@ -144,8 +148,9 @@ def _peak(noted: Noted, case: Case, choice: Choice, otherwise: int) -> int:
     with contextlib.suppress(BudgetError):
         if not case.gpu:
             return torch_memory_estimate.peak(noted, choice)
-        return kernel_memory_estimate.peak(noted, choice) or torch_memory_estimate.peak(noted, Choice("flash"))  #
-        with tiles of its own
+        return kernel_memory_estimate.peak(noted, choice) or torch_memory_estimate.peak(
+            noted, Choice("flash")
+        )  # with tiles of its own
     return otherwise
 
 

@@ -2,8 +2,7 @@
 
 Step by step (``autograd.py``) each has a function of torch's autograd around it, and finds its launches by itself.
 Where steps are nothing but launches (``replay_steps.py``), all of them are one function, whose backward is one program
-(``backward_replay.py``). Whatever is out of the ordinary takes the road that it would have taken anyway: torch's own
-arithmetic
+(``backward_replay.py``). Whatever is out of the ordinary takes the road that it would have taken anyway: torch's own arithmetic
 between steps, a situation that is not the usual one, memory that runs out.
 """
 
@@ -71,8 +70,9 @@ class Program:
         return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
 
     def _met(self, now: tuple, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
-        found = oom_retry.instead(self._recorded, lambda *_: None, (sizes, values), sizes) if self._pays(sizes) else
-        None
+        found = (
+            oom_retry.instead(self._recorded, lambda *_: None, (sizes, values), sizes) if self._pays(sizes) else None
+        )
         if len(self.kept) < _MOST:
             self.kept[now] = found
         return found
@@ -81,8 +81,9 @@ class Program:
         """Whether what the host does counts, and the forward is no other than the tape's: of many pairs it may keep
         more, where gradients are asked for."""
         pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
-        keeps = saved_row_gradients.many(sizes) and any(saved_row_gradients.may_keep(p.fold) for p in
-        self.steps.program.passes)
+        keeps = saved_row_gradients.many(sizes) and any(
+            saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
+        )
         return pairs <= _PAIRS and not keeps
 
     def _recorded(self, sizes: Sizes, values: Sequence[Any]) -> Replay | None:

@@ -1,7 +1,6 @@
 """Sums over rows whose gradient is taken while the pairs are there.
 
-Of a sum every row's cotangent is known beforehand, so forward and gradient are one program
-(``program/loss_and_gradient.py``) and
+Of a sum every row's cotangent is known beforehand, so forward and gradient are one program (``program/loss_and_gradient.py``) and
 one walk over panels (``__init__.py``): three products where the ordinary road, which recomputes the pairs, needs four.
 The gradients wait, unscaled, for the one number that the backward brings. They are given away once: a second backward,
 or one that is itself to be differentiated, takes the ordinary road.

@@ -1,9 +1,7 @@
 """Gradient programs made ready: where their inputs come from, what runs them, and how their outputs become gradients.
 
-A program is symbolic (``program/gradient.py``, ``one_sided.py``) and the same for all shapes. What runs it is found
-by the
-kind of its inputs: in an ordinary backward its passes are frozen (``frozen_pass.py``); one that is watched, or is
-itself to
+A program is symbolic (``program/gradient.py``, ``one_sided.py``) and the same for all shapes. What runs it is found by the
+kind of its inputs: in an ordinary backward its passes are frozen (``frozen_pass.py``); one that is watched, or is itself to
 be differentiated, walks it by torch and the engine.
 """
 

@@ -1,7 +1,6 @@
 """What a fold holds at once on a GPU: its kernels and panels gone through, with nothing computed.
 
-Apart from ``torch_memory_estimate.py``, which goes through what torch runs. What is allocated here is allocated by
-the code that would
+Apart from ``torch_memory_estimate.py``, which goes through what torch runs. What is allocated here is allocated by the code that would
 do it, in its order; only kernels rest, and tensors have no numbers.
 """
 

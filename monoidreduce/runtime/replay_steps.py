@@ -1,7 +1,6 @@
 """Programs that are nothing but launches: which are, and what their launches are on given tensors.
 
-Two are made of them: the forward of a call (``forward_replay.py``) and its backward (``backward_replay.py``), each a
-tape
+Two are made of them: the forward of a call (``forward_replay.py``) and its backward (``backward_replay.py``), each a tape
 (``engines/triton/launch/launch_replay.py``).
 """
 

@@ -12,12 +12,12 @@ import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton.kernels import fold_kernel, row_kernels
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
 from monoidreduce.plan.environment import Variable
 from monoidreduce.plan.schedule import follow
 from monoidreduce.runtime import frozen_pass, gradient_programs
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -72,9 +72,9 @@ def pretended(monkeypatch):
     def again(name):
         return lambda *arguments: made.append(name)
 
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: again(call.kernel.name))
-    monkeypatch.setattr(jit_module, "repeats", lambda device: True)
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.replace_launch(monkeypatch, lambda launch, call: again(call.kernel.name))
+    internals.relaunch_on_any_device(monkeypatch)
+    internals.forget_launches(monkeypatch)
     with mr.use(engine="triton"):
         yield made
 
@@ -351,8 +351,10 @@ def test_the_share_of_a_row(count, by_address):
         assert torch.equal(share(given, -100), matmul.share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
     assert row_kernels.sharer(nothing, -100)(nothing, -100) == torch.inf
-    assert row_kernels.sharer(labels[:0], -100) is None and row_kernels.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0)
-    is None
+    assert (
+        row_kernels.sharer(labels[:0], -100) is None
+        and row_kernels.sharer(torch.zeros(4, 2)[:, 0].long()[::2], 0) is None
+    )
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):

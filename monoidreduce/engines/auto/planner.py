@@ -1,7 +1,6 @@
 """The engine ``auto``: every fold runs by the plan's choice, made once for a fold, its sizes and its types.
 
-What a choice depends on is gathered here as a :class:`~monoidreduce.plan.op_counts.Case`; what it says is done by the
-other
+What a choice depends on is gathered here as a :class:`~monoidreduce.plan.op_counts.Case`; what it says is done by the other
 engines, which know nothing of it.
 """
 

@@ -1,9 +1,7 @@
 """What lives on one side: the arithmetic between passes (a row's ⟨g, P⟩, a loss from its sums), gathered together.
 
-``torch_code.py`` runs it node by node, a torch call each; on a GPU a call costs the host more than the arithmetic
-costs the
-device. So neighbouring nodes of one side are gathered as a :class:`Side`, which is one kernel
-(``engines/triton/kernels/elementwise.py``) and
+``torch_code.py`` runs it node by node, a torch call each; on a GPU a call costs the host more than the arithmetic costs the
+device. So neighbouring nodes of one side are gathered as a :class:`Side`, which is one kernel (``engines/triton/kernels/elementwise.py``) and
 whose gradient is again a side.
 """
 

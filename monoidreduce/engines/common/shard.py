@@ -1,8 +1,7 @@
 """How a problem lies over ranks: which rows and columns each has, and what that means for one-sided arithmetic.
 
 Tensors stay plain and local. Rows, columns or both are divided over the ranks of a group; what lacks a divided axis is
-the same on all its ranks. Folds are the business of ``distributed_fold.py``; here is what plain torch does before and
-after
+the same on all its ranks. Folds are the business of ``distributed_fold.py``; here is what plain torch does before and after
 them: indices count from the start of the whole, a reduction over a divided axis ends with an exchange, and what is the
 same everywhere gets the sum of all gradients when it meets what is divided.
 """

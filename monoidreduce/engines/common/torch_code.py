@@ -80,8 +80,7 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 def script(program: Lowered, numbers: frozenset[str] = frozenset(), gathered: bool = False) -> Script:
     """Write a program down; ``numbers`` are the inputs that are Python numbers.
 
-    ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by
-    ``folder.side``."""
+    ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by ``folder.side``."""
     writer = Writer(numbers, frozenset() if gathered else _products(program))
     for p in program.passes:
         if gathered:

@@ -2,8 +2,7 @@
 
 A *panel* is all pairs of a few rows. Passes that need only earlier results over columns run one after another on the
 same panel, with its products computed once; a pass that needs a result over rows starts a new walk. What is done to a
-panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU
-(``engines/triton/panel/kernel_step.py``).
+panel is a :class:`Step`: in tiles of torch here, in generated kernels on a GPU (``engines/triton/panel/kernel_step.py``).
 """
 
 from __future__ import annotations

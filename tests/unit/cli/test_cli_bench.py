@@ -13,7 +13,7 @@ from monoidreduce.cli import bench, charts, contest, peers, report_bench, report
 from monoidreduce.cli.contest import Row
 from monoidreduce.cli.environment import surroundings
 from monoidreduce.cli.layers import NAMED
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support.command_line import assert_self_contained, call
 
 FILE = ROOT / "tests" / "support" / "wrong_layers.py"
@@ -97,7 +97,7 @@ def test_a_wrong_peer_is_seen_by_its_error():
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr("monoidreduce.engines.common.matmul.free_memory", lambda device: 1000)
+    internals.pretend_free_memory(monkeypatch, 1000)
     layer = subject.resolved("mlp")
     calls = {"ours": layer.call, "naive torch": layer.dense}
     rows = contest.measure(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)

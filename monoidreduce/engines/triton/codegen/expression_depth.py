@@ -1,7 +1,6 @@
 """Expressions of many operations: some of their values are bound by name before the rest asks for them.
 
-The text of a value asks for the texts of its arguments (``expressions.py``), which is recursive. Expressions of usual
-depth
+The text of a value asks for the texts of its arguments (``expressions.py``), which is recursive. Expressions of usual depth
 are left alone. In a deeper one the nodes are divided into layers of ``LAYER`` levels, and every value that another
 layer reads is bound first, from the bottom up: so no call is nested deeper than a layer has levels.
 """

@@ -1,7 +1,6 @@
 """Small functions of kernels that multiply float32 numbers in pieces: three bfloat16 numbers that add up to one.
 
-Nobody calls them here: their text is copied into kernels, as that of ``device_functions.py``. Of the nine products of
-pieces the
+Nobody calls them here: their text is copied into kernels, as that of ``device_functions.py``. Of the nine products of pieces the
 three smallest are below float32's rounding; the others are added smallest first.
 """
 

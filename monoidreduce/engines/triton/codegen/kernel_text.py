@@ -242,8 +242,7 @@ def _header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
 
 
 def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
-    """The kernel's run-time parameters, in the order in which ``fold_kernel.py`` gives them; those not to specialize
-    on."""
+    """The kernel's run-time parameters, in the order in which ``fold_kernel.py`` gives them; those not to specialize on."""
     count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
     numbers = []
@@ -377,8 +376,7 @@ def _stores(reductions: list[Kind], v: Values) -> list[str]:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The helper functions of ``device_functions.py``, ``philox.py`` and ``float32_split_functions.py``, by name, in
-    their order."""
+    """The helper functions of ``device_functions.py``, ``philox.py`` and ``float32_split_functions.py``, by name, in their order."""
     found: dict[str, str] = {}
     for source in map(inspect.getsource, (device_functions, philox, pieces)):
         lines = source.split("\n")

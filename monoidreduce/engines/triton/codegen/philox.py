@@ -1,5 +1,4 @@
-"""Random numbers in kernels, as ``program/philox.py`` defines them: text that is copied, as that of
-``device_functions.py``."""
+"""Random numbers in kernels, as ``program/philox.py`` defines them: text that is copied, as that of ``device_functions.py``."""
 
 from __future__ import annotations
 

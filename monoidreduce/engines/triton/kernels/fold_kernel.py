@@ -113,8 +113,9 @@ class Launch:
         self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
-        self.parts = parts(self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device),
-        self.beside)
+        self.parts = parts(
+            self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
+        )
         takers = (pingpong,) if plainly.deep else (attention, sum_of_products)
         by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
@@ -181,8 +182,9 @@ class Launch:
         ]
         if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
-            self.boxes.append((place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH),
-            True)))
+            self.boxes.append(
+                (place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
+            )
         self.how = (wide, matmul.float32_precision(), ragged, self.sizes.device)
 
     def _block(self, e: Expr) -> tuple[int, ...]:
@@ -290,8 +292,9 @@ class Launch:
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs: those of a split walk combined, the lists of the best sorted."""
         if self.spec.split:
-            outputs[:] = combine(self.fold, outputs, self.cuts, ordered=True, faster=split_combine.whole)  # parts are
-            let go
+            outputs[:] = combine(
+                self.fold, outputs, self.cuts, ordered=True, faster=split_combine.whole
+            )  # parts are let go
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
             outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])

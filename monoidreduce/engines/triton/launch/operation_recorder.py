@@ -1,7 +1,6 @@
 """What a walk over panels does, heard while it is done: every operation of torch and every launch, in order.
 
-What is heard can be done again on other tensors of the same kinds (``operation_replay.py``), so tensors are noted by
-where they
+What is heard can be done again on other tensors of the same kinds (``operation_replay.py``), so tensors are noted by where they
 lie: in which storage, how far from its beginning, in which form. Views are nothing but that; they are not noted as
 operations. Whatever could turn out otherwise another time (a number read back from the device, a drawn one, memory
 that nobody here allocated) ends the listening: ``lost`` says why.

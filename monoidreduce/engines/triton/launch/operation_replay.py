@@ -2,8 +2,7 @@
 
 Which rows and columns a panel has, where results go, what a kernel is called with: all of that depends on the program,
 the sizes and the kinds of the tensors alone, and takes the host longer than the device takes for a small panel. So what
-was heard of one walk (``operation_recorder.py``) is written out: allocations, views and addresses at fixed distances,
-products,
+was heard of one walk (``operation_recorder.py``) is written out: allocations, views and addresses at fixed distances, products,
 launches. Storages are let go after their last use, so that no more is held than in the walk itself.
 """
 

@@ -2,8 +2,7 @@
 
 The vendor's products are as fast while they multiply, and then wait for what they add to, and until sums are written:
 where few indices are folded that is a tenth of the time. Here one group writes while the other one multiplies
-(``engines/triton/schedules/contraction_template.py``). What is added to is added in float32, and rounded once; the
-vendor's products round before
+(``engines/triton/schedules/contraction_template.py``). What is added to is added in float32, and rounded once; the vendor's products round before
 they add, and again.
 """
 

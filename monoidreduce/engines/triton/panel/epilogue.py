@@ -2,8 +2,7 @@
 
 Where all numbers of rows are known a generated product's epilogue writes the weights of the sums at once. Where they
 wait for a softmax it writes exp(s - guess), the guess being the greatest of a few logits of the row, and sums tiles as
-it goes; the totals then multiply the sums' other operands (``row_factor.py``, ``label_corrections.py``). A guess is
-checked on the device:
+it goes; the totals then multiply the sums' other operands (``row_factor.py``, ``label_corrections.py``). A guess is checked on the device:
 rows that it served ill are written once more, exactly, and nobody waits to hear whether there were any.
 """
 
@@ -141,8 +140,9 @@ class _Ready:
         width = values[whole.vectors[0]].shape[-1]
         self.wide = is_wide(width)
         cut = here.cols % PAIRED[self.wide].block_folded != 0
-        self.by_turns = many and pingpong_epilogue.kernel(name, whole.task, self._spec(name, values), cut, self.wide)
-        is not None
+        self.by_turns = (
+            many and pingpong_epilogue.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
+        )
         self.plans = {name: self._plan(name, width) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
@@ -153,8 +153,10 @@ class _Ready:
         found = plan_of(name, width, self.by_turns, self.wide)
         if name in ("pick_own", "match_own", "weigh_own") or (self.by_turns and name in TURNS):
             return found
-        kept, folded = row_kernel.power(self.here.rows, found.block_kept), row_kernel.power(self.here.cols,
-        found.block_folded)
+        kept, folded = (
+            row_kernel.power(self.here.rows, found.block_kept),
+            row_kernel.power(self.here.cols, found.block_folded),
+        )
         folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
         return replace(found, block_kept=kept, block_folded=folded)
 

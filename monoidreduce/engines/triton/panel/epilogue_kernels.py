@@ -5,8 +5,7 @@
 ``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
 greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
 ``sum_guessed``: the same of weights that nobody keeps.
-``close_rows``: the totals of rows and what is made of them (``label_corrections.py`` takes it from there). Rows whose
-weights the
+``close_rows``: the totals of rows and what is made of them (``label_corrections.py`` takes it from there). Rows whose weights the
 guess could not bear are marked.
 ``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
 Those that meet each row's own column alone are in ``label_kernels.py``.

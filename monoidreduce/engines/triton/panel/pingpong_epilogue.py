@@ -1,7 +1,6 @@
 """Products that write weights as groups of warps take turns at them: Gluon, on Hopper.
 
-The kernels of ``epilogue_kernels.py``, with the same arguments and the same arithmetic of pairs, in the same words:
-``tl`` is here
+The kernels of ``epilogue_kernels.py``, with the same arguments and the same arithmetic of pairs, in the same words: ``tl`` is here
 Gluon's language. What the compiler would schedule is written out in ``engines/triton/schedules/pingpong_template.py``.
 """
 

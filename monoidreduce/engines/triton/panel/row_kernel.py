@@ -99,8 +99,11 @@ class _Writer:
 
     def __init__(self, spec: Spec):
         self.spec, self.v = spec, RowValues(spec)
-        self.body = [*kernel_text._opening(spec), "whole = folded_size // FOLDED", "out_at = tl.cast(tile * KEPT,
-        tl.int64)"]
+        self.body = [
+            *kernel_text._opening(spec),
+            "whole = folded_size // FOLDED",
+            "out_at = tl.cast(tile * KEPT, tl.int64)",
+        ]
         self.outs: list[str] = []
         self.helpers: list[str] = []
         self.made, self.walks = 0, 0
@@ -228,8 +231,9 @@ class Prepared:
         arguments += [*self.lengths, self.tiles]
         if self.copied:
             self.boxes = self.boxes or [self._box(values[e], block) for e, block in self.copied]
-            arguments += [descriptors.filled(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied,
-            strict=True)]
+            arguments += [
+                descriptors.filled(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied, strict=True)
+            ]
         key = () if alike else tuple(map(specialized, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 

@@ -2,8 +2,7 @@
 
 Where a gradient is taken in the forward and whole rows do not fit, rows are folded some columns at a time by products
 that measure weights from a guess (``epilogue.py``). Of the first columns these weights are written where gradients will
-stand one day (``plan/in_place_layout.py``), of the others only their sums are. When rows are known, what was stowed
-is summed; the
+stand one day (``plan/in_place_layout.py``), of the others only their sums are. When rows are known, what was stowed is summed; the
 others are computed again. So there are between three products and four, whatever little memory there is.
 """
 

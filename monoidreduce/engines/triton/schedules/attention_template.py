@@ -1,5 +1,4 @@
-"""The text of a staged kernel, with room for its names and for the arithmetic of its pairs (``attention.py`` fills it
-in).
+"""The text of a staged kernel, with room for its names and for the arithmetic of its pairs (``attention.py`` fills it in).
 
 ``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with, ``{x2}``: those that are summed, ``{n}``: the
 softmax. ``copies`` runs in one warp, ``computes`` in groups of four, each with one SIDE of the kept tile. A ring's

@@ -1,10 +1,8 @@
-"""The text of sums of vectors with a panel's weights, as two groups of warps take turns at them
-(``engines/triton/panel/contraction.py``).
+"""The text of sums of vectors with a panel's weights, as two groups of warps take turns at them (``engines/triton/panel/contraction.py``).
 
 A tile is 192 kept indices, three runs of 64, and 128 features. ``weights`` is a block of a run's kept and some folded
 indices, ``vectors`` one of folded indices and a tile's features: one warp, ahead of both groups, copies them into a
-ring (see ``pingpong_template.py``, whose turns these are). What is written goes through places in shared memory, 64
-features
+ring (see ``pingpong_template.py``, whose turns these are). What is written goes through places in shared memory, 64 features
 of a run at a time. What is added to comes to the same places: a group asks for the first pieces before it multiplies,
 and for another whenever one was written.
 """

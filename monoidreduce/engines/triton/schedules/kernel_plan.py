@@ -1,7 +1,6 @@
 """The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
 
-The defaults stand in a table (``plan/default_tiles.py``), by what a kernel holds; here they are made to fit. Equal
-tiles
+The defaults stand in a table (``plan/default_tiles.py``), by what a kernel holds; here they are made to fit. Equal tiles
 combine in equal order: only a plan's tile sizes can change a result's last digits."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The lines of a kernel whose four warps are an instance by themselves (``warp_group_split.py``), for
-``single_warpgroup_template.py``."""
+"""The lines of a kernel whose four warps are an instance by themselves (``warp_group_split.py``), for ``single_warpgroup_template.py``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sums of vectors whose weights are made of products, by groups of warps: Gluon, on Hopper.
 
 Perceptrons and their gradients multiply two to six times for every tile. One warp copies blocks of the folded
-side into rings in shared memory. Two groups of four warps (``warp_group_split.py`` says which does what) start a
-tile's scores
+side into rings in shared memory. Two groups of four warps (``warp_group_split.py`` says which does what) start a tile's scores
 and the sums of the tile before, and make weights of the scores while the sums run.
 
 The arithmetic of pairs is that of every kernel, in the same text: ``tl`` is here Gluon's language, which has its words.

@@ -1,5 +1,4 @@
-"""The lines of a kernel whose groups of warps share a fold (``warp_group_split.py``), for the text of
-``sum_of_products_template.py``."""
+"""The lines of a kernel whose groups of warps share a fold (``warp_group_split.py``), for the text of ``sum_of_products_template.py``."""
 
 from __future__ import annotations
 

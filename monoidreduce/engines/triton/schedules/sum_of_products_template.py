@@ -1,5 +1,4 @@
-"""The text of a grouped kernel, with room for its names and the arithmetic of its pairs (``sum_of_products_lines.py``
-fills it in).
+"""The text of a grouped kernel, with room for its names and the arithmetic of its pairs (``sum_of_products_lines.py`` fills it in).
 
 ``copies`` runs in one warp, each group in four. A ring's ``full`` barriers say that a block came, its ``empty`` ones
 that all groups are done with it; their phase is the parity of the round. ``sent`` barriers say the same of numbers of
