@@ -23,7 +23,7 @@ from ..engines.common import matmul, tile_counter
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, form
 from ..engines.common.label_gather import chunk_of
-from ..engines.panel.panel_program import Walk
+from ..engines.panel.panel_program import PanelLoop
 from ..engines.triton.kernels import split_combine, topk
 from ..engines.triton.panel import epilogue
 from ..plan import budget, cost, tiles
@@ -155,7 +155,7 @@ class _Resting(triton.KernelStep):
 
     real: ClassVar[Sizes]
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
+    def __init__(self, walk: PanelLoop, sizes: Sizes, kinds: set[torch.dtype]):
         super().__init__(walk, sizes, kinds)
         self.twin = triton.KernelStep(walk, self.real, kinds)
 

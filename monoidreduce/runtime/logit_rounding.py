@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import as_program, walks
+from ..engines.panel.panel_program import as_program, split_into_loops
 from ..engines.triton.codegen import k_loop
 from ..engines.triton.codegen.kernel_spec import WIDEST, Unsupported
 from ..engines.triton.panel import epilogue
@@ -68,7 +68,7 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
     try:
         *_, outputs = gradient(fold.pure, fold.leaves, wanted, (True,) * len(fold.outputs))
         passes = lower(tuple(e for e in outputs if e is not None)).passes
-        found = [walk for one in passes for walk in walks(as_program(one.fold))]
+        found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
         sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
         return len(found) == 1 and Room(found[0], sizes, {torch.bfloat16}).fuses()
     except (NoGradientError, Unsupported):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import parallel_compile
 from monoidreduce.engines.triton.panel import epilogue, row_factor
@@ -319,7 +319,7 @@ def test_what_is_taken_apart():
     def found(op, *args):
         outputs = op._prepare(args, {})[0].outputs
         inputs = inputs_of(outputs)
-        (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+        (walk,) = split_into_loops(total(outputs, (inputs["x"], inputs["w"])).program)
         return row_factor.late(joint(walk, groups(walk)[0], False))
 
     apart = found(head, x, w, t, b)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan, KernelStep
 from monoidreduce.engines.triton.kernels import elementwise, fold_kernel
 from monoidreduce.engines.triton.panel import row_kernel
@@ -120,7 +120,7 @@ def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
     inputs = inputs_of(outputs)
-    (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+    (walk,) = split_into_loops(total(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
     step = KernelStep(walk, sizes, {torch.bfloat16})
     assert step.choose(20 * 60 * 2) == panel_layout.Panels(20, 60)

@@ -14,7 +14,7 @@ from ....plan import budget, in_place_layout, panel_layout, row_blocks
 from ....program.expression import Expr
 from ...common import matmul, skip_small_tiles
 from ...common.evaluate import Sizes
-from ...panel.panel_program import Walk, fed
+from ...panel.panel_program import PanelLoop, list_feeds
 from ..codegen.kernel_spec import WIDEST
 from ..schedules import spec_from_tensors
 from . import epilogue, stored_weights
@@ -27,7 +27,7 @@ _SHARE = 32  # of the room, one part in so many, at most, is left to the numbers
 
 @functools.lru_cache(maxsize=1024)
 def _homes(
-    walk: Walk, at: int, pairs: torch.dtype, weights: torch.dtype, compute: torch.dtype
+    walk: PanelLoop, at: int, pairs: torch.dtype, weights: torch.dtype, compute: torch.dtype
 ) -> list[tuple[torch.dtype, Expr | int | None]]:
     """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
 
@@ -56,7 +56,7 @@ def _homes(
 class Room:
     """A walk on sizes and types: what its stages need in memory."""
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
+    def __init__(self, walk: PanelLoop, sizes: Sizes, kinds: set[torch.dtype]):
         self.walk, self.sizes, self.given = walk, sizes, kinds
         self.parts = [parts(s) for s in walk.stages]
         self.groups = groups(walk)
@@ -101,7 +101,7 @@ class Room:
             found = self._fused(True) and epilogue.epilogue(self.walk, self.groups[0], True, True)
         else:
             found = self._later(True)
-        vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
+        vectors = [dict(list_feeds(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
         return found if all(v.op in ("input", "leaf") for v in vectors) else None  # they are there anyway
 
     def _later(self, without: bool = False) -> epilogue.Epilogue | None:

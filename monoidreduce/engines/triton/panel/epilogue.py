@@ -22,7 +22,7 @@ from ....program.expression import Expr, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
-from ...panel.panel_program import Walk
+from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, jit_module
 from ..schedules import attention, spec_from_tensors
@@ -240,7 +240,7 @@ class _Ready:
 
 
 @functools.lru_cache(maxsize=1024)
-def epilogue(walk: Walk, group: range, moved: bool, without: bool = False, stows: bool = False) -> Epilogue | None:
+def epilogue(walk: PanelLoop, group: range, moved: bool, without: bool = False, stows: bool = False) -> Epilogue | None:
     """The stages of a group as one product, where they have one product and one weight, and folds bear a guess.
 
     ``without``: each row's own column is left out of the weights; None where rows have none. ``stows``: rows are folded

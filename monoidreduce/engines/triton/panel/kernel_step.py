@@ -23,8 +23,8 @@ from ....program.reductions import KINDS
 from ...common import combine, matmul
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...common.one_sided import Gathered, gather
-from ...panel import ALIGN, Part, cut_evenly
-from ...panel.panel_program import Walk
+from ...panel import ALIGN, Panel, iterate_grid
+from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
 from ..kernels import elementwise as sides
 from ..kernels import topk
@@ -76,7 +76,7 @@ class KernelStep(Sums):
         self.buffers = self.own = {} if panel.blocks else {key: self._buffer(kind) for key, kind in self.kinds.items()}
         self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
         self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
-        self.makes: Callable[[Part, Sizes], dict[Expr, Tensor]] | None = None  # weights, if they are made otherwise
+        self.makes: Callable[[Panel, Sizes], dict[Expr, Tensor]] | None = None  # weights, if they are made otherwise
         self.made: tuple[Any, set[Expr]] = (None, set())
         self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
         self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
@@ -88,7 +88,7 @@ class KernelStep(Sums):
     def walk_panels(self) -> Iterable[tuple[slice, slice]]:
         if self.panel.tail is not None:
             return self._take_turns(self.panel.tail)
-        return self._take_blocks() if self.panel.blocks else cut_evenly(self.sizes, self.panel)
+        return self._take_blocks() if self.panel.blocks else iterate_grid(self.sizes, self.panel)
 
     def _take_blocks(self) -> Iterator[tuple[slice, slice]]:
         """Blocks of rows one after the other, a strip of columns of each at a time."""
@@ -150,7 +150,7 @@ class KernelStep(Sums):
 
     # A group of stages of one panel
 
-    def __call__(self, group: range, part: Part) -> None:
+    def __call__(self, group: range, part: Panel) -> None:
         at = group[-1]
         cut = self.parts[at]
         here = self._here(part)
@@ -167,7 +167,7 @@ class KernelStep(Sums):
         for place, e in cut.tops:
             part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
 
-    def _here(self, part: Part) -> Sizes:
+    def _here(self, part: Panel) -> Sizes:
         return self._sized(part.rows.stop - part.rows.start, part.cols.stop - part.cols.start)
 
     def _sized(self, rows: int, cols: int) -> Sizes:
@@ -175,7 +175,7 @@ class KernelStep(Sums):
             self.heres[rows, cols] = replace(self.sizes, rows=rows, cols=cols)
         return self.heres[rows, cols]
 
-    def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
+    def _sweep(self, group: range, part: Panel, here: Sizes) -> dict[Expr, Tensor]:
         """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
         moved = self.panel.cols < self.sizes.cols
         if self.makes is not None:
@@ -204,18 +204,18 @@ class KernelStep(Sums):
                 part.keep(stage, place, results, complete)
         return found
 
-    def _given(self, fused: epilogue.Epilogue, part: Part) -> dict[Expr, Any]:
+    def _given(self, fused: epilogue.Epilogue, part: Panel) -> dict[Expr, Any]:
         values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
         sides = zip(fused.vectors, fused.sides, strict=True)
         return values | {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
 
-    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+    def _written(self, fused: epilogue.Epilogue, part: Panel, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
         """Weights by a product of its own; ``rest``: what is left to do to their sums."""
         out = self.buffers[fused.product][: here.rows, : here.cols]
         self.rest = fused(out, self._given(fused, part), numbers, here)
         return {self.parts[self.groups[0][-1]].weights[0]: out}
 
-    def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
+    def _swept(self, group: range, part: Panel, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
         """Weights by the vendor's product and a kernel over its rows."""
         moved = self.panel.cols < self.sizes.cols
         whole = joint(self.walk, group, moved)
@@ -242,7 +242,7 @@ class KernelStep(Sums):
             self.numbers[name] = _output(name.dtype, self.sizes.rows, self.sizes)
         return self.numbers[name]
 
-    def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
+    def _fold_rows(self, at: int, part: Panel, here: Sizes) -> None:
         """Numbers folded over the rows of a panel, added to those of the panels before."""
         cut, stage = self.parts[at], self.walk.stages[at]
         if not cut.numbers["rows"] or "rows" not in self.over:
@@ -256,7 +256,7 @@ class KernelStep(Sums):
         for place, (r, own) in zip(cut.places["rows"], found, strict=True):
             self._combine(self.states[at], place, r, own, part)
 
-    def _value(self, f: Expr, part: Part) -> Any:
+    def _value(self, f: Expr, part: Panel) -> Any:
         """What is fed to a kernel: numbers, and tensors ``[1, length(, length)]``; a product is computed once."""
         if f.feature is not None:
             return None
@@ -267,7 +267,7 @@ class KernelStep(Sums):
             return torch.full((1,), value, dtype=torch.float64, device=self.sizes.device)
         return value
 
-    def _product(self, f: Expr, part: Part) -> Tensor:
+    def _product(self, f: Expr, part: Panel) -> Tensor:
         where = (part.rows, part.cols, self.over)
         panel = self.buffers[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
         if self.made[0] != where:
@@ -280,7 +280,7 @@ class KernelStep(Sums):
         return panel
 
     def _launch(
-        self, key: Any, work: row_kernel.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
+        self, key: Any, work: row_kernel.Written, over: str, values: dict, part: Panel, here: Sizes, outputs: list
     ) -> None:
         values = {**values, **self._begins(part)}
         kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
@@ -290,13 +290,13 @@ class KernelStep(Sums):
             self.written[whole] = row_kernel.prepare(work, over, values, here)
         self.written[whole](outputs, values, here.device)
 
-    def _begins(self, part: Part) -> dict[Expr, int]:
+    def _begins(self, part: Panel) -> dict[Expr, int]:
         begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
         return dict(zip(PLACES, begins, strict=True))
 
     # What panels add up to
 
-    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
+    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Panel) -> None:
         """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
         rows, cols = part.rows, part.cols
         if r.attrs[1] == "cols":
@@ -341,7 +341,7 @@ def _gathered(numbers: tuple[Expr, ...]) -> list[Gathered]:
 
 
 @functools.lru_cache(maxsize=256)
-def _written(walk: Walk) -> dict[tuple, row_kernel.Prepared]:
+def _written(walk: PanelLoop) -> dict[tuple, row_kernel.Prepared]:
     """The kernels of a walk that were written so far."""
     return {}
 

@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 from ...common.evaluate import Sizes
-from ...panel import Part
+from ...panel import Panel
 from ..launch import parallel_compile
 from .epilogue import Epilogue
 from .fuse_stages import joint
 
 
-def look(step: Any, group: range, part: Part, here: Sizes) -> None:
+def look(step: Any, group: range, part: Panel, here: Sizes) -> None:
     """Compile what a panel needs, the first time that one is like it. ``step``: the ``KernelStep`` that does it."""
     fused: Epilogue | None = step._fused(step.panel.cols < step.sizes.cols)
     key = (here.cols, here.device, step.over, *here.letters.values())
@@ -22,7 +22,7 @@ def look(step: Any, group: range, part: Part, here: Sizes) -> None:
         fused.met.add(key)
 
 
-def _launches(step: Any, fused: Epilogue, group: range, part: Part, here: Sizes) -> None:
+def _launches(step: Any, fused: Epilogue, group: range, part: Panel, here: Sizes) -> None:
     """What is done to a panel, but the vendor's products; ``step``: a copy, so that nobody has its sums."""
     for name in ("totals", "complete", "adding", "numbers"):
         setattr(step, name, dict(getattr(step, name)))

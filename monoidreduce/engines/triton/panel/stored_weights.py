@@ -20,7 +20,7 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import combine
 from ...common.evaluate import Sizes
-from ...panel import Part
+from ...panel import Panel
 from ..launch import parallel_compile
 from .epilogue import Epilogue
 from .fuse_stages import FIRST, joint
@@ -56,7 +56,7 @@ class Stowed:
         buffer: Tensor = self.step._inside(self.host, at, rows, cols)[self.fused.product]
         return buffer[:, :cols]
 
-    def fold(self, part: Part, here: Sizes) -> dict[Expr, Tensor]:
+    def fold(self, part: Panel, here: Sizes) -> dict[Expr, Tensor]:
         """All rows with all columns: what is folded of them handed over, the weights of some stowed."""
         step, fused, group = self.step, self.fused, self.step.groups[0]
         whole = joint(step.walk, group, True)
@@ -110,7 +110,7 @@ class Stowed:
             ready._launch("write_spare", [panel, panel.stride(0), marks], own | known)
         return factors
 
-    def _scaled(self, rest: Rest, part: Part) -> Rest:
+    def _scaled(self, rest: Rest, part: Panel) -> Rest:
         """With the rows' vectors times their factors, behind the weights."""
         at = self.step.groups[0][-1]
         ((_, _, products),) = [s for s in self.step.parts[at].sums if s[1] == "rows"]
@@ -119,7 +119,7 @@ class Stowed:
         ready = rest.scaled(vectors, self.step.stored, place.view(self.step.stored).view(vectors.shape))
         return Rest(rest.factors, ready=ready)
 
-    def weigh(self, part: Part, here: Sizes) -> dict[Expr, Tensor]:
+    def weigh(self, part: Panel, here: Sizes) -> dict[Expr, Tensor]:
         """The weights of some columns, as they were stowed."""
         self.step.rest = self.rest
         at = [turn.first for turn in self.plan.stowed].index(part.cols.start)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ....plan import panel_layout
 from ....program.contract import Contraction
-from ...panel import Part
-from ...panel.panel_program import fed
+from ...panel import Panel
+from ...panel.panel_program import list_feeds
 from . import sparse_contraction
 from .arena import Room
 from .label_corrections import Rest
@@ -42,7 +42,7 @@ class Sums(Room):
         self.adding: dict[Key, Tensor] = {}  # of some columns' vectors, before they are rounded
         self.block: panel_layout.Block | None = None  # of rows, that is walked
         self.labels: dict[Key, list[tuple[Rest, Tensor]]] = {}  # that wait until all panels are done
-        self.fed = [dict(fed(stage)) for stage in self.walk.stages]
+        self.fed = [dict(list_feeds(stage)) for stage in self.walk.stages]
         self.spare: Tensor | None = None  # what holds panels, when they are done with
 
     def _gradients(self) -> dict[str, dict[Key, int]]:
@@ -80,7 +80,7 @@ class Sums(Room):
                 free = own.view(-1).view(compute)[count * width :]
                 self.adding[other] = free[: block.cols * wide].view(block.cols, wide)
 
-    def _keep_own(self, own: Rest, part: Part) -> None:
+    def _keep_own(self, own: Rest, part: Panel) -> None:
         """What some rows add in their own columns: kept for the end of their totals, and for that of all panels."""
         self.mine = part.rows, own
         at = self.groups[0][-1]
@@ -104,7 +104,7 @@ class Sums(Room):
         self.lent = {}
 
     def _contract(
-        self, key: Key, over: str, products: tuple[Contraction, ...], weights: Any, part: Part
+        self, key: Key, over: str, products: tuple[Contraction, ...], weights: Any, part: Panel
     ) -> Tensor | None:
         """Σ weight × vector: returned where it is complete, else added to what the panels before gave."""
         rows, cols = part.rows, part.cols
