@@ -32,15 +32,16 @@ MIN_ROWS = 128  # fewer rows than this make slow GEMMs: pairs are then better co
 # and 512 features took 1.72 times its GEMMs in panels of 768 rows, 1.33 of 1408, and 1.55 when computed again.
 MIN_ROWS_FLOAT32 = 1024
 TILE = 128, 256  # rows and columns, at most, of an output tile of a generated GEMM: an SM computes one at a time
-# What a panel costs beside its pairs, as rows and columns that it would have more: its GEMMs start and end, and it reads
-# and writes totals of all its rows and columns. (On an H200 a loss of 65536 × 65536 pairs and 768 features took 1.46
-# times its GEMMs in panels of 5632 × 5632, 1.39 of 11264 × 5632; more in docs/wide.md.)
+# What a panel costs beside its pairs, as rows and columns that it would have more: its GEMMs start and end, and it
+# reads and writes totals of all its rows and columns. (On an H200 a loss of 65536 × 65536 pairs and 768 features took
+# 1.46 times its GEMMs in panels of 5632 × 5632, 1.39 of 11264 × 5632; more in docs/wide.md.)
 OVERHEAD = 512
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows ``first`` to ``last``, multiplied with all columns before the next block, in panels of ``rows`` × ``cols``."""
+    """Rows ``first`` to ``last``, multiplied with all columns before the next block, in panels of ``rows`` ×
+    ``cols``."""
 
     first: int
     last: int
@@ -161,11 +162,11 @@ def fill_waves(rows: int, processors: int, tile: int = TILE[1]) -> Callable[[int
 # Blocks of rows -------------------------------------------------------------------------------------------------
 #
 # For gradients where neither whole rows nor panels of all rows fit. A block meets all columns, some at a time. Column
-# gradients of 16 bits are added to once a block, so blocks must be few. A block's row gradients are added up in float32:
-# in the memory of the gradients of its own and later rows, which are not written yet, or in a buffer of their own where
-# those do not hold all of them (in two pieces each sum would be two GEMMs, too small for all SMs). Where that leaves
-# memory a block is several panels high, and the column gradients of a strip are added up in float32 too, in the same
-# memory. So panels are nearly square while blocks are few.
+# gradients of 16 bits are added to once a block, so blocks must be few. A block's row gradients are added up in
+# float32: in the memory of the gradients of its own and later rows, which are not written yet, or in a buffer of their
+# own where those do not hold all of them (in two pieces each sum would be two GEMMs, too small for all SMs). Where that
+# leaves memory a block is several panels high, and the column gradients of a strip are added up in float32 too, in the
+# same memory. So panels are nearly square while blocks are few.
 
 _HEIGHTS = 64  # heights of panels that are tried, about
 _REFINED = 8  # of these, the ones of which fewer columns are tried
@@ -300,8 +301,8 @@ def busy_share(rows: int, cols: int, tiles: tuple[tuple[int, int], ...], process
 # The column gradient of a vocabulary is the largest tensor that a backward returns, and is written a few columns at a
 # time: until then its memory holds a panel. Row gradients are added up in float32 and rounded at the very end, so their
 # own memory holds the totals of the first half of the rows. Those of the other half get a buffer where the budget
-# allows, else lie at the end of the column gradient: the columns whose place they take are computed twice, first for the
-# rows alone, and last, when the row gradients are done, for themselves.
+# allows, else lie at the end of the column gradient: the columns whose place they take are computed twice, first for
+# the rows alone, and last, when the row gradients are done, for themselves.
 #
 # Where the gradient is taken in the forward, that memory is free before anything is written: the weights of the first
 # columns are stored there during the fold over columns, and summed when rows are known, without a second GEMM.

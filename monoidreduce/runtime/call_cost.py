@@ -15,7 +15,7 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import matmul, torch_code
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import split_softmax_means, split_into_loops
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, device_rates
 from ..plan.cost import Cost, Part, Scheduled

@@ -22,7 +22,7 @@ from ..engines import panel
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes, from_layout
 from ..engines.common.torch_code import script
-from ..engines.panel.panel_program import split_softmax_means, split_into_loops
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout

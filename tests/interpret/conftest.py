@@ -21,8 +21,8 @@ from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module, 
 from monoidreduce.engines.triton.panel import (
     epilogue,
     epilogue_kernels,
-    label_corrections,
     panel_replay,
+    row_factor,
     sparse_contraction,
 )
 from monoidreduce.engines.triton.schedules import float32_split, pingpong
@@ -62,10 +62,10 @@ def exact_products(monkeypatch):
 
     written = (
         kernel_text.kernel,
-        epilogue_kernels.kernel,
-        epilogue.epilogue,
+        epilogue_kernels.write_kernel,
+        epilogue.fuse_epilogue,
         pingpong.kernel,
-        epilogue.pingpong_epilogue.kernel,
+        epilogue.pingpong_epilogue.write_kernel,
     )
     for one in written:
         one.cache_clear()
@@ -97,8 +97,8 @@ def by_address(monkeypatch):
         return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
 
     monkeypatch.setattr(launch_cache.Kernels, "_first", first)
-    small_ones = (sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
-    for kernels in (label_corrections._run, *(module._kernels for module in small_ones)):
+    small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
+    for kernels in (module._kernels for module in small_ones):
         monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
     monkeypatch.setattr(panel_replay, "_KINDS", {})
     monkeypatch.setattr(panel_replay, "_ONCE", {})

@@ -11,7 +11,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, KernelStep
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.panel.arena import Room
+from monoidreduce.engines.triton.panel.memory_plan import MemoryPlan
 from monoidreduce.errors import BudgetError
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.lower import lower
@@ -20,7 +20,7 @@ from tests.support.logit_rounding_cases import compare, head, made, ours, plain,
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
-SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1)) | {"pick_own": KernelPlan(1, 64, 4, 1)}
+SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1)) | {"gather_label_logits": KernelPlan(1, 64, 4, 1)}
 
 
 @mr.op
@@ -47,11 +47,11 @@ def best(x: mr.Row["d"], w: mr.Col["d"]):
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch, tmp_path_factory, exact_products):
     """Generated products stand in for the vendor's, in small tiles."""
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
+    monkeypatch.setattr(epilogue, "is_fast_on", lambda device: True)
     monkeypatch.setattr(epilogue, "PLANS", SMALL)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
     monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(panel_layout, "ROUND", 4)
+    monkeypatch.setattr(panel_layout, "MULTIPLE", 4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
         one._plans.kept.clear()
@@ -64,7 +64,7 @@ def steps(monkeypatch):
     found, begin = [], KernelStep.begin
 
     def begun(self, panel):
-        found.append(self.pairs)
+        found.append(self.plan.pair_dtype)
         begin(self, panel)
 
     monkeypatch.setattr(KernelStep, "begin", begun)
@@ -74,8 +74,8 @@ def steps(monkeypatch):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """What was predicted does not come true: gradients go by the vendor's products."""
-    fuses = Room.fuses
-    monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))
+    fuses = MemoryPlan.has_epilogue
+    monkeypatch.setattr(MemoryPlan, "has_epilogue", lambda plan: not plan.loop.exact and fuses(plan))
 
 
 def zeros(*shapes, asks=True):
@@ -100,7 +100,7 @@ def test_whose_products_stay_exact(monkeypatch):
     assert stays(meant, x, w, *zeros((9, 300))) == [True], "a mean of vectors, whose forward does not round its logits"
     assert stays(best, x, w) == [False], "it has no gradient, and is not rounded anyway"
     assert stays(head, *zeros((5, 64), (9, 64)), label) == [False], "narrow features have kernels without panels"
-    monkeypatch.setattr(epilogue, "on", lambda device: False)
+    monkeypatch.setattr(epilogue, "is_fast_on", lambda device: False)
     assert stays(head, x, w, label) == [False], "an older GPU"
 
 
@@ -222,7 +222,9 @@ def test_columns_in_chunks():
 def test_panels_in_torch_hold_float32_too(monkeypatch):
     monkeypatch.setattr(matmul, "raise_16bit", lambda device, dtype: False)
     seen, begin = [], panel.TorchStep.begin
-    monkeypatch.setattr(panel.TorchStep, "begin", lambda step, found: seen.append(step.kind) or begin(step, found))
+    monkeypatch.setattr(
+        panel.TorchStep, "begin", lambda step, found: seen.append(step.pair_dtype) or begin(step, found)
+    )
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
     for program in (
@@ -244,7 +246,7 @@ def test_texts_differ_by_the_rounding_alone(monkeypatch):
         monkeypatch.setattr(
             fold_kernel, "execute", lambda call, made=made_here: made.append(call.kernel) or execute(call)
         )
-        monkeypatch.setattr(epilogue, "on", lambda device, marks=marks: marks)
+        monkeypatch.setattr(epilogue, "is_fast_on", lambda device, marks=marks: marks)
         head._plans.kept.clear()
         with mr.use(engine="triton"), torch.no_grad():
             head(x, w, target)

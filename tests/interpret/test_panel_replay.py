@@ -8,7 +8,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder, operation_replay
 from monoidreduce.engines.triton.panel import epilogue, panel_replay, row_kernel
-from monoidreduce.plan import budget, panel_layout, row_blocks
+from monoidreduce.plan import budget, panel_layout
 from monoidreduce.runtime.live_memory import Alive
 from tests.interpret.test_epilogue_kernels import SMALL
 
@@ -31,9 +31,9 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
 
-    for name, value in {"FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
+    for name, value in {"MIN_ROWS": 4, "MULTIPLE": 4, "MIN_SIDE": 4}.items():
         monkeypatch.setattr(panel_layout, name, value)
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
+    monkeypatch.setattr(epilogue, "is_fast_on", lambda device: True)
     monkeypatch.setattr(epilogue, "PLANS", SMALL)
     monkeypatch.setattr(epilogue, "SHALLOW", {})
     monkeypatch.setattr(row_kernel, "PLANS", {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
@@ -106,15 +106,15 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
 
 def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
     """Blocks of rows, whose totals lie in their gradients and those of later rows."""
-    monkeypatch.setattr(panel_layout, "FEW", 128)
-    monkeypatch.setattr(row_blocks, "MORE", 16)
-    used, choose = [], row_blocks.blocks
-    monkeypatch.setattr(row_blocks, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
+    monkeypatch.setattr(panel_layout, "MIN_ROWS", 128)
+    monkeypatch.setattr(panel_layout, "OVERHEAD", 16)
+    used, choose = [], panel_layout.plan_row_blocks
+    monkeypatch.setattr(panel_layout, "plan_row_blocks", lambda *given: used.append(choose(*given)) or used[-1])
     run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
     run(0), run(1)
     assert not ran
     assert_equal(run(2), walked(monkeypatch, lambda: run(2)))
-    assert ran and 1 < len(used[0].blocks) < panel_layout.ADDS and used[0].cols < 160
+    assert ran and 1 < len(used[0].blocks) < panel_layout.MAX_ROUNDINGS and used[0].cols < 160
 
 
 def assert_equal(got, wanted):

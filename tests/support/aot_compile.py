@@ -282,7 +282,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(descriptors, "on", lambda device: capability >= 90),
-        mock.patch.object(epilogue, "on", lambda device: capability >= 90),
+        mock.patch.object(epilogue, "is_fast_on", lambda device: capability >= 90),
         mock.patch.object(staged, "on", lambda device: capability == 90),
         mock.patch.object(float32_split, "on", lambda device: capability >= 90),
         mock.patch.object(float32_split, "MANY", 0),

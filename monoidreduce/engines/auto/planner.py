@@ -26,7 +26,7 @@ from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
 from ..eager import tile_memory, tile_walk
-from ..panel.panel_program import as_program, split_softmax_means, split_into_loops
+from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
 from ..triton.kernels import topk
 from . import tuned_plans
 

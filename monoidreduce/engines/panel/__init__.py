@@ -182,9 +182,7 @@ def _expand_result(value: Any, e: Expr, sizes: Sizes) -> Tensor:
 class _LoopRun:
     """One loop over panels: its layout, what it is fed, and the results over columns so far."""
 
-    def __init__(
-        self, loop: PanelLoop, whole: Evaluator, needed: frozenset[Expr], step_class: StepClass, limit: int
-    ):
+    def __init__(self, loop: PanelLoop, whole: Evaluator, needed: frozenset[Expr], step_class: StepClass, limit: int):
         self.loop, self.whole, self.needed = loop, whole, needed
         self.nodes = [list(group_by_reduction(s.fold.reductions, s.results).values()) for s in loop.stages]
         self.sizes = whole.sizes

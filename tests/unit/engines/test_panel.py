@@ -25,8 +25,8 @@ from tests.support.layers import BY_NAME, ZOO
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(panel_layout, "NARROW", 0)
-    monkeypatch.setattr(panel_layout, "FEW", 1)
-    monkeypatch.setattr(panel_layout, "ROUND", 4)
+    monkeypatch.setattr(panel_layout, "MIN_ROWS", 1)
+    monkeypatch.setattr(panel_layout, "MULTIPLE", 4)
 
 
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
@@ -122,7 +122,7 @@ def rows_of(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col, scale: float):
 
 def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, monkeypatch):
     """Calls of one kind share a plan; what they ask for differs from call to call."""
-    monkeypatch.setattr(panel_layout, "FEW", 4)
+    monkeypatch.setattr(panel_layout, "MIN_ROWS", 4)
     x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
     plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
     tight = tiles.LEAST + 13 * 8 * 2
@@ -237,12 +237,12 @@ def test_budgets_are_read(given, expected):
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
 @pytest.mark.parametrize("room", [10**4, 10**5, 10**7])
 def test_parts_fit_their_room(length, room, monkeypatch):
-    monkeypatch.setattr(panel_layout, "ROUND", 128)
-    monkeypatch.setattr(panel_layout, "FEW", 128)
-    found = panel_layout.by_rows(length, 777, 4, room)
+    monkeypatch.setattr(panel_layout, "MULTIPLE", 128)
+    monkeypatch.setattr(panel_layout, "MIN_ROWS", 128)
+    found = panel_layout.plan_whole_rows(length, 777, 4, room)
     assert found is not None and found.rows * 777 * 4 <= room
     for each in (0, 64, 1200):
-        parts = panel_layout.cut(length, 777, 4, room, each)
+        parts = panel_layout.cut_both_axes(length, 777, 4, room, each)
         assert parts is None or parts[0] * parts[1] * 4 + (parts[0] * each if parts[1] < 777 else 0) <= room
 
 

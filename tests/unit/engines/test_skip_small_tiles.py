@@ -21,7 +21,7 @@ def small(monkeypatch):
     """Tiles of 8 × 8, and features that count as wide."""
     monkeypatch.setattr(skip_small_tiles, "TILE", 8)
     monkeypatch.setattr(panel_layout, "NARROW", 0)
-    monkeypatch.setattr(panel_layout, "FEW", 1)
+    monkeypatch.setattr(panel_layout, "MIN_ROWS", 1)
 
 
 @mr.op

@@ -79,10 +79,12 @@ def test_fewer_blocks_where_fewer_are_asked_for():
 
 def test_short_panels_that_add_to_float32_do_not_pay():
     """Whole rows are kept from 128 a panel on, from 1024 where every panel reads and writes all column totals."""
-    assert panel_layout.PanelLayout(128, 10**5).is_worthwhile(10**5) and not panel_layout.PanelLayout(127, 10**5).is_worthwhile(10**5)
-    assert panel_layout.PanelLayout(1024, 10**5, float32_totals=True).is_worthwhile(10**5) and not panel_layout.PanelLayout(
-        896, 10**5, float32_totals=True
+    assert panel_layout.PanelLayout(128, 10**5).is_worthwhile(10**5) and not panel_layout.PanelLayout(
+        127, 10**5
     ).is_worthwhile(10**5)
+    assert panel_layout.PanelLayout(1024, 10**5, float32_totals=True).is_worthwhile(
+        10**5
+    ) and not panel_layout.PanelLayout(896, 10**5, float32_totals=True).is_worthwhile(10**5)
     assert panel_layout.PanelLayout(90, 10**5, float32_totals=True).is_worthwhile(90)  # all there are
 
 

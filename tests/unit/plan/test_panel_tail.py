@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from monoidreduce.engines.triton.panel.lent_memory import Lent, lendable
+from monoidreduce.engines.triton.panel.arena import BorrowedTotals, count_lendable
 from monoidreduce.plan import panel_layout
 from monoidreduce.plan.panel_layout import COLS, ROWS, RowTotals, StorageNeeds, plan_in_place
 
@@ -92,31 +92,31 @@ def test_without_processors_panels_are_as_large_as_they_may():
 def test_totals_lie_in_their_gradients_and_in_those_of_later_rows(begin, count, lent, spare, seed):
     gradients = torch.full((100, 24), float("nan"), dtype=torch.bfloat16)
     own = gradients[begin:]
-    assert lendable(own, count, torch.float32) == lent
-    totals = Lent.zeros(own, count, lent, torch.float32)
+    assert count_lendable(own, count, torch.float32) == lent
+    totals = BorrowedTotals.allocate(own, count, lent, torch.float32)
     inside = [t.untyped_storage().data_ptr() == gradients.untyped_storage().data_ptr() for _, t in totals.pieces]
     assert [len(t) for _, t in totals.pieces] == [n for n in (lent, count - lent) if n]
     assert inside == [True] * (lent > 0) + [False] * (lent < count)
     values = torch.randn(count, 24)
     for rows, t in totals.pieces:
         t += values[rows]
-    totals.close(None if spare is None else torch.full((spare,), float("nan"), dtype=torch.bfloat16))
+    totals.round_into_gradient(None if spare is None else torch.full((spare,), float("nan"), dtype=torch.bfloat16))
     assert torch.equal(own[:count], values.bfloat16()) and gradients[:begin].isnan().all()
 
 
 def test_totals_begin_where_numbers_are_aligned():
-    assert lendable(torch.empty(100, 3, dtype=torch.bfloat16), 10, torch.float32) == 0
-    assert lendable(torch.empty(100, 24, dtype=torch.bfloat16)[1:], 10, torch.float32) == 10
-    assert lendable(torch.empty(100, 4, dtype=torch.bfloat16)[1:], 10, torch.float32) == 0
+    assert count_lendable(torch.empty(100, 3, dtype=torch.bfloat16), 10, torch.float32) == 0
+    assert count_lendable(torch.empty(100, 24, dtype=torch.bfloat16)[1:], 10, torch.float32) == 10
+    assert count_lendable(torch.empty(100, 4, dtype=torch.bfloat16)[1:], 10, torch.float32) == 0
 
 
 def test_totals_of_some_rows():
     """Of a block that begins at row 7, in two pieces: what a panel of it adds to."""
     gradients = torch.zeros(30, 8, dtype=torch.bfloat16)
-    lent = Lent.zeros(gradients, 20, 15, torch.float32, first=7)
+    lent = BorrowedTotals.allocate(gradients, 20, 15, torch.float32, first=7)
     panels_of = (7, 27), (7, 12), (20, 27), (24, 27)
     for first, last in panels_of:
-        for part, totals in lent.of(slice(first, last)):
+        for part, totals in lent.select(slice(first, last)):
             totals += torch.arange(first, last).float()[part, None]
     wanted = [row * sum(first <= row < last for first, last in panels_of) for row in range(7, 27)]
     assert torch.cat([totals for _, totals in lent.pieces])[:, 0].tolist() == wanted
@@ -158,4 +158,7 @@ def test_what_is_stowed_is_there_until_it_is_summed(cols, line, column, rows, ti
 def test_nothing_is_stowed_where_gradients_are_small():
     """A contrastive loss: one column in a hundred could be."""
     rows = RowTotals(32_768, 16_384, 512 * 4)
-    assert plan_in_place(32_768, 1024, 65_536, rows, 64_000_000, 16384, lambda most: most, StorageNeeds(10**8, 2**25, 128)) is None
+    assert (
+        plan_in_place(32_768, 1024, 65_536, rows, 64_000_000, 16384, lambda most: most, StorageNeeds(10**8, 2**25, 128))
+        is None
+    )
