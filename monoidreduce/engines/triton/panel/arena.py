@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +47,6 @@ def tile_sum_bytes(rows: int, tiles: int) -> int:
 def is_aligned(width: int, compute: torch.dtype) -> bool:
     """Whether totals of so many features all begin at aligned addresses, if the first does."""
     return width * compute.itemsize % _ALIGNED_BYTES == 0
-
-
-class TileSums(NamedTuple):
-    """The maximum and the sum of exponentials of every row in every tile."""
-
-    maxima: Tensor
-    sums: Tensor
 
 
 class Arena:
@@ -124,11 +117,11 @@ class Arena:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.host[at : at + size].view(dtype).view(shape)
 
-    def place_tile_sums(self, tiles: int) -> TileSums:
-        """The maxima and sums of all tiles, at the beginning of the host."""
+    def place_tile_sums(self, tiles: int) -> tuple[Tensor, Tensor]:
+        """The maxima and the sums of exponentials of all rows in all tiles, at the beginning of the host."""
         shape = tiles, pad_rows(self.sizes.rows)
         sums = self.view_host(0, shape, torch.float32)
-        return TileSums(self.view_host(sums.nbytes, shape, torch.bfloat16), sums)
+        return self.view_host(sums.nbytes, shape, torch.bfloat16), sums
 
     def borrow_row_totals(self, gradients: dict[Any, Tensor], layout: InPlaceLayout) -> dict[Any, BorrowedTotals]:
         """Float32 totals of all rows in their gradients' memory, the rest where the layout says."""

@@ -29,7 +29,7 @@ from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong_template import DEEPEST, OTHERS, TILE
 from . import pingpong_epilogue, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, list_reads, write_kernel
-from .fuse_stages import OFFSETS, fuse_stages, shift_indices, split_stage
+from .fuse_stages import fuse_stages, shift_indices, split_stage
 from .row_factor import (
     LabelTerm,
     LateFactor,
@@ -293,7 +293,7 @@ def fuse_epilogue(
     label = None if label is None else LabelTerm(*substitute((label.weight, label.label), replaced))
     names = tuple(n for own in stages.names for n in own)
     feeds = tuple((e, f) for e, f in zip(stages.leaves, stages.feeds, strict=True) if e is not leaf)
-    epilogue = Epilogue((*vectors, *(e for e, _ in feeds), *OFFSETS), folds, names, weight, late, label)
+    epilogue = Epilogue(folds, names, weight, late, label)
     return EpilogueGemm(epilogue, product, (row, col), vectors, feeds, bool(folds) or stored or loop.exact)
 
 

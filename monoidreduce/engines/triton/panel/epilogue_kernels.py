@@ -23,19 +23,17 @@ from __future__ import annotations
 
 import functools
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
-from ....program.reductions import KINDS
 from ..codegen import k_loop, kernel_text, reductions
 from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
 from ..codegen.label_gather import Matched
 from .row_factor import LabelTerm, LateFactor
-from .row_kernel import RowValues
+from .row_kernel import RowValues, assemble_kernel
 
 # In powers of two: up to here from the guessed maximum, weights and sums neither overflow nor lose digits.
 MAX_DISTANCE = 60
@@ -51,9 +49,8 @@ _Lines = tuple[list[str], list[str]]  # a kernel's output arguments, and its bod
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a GEMM's epilogue computes: a weight per pair, from some leaves."""
+    """What a GEMM's epilogue computes: a weight per pair."""
 
-    leaves: tuple[Expr, ...]
     folds: tuple[Expr, ...]  # a softmax and label gathers, where the weight needs them
     names: tuple[Expr, ...]  # of their results
     weight: Expr
@@ -88,28 +85,7 @@ def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> ker
         v.number(find_product(epilogue))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
     outs, lines = _WRITERS[name](v, epilogue, first)
-    under = set(topological(spec.fold.reductions))
-    used = [e for e in spec.fold.leaves if e in under]
-    names, unspecialized = list_arguments(spec, outs, used)
-    text = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {name}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in lines),
-    ]
-    whole = "\n".join(text)
-    return kernel_text.Kernel(
-        name, "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), "", whole, ""]), tuple(used)
-    )
-
-
-def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
-    """The names of a kernel's arguments, and of those that Triton is not to specialize on."""
-    names, unspecialized = kernel_text._arguments(spec, used, 0)
-    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
-    return [*outs, *names[count:]], unspecialized
+    return assemble_kernel(name, spec, outs, lines)
 
 
 def list_reads(name: str, epilogue: Epilogue) -> tuple[Expr, ...]:
@@ -137,6 +113,7 @@ _TILE_INDICES = [
     "folded_at = start + tl.arange(0, FOLDED)",
     "folded_in = folded_at < folded_size",
 ]
+_ROW_INDICES = ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES]
 
 
 def take_bound_lines(v: Values) -> list[str]:
@@ -240,7 +217,7 @@ def bind_softmax(v: Values, epilogue: Epilogue) -> tuple[str, str, str]:
 def _guess_maxima(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
     _, s, factor = bind_softmax(v, epilogue)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
-    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES, *first, *v.before, *v.inside, store]
+    return ["guesses"], [*_ROW_INDICES, *first, *v.before, *v.inside, store]
 
 
 def _write_guessed(v: Values, epilogue: Epilogue, first: list[str], store: str) -> _Lines:
@@ -334,9 +311,7 @@ _LOAD_TILE_MAXIMA = [
     'most = tl.load(maxima + place, mask=there, other=float("-inf")).to(tl.float32)',
 ]
 _COMBINE_TILES = [
-    "tile = tl.program_id(0)",
-    "start = 0",
-    *_TILE_INDICES,
+    *_ROW_INDICES,
     "parts = tiles",
     "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
     'soft0_maxima = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
@@ -374,7 +349,7 @@ def _gather_label_logits(v: Values, epilogue: Epilogue, first: list[str]) -> _Li
     ]
     lines += ["    taken += x.to(tl.float32) * y.to(tl.float32)"]
     lines += ["tl.store(label_logits + kept_at, tl.sum(taken, 1), mask=kept_in)"]
-    return ["label_logits"], ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES, *lines]
+    return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
 def _multiply_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
@@ -382,7 +357,7 @@ def _multiply_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
     assert epilogue.late is not None and epilogue.late.label is not None
     lines = _multiply_on_diagonal(v, epilogue, Matched(v, "own", epilogue.late.label))
     lines += ["tl.store(label_logits + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
-    return ["label_logits"], ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES, *lines]
+    return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
 def _weigh_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
@@ -400,7 +375,7 @@ def _weigh_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
         f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
         "tl.store(labels + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
     ]
-    return ["label_weights", "labels"], ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES, *lines]
+    return ["label_weights", "labels"], [*_ROW_INDICES, *lines]
 
 
 def _multiply_on_diagonal(v: Values, epilogue: Epilogue, there: Matched) -> list[str]:

@@ -241,8 +241,8 @@ class KernelStep:
             return
         fold = Fold((*stage.fold.leaves, *OFFSETS), tuple(map(shift_reduction, split.folds["rows"])))
         values = {e: self._feed_kernel(f, panel) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
-        dtypes = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
-        dtypes = [here.compute if dtype == "float" else torch.int64 for dtype in dtypes]
+        kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
+        dtypes = [here.compute if kind == "float" else torch.int64 for kind in kinds]
         outputs = [torch.empty(here.cols, dtype=dtype, device=here.device) for dtype in dtypes]
         self._launch(at, row_kernel.RowFold(fold), "rows", values, panel, here, outputs)
         for place, (r, own) in zip(split.places["rows"], combine.split(fold, outputs), strict=True):

@@ -63,7 +63,7 @@ class MemoryPlan:
     leave its range). ``weight_dtype``: of weights and gradients; ``pair_dtype``: of a panel's inner products."""
 
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
-        self.loop, self.sizes, self.dtypes = loop, sizes, dtypes
+        self.loop, self.sizes = loop, sizes
         self.splits = [split_stage(s) for s in loop.stages]
         self.groups = group_stages(loop)
         sixteen = dtypes & set(matmul.SIXTEEN)

@@ -16,7 +16,7 @@ from ..schedules import pingpong_template
 from ..schedules.pingpong_template import OTHERS, TILE
 from . import epilogue_kernels
 from .epilogue_kernels import Epilogue, find_operands, find_product
-from .row_kernel import RowValues
+from .row_kernel import RowValues, list_arguments
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,7 +37,7 @@ def write_kernel(
     v.loop(masked)
     tile = TILE + OTHERS if wide else TILE
     outs, lines = _WRITERS[name](v, epilogue, tile // OTHERS)
-    names, unspecialized = epilogue_kernels.list_arguments(spec, outs, list(plain.leaves))
+    names, unspecialized = list_arguments(spec, outs, list(plain.leaves))
     signature = [*names, "others_box"] if wide else names, unspecialized
     fields = {"first": (8, v.before), "lines": (8, lines)}
     return pingpong_template.rendered(pingpong_template.WRITES[tile], plain, spec, multiplied, signature, fields)

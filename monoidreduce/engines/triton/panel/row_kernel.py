@@ -180,23 +180,35 @@ class _KernelWriter:
 
     def finish(self) -> kernel_text.Kernel:
         """The whole kernel."""
-        spec = self.spec
-        under = set(topological(spec.fold.reductions))
-        used = [e for e in spec.fold.leaves if e in under]
-        names, unspecialized = kernel_text._arguments(spec, used, 0)
-        count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
-        arguments = ", ".join([*self.outs, *names[count:]]) + ","
-        function = [
-            f"@triton.jit(do_not_specialize={unspecialized!r})",
-            "def sweep_rows(",
-            *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
-            f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
-            "):",
-            *(f"    {line}" if line else "" for line in self.body),
-        ]
-        whole = kernel_text._own("\n".join(self.helpers)) + "\n".join(function)
-        text = "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), whole, ""])
-        return kernel_text.Kernel("sweep_rows", text, tuple(used))
+        return assemble_kernel("sweep_rows", self.spec, self.outs, self.body, self.helpers)
+
+
+def assemble_kernel(
+    name: str, spec: Spec, outs: list[str], lines: list[str], helpers: Sequence[str] = ()
+) -> kernel_text.Kernel:
+    """A kernel of some lines. ``outs``: its first arguments, before those of the leaves that a spec's fold reads;
+    ``helpers``: the lines of functions that it calls."""
+    under = set(topological(spec.fold.reductions))
+    used = [e for e in spec.fold.leaves if e in under]
+    names, unspecialized = list_arguments(spec, outs, used)
+    function = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in lines),
+    ]
+    whole = kernel_text._own("\n".join(helpers)) + "\n".join(function)
+    text = "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), whole, ""])
+    return kernel_text.Kernel(name, text, tuple(used))
+
+
+def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
+    """The names of a kernel's arguments, and of those that Triton is not to specialize on."""
+    names, unspecialized = kernel_text._arguments(spec, used, 0)
+    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    return [*outs, *names[count:]], unspecialized
 
 
 # Launching ----------------------------------------------------------------------------------------------------
