@@ -172,7 +172,7 @@ def _multiply(factors: Sequence[Expr]) -> Expr:
 
 # What is done to the sums ---------------------------------------------------------------------------------------
 
-_TEXT = '''"""Vectors times a number of their row, and the vectors of labels."""
+_TEXT = '''"""Vectors times their row's factor, and the terms of label columns."""
 
 import triton
 import triton.language as tl
@@ -189,66 +189,66 @@ def scale_rows(out, vectors, vectors_s, vectors_f, factors, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def clear_own(pairs, pairs_r, targets, first, last, rows, LANES: tl.constexpr):
+def clear_labels(panel, panel_r, labels, first, last, rows, LANES: tl.constexpr):
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    target = tl.load(targets + row, mask=row < rows, other=-1)
-    inside = (target >= first) & (target < last)
-    nothing = tl.zeros([LANES], tl.float32).to(pairs.dtype.element_ty)
-    tl.store(pairs + row.to(tl.int64) * pairs_r + target - first, nothing, mask=inside)
+    label = tl.load(labels + row, mask=row < rows, other=-1)
+    inside = (label >= first) & (label < last)
+    nothing = tl.zeros([LANES], tl.float32).to(panel.dtype.element_ty)
+    tl.store(panel + row.to(tl.int64) * panel_r + label - first, nothing, mask=inside)
 
 
 @triton.jit
 def complete_rows(
-    out, factors, hits, targets, vectors, vectors_s, vectors_f,
-    SCALED: tl.constexpr, HITS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    out, factors, weights, labels, vectors, vectors_s, vectors_f,
+    SCALED: tl.constexpr, LABELLED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row) if SCALED else 1.0
     for start in range(0, WIDTH, LANES):
         lane = start + tl.arange(0, LANES)
         value = tl.load(out + row * WIDTH + lane, mask=lane < WIDTH, other=0).to(tl.float32) * factor
-        if HITS:
-            hit = tl.load(hits + row)
-            if hit != 0.0:
-                place = tl.load(targets + row) * vectors_s + lane * vectors_f
-                value += hit * tl.load(vectors + place, mask=lane < WIDTH, other=0).to(tl.float32)
+        if LABELLED:
+            weight = tl.load(weights + row)
+            if weight != 0.0:
+                place = tl.load(labels + row) * vectors_s + lane * vectors_f
+                value += weight * tl.load(vectors + place, mask=lane < WIDTH, other=0).to(tl.float32)
         tl.store(out + row * WIDTH + lane, value, mask=lane < WIDTH)
 
 
 @triton.jit
 def add_labels(
-    out, hits, targets, vectors, vectors_s, vectors_f, rows,
+    out, weights, labels, vectors, vectors_s, vectors_f, rows,
     DISTINCT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
     row = tl.program_id(0) // BLOCKS
     lane = tl.program_id(0) % BLOCKS * LANES + tl.arange(0, LANES)
-    hit = tl.load(hits + row)
-    target = tl.load(targets + row)
+    weight = tl.load(weights + row)
+    label = tl.load(labels + row)
     before = 0
     after = 0
     if not DISTINCT:
-        if hit != 0.0:
+        if weight != 0.0:
             for start in range(0, rows, 1024):
                 other = start + tl.arange(0, 1024)
-                same = tl.load(targets + other, mask=other < rows, other=-1) == target
-                same = same & (tl.load(hits + other, mask=same, other=0.0) != 0.0)
+                same = tl.load(labels + other, mask=other < rows, other=-1) == label
+                same = same & (tl.load(weights + other, mask=same, other=0.0) != 0.0)
                 before += tl.sum((same & (other < row)).to(tl.int32))
                 after += tl.sum((same & (other > row)).to(tl.int32))
-    if (hit != 0.0) & (before == 0):
-        place = out + target * WIDTH + lane
+    if (weight != 0.0) & (before == 0):
+        place = out + label * WIDTH + lane
         value = tl.load(place, mask=lane < WIDTH, other=0).to(tl.float32)
         own = vectors + row.to(tl.int64) * vectors_s + lane * vectors_f
-        value += hit * tl.load(own, mask=lane < WIDTH, other=0).to(tl.float32)
+        value += weight * tl.load(own, mask=lane < WIDTH, other=0).to(tl.float32)
         if after > 0:
             for start in range(row + 1, rows, MANY):
                 others = start + tl.arange(0, MANY)
-                same = tl.load(targets + others, mask=others < rows, other=-1) == target
-                if tl.max(tl.abs(tl.load(hits + others, mask=same, other=0.0))) > 0.0:
+                same = tl.load(labels + others, mask=others < rows, other=-1) == label
+                if tl.max(tl.abs(tl.load(weights + others, mask=same, other=0.0))) > 0.0:
                     for some in range(start, min(start + MANY, rows), ROWS):
                         other = some + tl.arange(0, ROWS)
-                        there = tl.load(hits + other, mask=other < rows, other=0.0)
-                        there = tl.where(tl.load(targets + other, mask=other < rows, other=-1) == target, there, 0.0)
+                        there = tl.load(weights + other, mask=other < rows, other=0.0)
+                        there = tl.where(tl.load(labels + other, mask=other < rows, other=-1) == label, there, 0.0)
                         if tl.max(tl.abs(there)) > 0.0:
                             more = vectors + other.to(tl.int64)[:, None] * vectors_s + lane[None, :] * vectors_f
                             mask = (there != 0.0)[:, None] & (lane < WIDTH)[None, :]
@@ -285,7 +285,7 @@ class RowCorrections:
         summed, of all columns."""
         given = self.factors, self.label_weights, self.labels
         factors, weights, labels = (sums if t is None else t for t in given)
-        has = dict(SCALED=self.factors is not None, HITS=self.label_weights is not None)
+        has = dict(SCALED=self.factors is not None, LABELLED=self.label_weights is not None)
         constants = dict(**has, WIDTH=sums.shape[1], LANES=1024)
         arguments = (sums, factors, weights, labels, vectors, *vectors.stride())
         _kernels("complete_rows", sums.shape[:1], arguments, constants)
@@ -295,7 +295,7 @@ class RowCorrections:
         """Set the labels' weights to 0 in a panel that begins at the column ``first``: they are added apart."""
         if self.labels is not None:
             arguments = (weights, weights.stride(0), self.labels, first, first + weights.shape[1], weights.shape[0])
-            _kernels("clear_own", (-(-weights.shape[0] // 128),), arguments, dict(LANES=128))
+            _kernels("clear_labels", (-(-weights.shape[0] // 128),), arguments, dict(LANES=128))
 
     def select_rows(self, rows: slice) -> RowCorrections:
         """The same of some rows."""
