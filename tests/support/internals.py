@@ -21,9 +21,15 @@ Patch = pytest.MonkeyPatch
 Around = Callable[..., Any]
 
 
+def _set(patch: Patch, target: str, value: Any) -> None:
+    """Set an attribute by its full name. Modules are imported: a function may have the name of a package beside it."""
+    owner, _, name = target.rpartition(".")
+    patch.setattr(pkgutil.resolve_name(owner), name, value)
+
+
 def _wrap(patch: Patch, target: str, around: Around) -> None:
     real = pkgutil.resolve_name(target)
-    patch.setattr(target, lambda *args, **kwargs: around(real, *args, **kwargs))
+    _set(patch, target, lambda *args, **kwargs: around(real, *args, **kwargs))
 
 
 def _collect(patch: Patch, target: str, of: Callable[..., Any]) -> list:
@@ -179,7 +185,7 @@ def use_vendor_gradients(patch: Patch) -> None:
 
 def set_topk_strip(patch: Patch, columns: int) -> None:
     """So many columns are one strip of the two-level top-k."""
-    patch.setattr("monoidreduce.engines.triton.kernels.topk_rows._STRIP", columns)
+    _set(patch, "monoidreduce.engines.triton.kernels.topk_rows._STRIP", columns)
 
 
 # Launches
