@@ -61,7 +61,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
-        (epilogue, dict(on=yes)),
+        (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard)),
         (contraction, dict(contract_into=_contracted)),

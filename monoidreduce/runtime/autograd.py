@@ -30,8 +30,8 @@ from ..engines.common.torch_code import script
 from ..errors import NoGradientError
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
-from ..program.reductions import KINDS
 from ..program.saved_row_gradients import Early, gradients
+from ..reductions import KINDS
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, current_settings, need_gradient
 from .gradient_programs import GradientProgram, zero

@@ -38,7 +38,9 @@ class _Recording:
 
     def is_current(self, is_bounded: bool) -> bool:
         """Whether the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
-        return self.plans == _plans() and (is_bounded or all(step.chosen() == panels for step, panels in self.choices))
+        return self.plans == _plans() and (
+            is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
+        )
 
 
 @dataclass
