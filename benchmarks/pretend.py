@@ -32,7 +32,8 @@ from monoidreduce.engines.common import matmul, torch_code
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
-from monoidreduce.engines.triton.schedules import attention, float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import dense_or_tiled, forward_replay, gradient_programs, saved_row_gradients

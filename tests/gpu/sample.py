@@ -18,7 +18,7 @@ from monoidreduce import ops
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.alone import ALONE
 from tests.grouped import ABREAST, BY_GROUPS
 

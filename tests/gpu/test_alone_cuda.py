@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.alone import DROPPED, OPTIONS, SIZES, check, pulled
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.contract import KINDS, SIZES, check
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))

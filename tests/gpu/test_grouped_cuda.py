@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.grouped import CASES, FUNCTIONS, PLAIN, check, check_infinite, check_plain, made, ours, torchs
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))

@@ -12,7 +12,7 @@ import monoidreduce as mr
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse, made
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))

@@ -14,7 +14,7 @@ from monoidreduce import ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.staged import BY_TURNS, CAPPED, CASES, SLANTED, check, check_nan, check_peaked, check_slanted, made
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))

@@ -28,9 +28,9 @@ from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue
-from monoidreduce.engines.triton.schedules import attention as staged
 from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
+from monoidreduce.engines.triton.schedules.resident import attention as staged
 from monoidreduce.plan import default_tiles
 from monoidreduce.runtime import saved_row_gradients
 from tests import handmade

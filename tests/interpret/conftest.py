@@ -31,7 +31,8 @@ from monoidreduce.engines.triton.panel import (
     panel_replay,
     sparse_contraction,
 )
-from monoidreduce.engines.triton.schedules import float32_split, pingpong
+from monoidreduce.engines.triton.schedules import float32_split
+from monoidreduce.engines.triton.schedules.pingpong.gemm_fold import gemm_fold
 from tests.interpret.quick import quicken
 
 
@@ -70,7 +71,7 @@ def exact_products(monkeypatch):
         kernel_text.kernel,
         epilogue_kernels.kernel,
         epilogue.epilogue,
-        pingpong.kernel,
+        gemm_fold.kernel,
         epilogue.pingpong_epilogue.kernel,
     )
     for one in written:

@@ -15,7 +15,7 @@ from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen.dropout import parted, tossed
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention, warp_group_split
+from monoidreduce.engines.triton.schedules.resident import attention, work_split
 from monoidreduce.program import constructors
 from tests.alone import ALONE, DROPPED, OPTIONS, SIZES, check, pulled
 from tests.grouped import OTHERS
@@ -61,11 +61,11 @@ def test_the_text_is_the_same_in_every_run():
 
 
 def test_the_first_sum_needs_one_score():
-    (part,) = warp_group_split.parts(staged_spec())
+    (part,) = work_split.parts(staged_spec())
     first, second = part.products
-    assert part.alone and warp_group_split.owned((part,)) == 64
-    assert part.dots[1] not in warp_group_split.topological([first.weight])
-    assert set(part.dots) <= set(warp_group_split.topological([second.weight]))
+    assert part.alone and work_split.owned((part,)) == 64
+    assert part.dots[1] not in work_split.topological([first.weight])
+    assert set(part.dots) <= set(work_split.topological([second.weight]))
 
 
 def staged_spec(**options):
@@ -84,7 +84,7 @@ def staged_spec(**options):
 
 def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
-    first, second = (p.weight for p in warp_group_split.parts(spec)[0].products)
+    first, second = (p.weight for p in work_split.parts(spec)[0].products)
     one, other = parted(first, spec), parted(second, spec)
     assert one.toss == other.toss and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"

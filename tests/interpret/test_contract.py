@@ -9,7 +9,8 @@ import torch
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.contract import KINDS, SIZES, check, made
 from tests.interpret import machine
 

@@ -14,7 +14,8 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors, warp_group_split
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import attention, work_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
 from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, PLAIN, RELAY, check, check_infinite, check_plain, made
@@ -170,7 +171,7 @@ def number(name):
 )
 def test_what_a_score_is_multiplied_by(weight, factor):
     t, u = number("t"), number("u")
-    assert warp_group_split._without(weight(t, u), t) is factor(t, u)
+    assert work_split._without(weight(t, u), t) is factor(t, u)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.interpret import machine
 from tests.interpret.aot import Case, best, calls, contrastive, drawn
 from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse

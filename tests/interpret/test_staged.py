@@ -17,7 +17,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.plan.default_tiles import STAGED
 from tests.interpret import machine
 from tests.interpret.aot import CASES, Case, calls

@@ -26,9 +26,11 @@ from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
-from ..schedules import attention, pingpong, softcap, spec_from_tensors, sum_of_products
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, choose, overrides, parts, shrink, use_plan
-from ..schedules.pingpong_template import OTHERS, TILE
+from ..schedules.pingpong import gemm_fold
+from ..schedules.pingpong.gemm_template import OTHERS, TILE
+from ..schedules.resident import attention, softcap, sum_of_products
 from . import exponent_shift, split_combine, topk
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
@@ -116,7 +118,7 @@ class Launch:
         self.parts = parts(
             self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
         )
-        takers = (pingpong,) if plainly.deep else (attention, sum_of_products)
+        takers = (gemm_fold,) if plainly.deep else (attention, sum_of_products)
         by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         found = descriptors.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
@@ -137,13 +139,13 @@ class Launch:
         """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return PAIRED[pingpong.wide(self.spec)] if count == 1 and pingpong.fits(spec, device, length) else None
+            return PAIRED[gemm_fold.wide(self.spec)] if count == 1 and gemm_fold.fits(spec, device, length) else None
         even = self.sizes.cols % 2 == 0
         return attention.tile(spec, device, length, count) or sum_of_products.tile(spec, device, count * length, even)
 
     def _by_turns(self) -> kernel_text.Kernel | None:
         if self.spec.deep:
-            return pingpong.kernel(self.spec, self.plan.block_folded > TILE)
+            return gemm_fold.kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
         made = attention.kernel(self.spec, even, aligned) if attention.takes(self.plan, self.sizes.device) else None

@@ -2,7 +2,7 @@
 
 The vendor's products are as fast while they multiply, and then wait for what they add to, and until sums are written:
 where few indices are folded that is a tenth of the time. Here one group writes while the other one multiplies
-(``engines/triton/schedules/contraction_template.py``). What is added to is added in float32, and rounded once; the
+(``engines/triton/schedules/pingpong/contraction_kernel.py``). What is added to is added in float32, and rounded once; the
 vendor's products round before
 they add, and again.
 """
@@ -19,9 +19,11 @@ from ...common import matmul
 from ..kernels import fold_kernel
 from ..launch import descriptors
 from ..launch.launch_cache import Again, Kept
-from ..schedules import attention, contraction_template, spec_from_tensors
-from ..schedules.contraction_template import DEPTH, PIECE, RUN, TILE, WIDTH
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
+from ..schedules.pingpong import contraction_kernel
+from ..schedules.pingpong.contraction_kernel import DEPTH, PIECE, RUN, TILE, WIDTH
+from ..schedules.resident import attention
 
 PLAN = KernelPlan(RUN, DEPTH, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
@@ -79,7 +81,7 @@ class Ready:
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool):
         self.over = "cols" if weights.stride(1) == 1 else "rows"
-        self.kernel = contraction_template.kernel(str(out.dtype)[6:], self.over, add)
+        self.kernel = contraction_kernel.kernel(str(out.dtype)[6:], self.over, add)
         tiles, turns = -(-out.shape[0] // TILE), -(-out.shape[1] // WIDTH)
         self.numbers = (-(-weights.shape[1] // DEPTH), tiles, turns)
         self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)

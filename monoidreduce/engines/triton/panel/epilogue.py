@@ -25,9 +25,10 @@ from ...common.evaluate import Sizes
 from ...panel.panel_program import Walk
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, jit_module
-from ..schedules import attention, spec_from_tensors
+from ..schedules import spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong_template import DEEPEST, OTHERS, TILE
+from ..schedules.pingpong.gemm_template import DEEPEST, OTHERS, TILE
+from ..schedules.resident import attention
 from . import pingpong_epilogue, row_kernel
 from .epilogue_kernels import BY_ROWS, HALVES, kernel, reads
 from .epilogue_task import Task

@@ -2,7 +2,7 @@
 
 The kernels of ``epilogue_kernels.py``, with the same arguments and the same arithmetic of pairs, in the same words:
 ``tl`` is here
-Gluon's language. What the compiler would schedule is written out in ``engines/triton/schedules/pingpong_template.py``.
+Gluon's language. What the compiler would schedule is written out in ``engines/triton/schedules/pingpong/gemm_template.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from ..codegen import kernel_text
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
-from ..schedules import pingpong_template
-from ..schedules.pingpong_template import OTHERS, TILE
+from ..schedules.pingpong import gemm_template
+from ..schedules.pingpong.gemm_template import OTHERS, TILE
 from . import epilogue_kernels
 from .epilogue_task import Task, product, sides
 from .row_kernel import RowValues
@@ -27,7 +27,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) 
 
     ``wide``: with tiles of more columns, and one argument more, a descriptor of blocks of those."""
     multiplied = sides(product(task))
-    if epilogue_kernels._numbers(spec) or (spec.width(multiplied[0].feature) > pingpong_template.DEEPEST and not wide):
+    if epilogue_kernels._numbers(spec) or (spec.width(multiplied[0].feature) > gemm_template.DEEPEST and not wide):
         return None
     plain = epilogue_kernels.kernel(name, task, spec, masked)
     v = RowValues(spec)
@@ -37,7 +37,7 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) 
     names, unspecialized = epilogue_kernels._signature(spec, outs, list(plain.leaves))
     signature = [*names, "others_box"] if wide else names, unspecialized
     fields = {"first": (8, v.before), "lines": (8, lines)}
-    return pingpong_template.rendered(pingpong_template.WRITES[tile], plain, spec, multiplied, signature, fields)
+    return gemm_template.rendered(gemm_template.WRITES[tile], plain, spec, multiplied, signature, fields)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
@@ -52,7 +52,7 @@ def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[st
         v.inside.append(f"weight = {v.full(others)}")
         before, v.inside = v.inside, []
         lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
-        met = v.bind("met", pingpong_template.met(v.outer[(task.own.target, "index")]), False, "met")
+        met = v.bind("met", gemm_template.met(v.outer[(task.own.target, "index")]), False, "met")
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 

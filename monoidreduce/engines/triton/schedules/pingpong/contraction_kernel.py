@@ -3,7 +3,7 @@
 
 A tile is 192 kept indices, three runs of 64, and 128 features. ``weights`` is a block of a run's kept and some folded
 indices, ``vectors`` one of folded indices and a tile's features: one warp, ahead of both groups, copies them into a
-ring (see ``pingpong_template.py``, whose turns these are). What is written goes through places in shared memory, 64
+ring (see ``gemm_template.py``, whose turns these are). What is written goes through places in shared memory, 64
 features
 of a run at a time. What is added to comes to the same places: a group asks for the first pieces before it multiplies,
 and for another whenever one was written.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 
-from ..codegen import kernel_text
-from .pingpong_template import _IMPORTS
-from .template_lines import in_gluon, inside
+from ...codegen import kernel_text
+from ..gluon_parts import in_gluon, inside
+from .gemm_template import _IMPORTS
 
 RUN, RUNS = 64, 3  # kept indices of a run, and runs of a tile: the matrix units' own height, so that nothing is halved
 TILE = RUN * RUNS

@@ -13,17 +13,18 @@ import re
 
 import torch
 
-from ....program.expression import Expr, topological
-from ..codegen import k_loop, kernel_text, tile_ranges
-from ..codegen import reductions as kinds
-from ..codegen.expressions import Values
-from ..codegen.kernel_spec import WIDEST, Spec
-from ..codegen.reduction import Kind
-from ..launch import jit_module
-from . import attention, pingpong_template
-from .kernel_plan import KernelPlan
-from .pingpong_template import OTHERS, TILE
-from .template_lines import scalars
+from .....program.expression import Expr, topological
+from ...codegen import k_loop, kernel_text, tile_ranges
+from ...codegen import reductions as kinds
+from ...codegen.expressions import Values
+from ...codegen.kernel_spec import WIDEST, Spec
+from ...codegen.reduction import Kind
+from ...launch import jit_module
+from ..gluon_parts import scalars
+from ..kernel_plan import KernelPlan
+from ..resident import attention
+from . import gemm_template
+from .gemm_template import OTHERS, TILE
 
 LEAST = 2 * TILE  # kept indices, below which a group would have nothing to do
 # Features: above, wide tiles are faster, since they read less. (H200, a forward of 65536 x 65536 pairs of 768 features:
@@ -59,7 +60,7 @@ def kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     if not spec.deep or spec.bounds or [e.op for e in products] != ["dot"] or not _light(spec):
         return None
     kept, folded = products[0].args[::-1] if spec.folds(products[0].args[0]) else products[0].args
-    if spec.width(kept.feature) > pingpong_template.DEEPEST:
+    if spec.width(kept.feature) > gemm_template.DEEPEST:
         return None
     if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
@@ -82,9 +83,7 @@ def kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
         return None
     names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
     signature = [*names, "others_box"] if wide else names, unspecialized
-    return pingpong_template.rendered(
-        pingpong_template.FOLDS[folded_by], plain, spec, (kept, folded), signature, fields
-    )
+    return gemm_template.rendered(gemm_template.FOLDS[folded_by], plain, spec, (kept, folded), signature, fields)
 
 
 def _light(spec: Spec) -> bool:
@@ -102,16 +101,16 @@ def _turn(v: _Values, reductions: list[Kind], folded: int, masked: bool) -> list
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, kinds.Pick)]
     lines = _laid(kernel_text._turn(v, [r for r in reductions if r not in picks], {}, masked))
-    found = pingpong_template.in_strips(lines, folded, masked)
+    found = gemm_template.in_strips(lines, folded, masked)
     for pick in picks:
         lines = _laid(kernel_text._turn(v, [pick], {}, False))  # places beyond the end are no one's own
-        found = pingpong_template.where_met(v.own_place(pick.reduction.args[0]), lines, folded) + found
+        found = gemm_template.where_met(v.own_place(pick.reduction.args[0]), lines, folded) + found
     return found
 
 
 def _first_own(v: _Values, reductions: list[Kind]) -> list[str]:
     own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, kinds.Pick)]
-    return [f"next_own = {pingpong_template.next_own(name, 'begin * FOLDED')}" for name in own]
+    return [f"next_own = {gemm_template.next_own(name, 'begin * FOLDED')}" for name in own]
 
 
 class _Values(Values):

@@ -1,4 +1,4 @@
-"""The lines of a kernel whose groups of warps share a fold (``warp_group_split.py``), for the text of
+"""The lines of a kernel whose groups of warps share a fold (``work_split.py``), for the text of
 ``sum_of_products_template.py``."""
 
 from __future__ import annotations
@@ -7,17 +7,17 @@ import functools
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from ....program.constructors import ONE
-from ....program.expression import Expr
-from ..codegen import tile_ranges
-from ..codegen.dropout import Toss, parted
-from ..codegen.exponents import literal
-from ..codegen.expressions import Values
-from ..codegen.kernel_spec import Spec
-from ..codegen.reductions import known
+from .....program.constructors import ONE
+from .....program.expression import Expr
+from ...codegen import tile_ranges
+from ...codegen.dropout import Toss, parted
+from ...codegen.exponents import literal
+from ...codegen.expressions import Values
+from ...codegen.kernel_spec import Spec
+from ...codegen.reductions import known
+from ..gluon_parts import fetched, inside, name, scalars, visits
 from . import sum_of_products_template
-from .template_lines import fetched, inside, name, scalars, visits
-from .warp_group_split import OWNED, WIDTH, Part, Product, folded_numbers, sides
+from .work_split import OWNED, WIDTH, Part, Product, folded_numbers, sides
 
 _ROOM = 224 * 1024  # bytes of shared memory
 _BLOCK = OWNED * WIDTH * 2  # and of a block of vectors

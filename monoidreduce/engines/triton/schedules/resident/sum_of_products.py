@@ -1,7 +1,7 @@
 """Sums of vectors whose weights are made of products, by groups of warps: Gluon, on Hopper.
 
 Perceptrons and their gradients multiply two to six times for every tile. One warp copies blocks of the folded
-side into rings in shared memory. Two groups of four warps (``warp_group_split.py`` says which does what) start a
+side into rings in shared memory. Two groups of four warps (``work_split.py`` says which does what) start a
 tile's scores
 and the sums of the tile before, and make weights of the scores while the sums run.
 
@@ -16,21 +16,15 @@ from dataclasses import replace
 
 import torch
 
-from ....plan.default_tiles import Tile
-from ..codegen import kernel_text
-from ..codegen.kernel_spec import Spec
-from . import (
-    attention,
-    attention_template,
-    single_warpgroup_lines,
-    single_warpgroup_template,
-    spec_from_tensors,
-    sum_of_products_template,
-)
-from .kernel_plan import KernelPlan
+from .....plan.default_tiles import Tile
+from ...codegen import kernel_text
+from ...codegen.kernel_spec import Spec
+from .. import spec_from_tensors
+from ..gluon_parts import in_gluon
+from ..kernel_plan import KernelPlan
+from . import attention, attention_template, single_warpgroup_lines, single_warpgroup_template, sum_of_products_template
 from .sum_of_products_lines import Group, Text
-from .template_lines import in_gluon
-from .warp_group_split import OWNED, Part, owned, parts
+from .work_split import OWNED, Part, owned, parts
 
 # The share of processors that must be busy on average: what one is faster by than the compiler's schedule (on an H200
 # 0.85 to 0.9 of its time; where two kernels of eight products become one of six, 0.75).

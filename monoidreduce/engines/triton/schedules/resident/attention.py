@@ -16,23 +16,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....plan.default_tiles import STAGED, Tile
-from ....program.contract import contractions
-from ....program.expression import Expr, topological
-from ..codegen import kernel_text, tile_ranges
-from ..codegen.accumulators import factored
-from ..codegen.dropout import Toss, toss
-from ..codegen.exponents import literal
-from ..codegen.expressions import Values, is_one
-from ..codegen.kernel_spec import Spec
-from ..codegen.reductions import Soft, known, make
-from ..launch import jit_module
+from .....plan.default_tiles import STAGED, Tile
+from .....program.contract import contractions
+from .....program.expression import Expr, topological
+from ...codegen import kernel_text, tile_ranges
+from ...codegen.accumulators import factored
+from ...codegen.dropout import Toss, toss
+from ...codegen.exponents import literal
+from ...codegen.expressions import Values, is_one
+from ...codegen.kernel_spec import Spec
+from ...codegen.reductions import Soft, known, make
+from ...launch import jit_module
+from ..gluon_parts import fetched, in_gluon, inside, scalars, visits
+from ..kernel_plan import KernelPlan
+from ..spec_from_tensors import asked, processors
 from . import attention_template
 from .alibi import Slant, slant
-from .kernel_plan import KernelPlan
 from .softcap import NAMES, Bend, bend
-from .spec_from_tensors import asked, processors
-from .template_lines import fetched, in_gluon, inside, scalars, visits
 
 _OWNED = 64  # indices of a group of four warps
 _RINGS = 2  # of numbers, at most: shared memory has room for no more

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ....program.expression import Expr
-from ..codegen.exponents import LOG2E, literal
-from ..codegen.reductions import Soft
+from .....program.expression import Expr
+from ...codegen.exponents import LOG2E, literal
+from ...codegen.reductions import Soft
 
 Made = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 

@@ -1,4 +1,4 @@
-"""The lines of a kernel whose four warps are an instance by themselves (``warp_group_split.py``), for
+"""The lines of a kernel whose four warps are an instance by themselves (``work_split.py``), for
 ``single_warpgroup_template.py``."""
 
 from __future__ import annotations
@@ -7,18 +7,18 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from ....program.constructors import ONE
-from ....program.expression import Expr, topological
-from ..codegen import tile_ranges
-from ..codegen.dropout import parted
-from ..codegen.exponents import literal
-from ..codegen.expressions import Values
-from ..codegen.kernel_spec import Spec
-from ..codegen.kernel_text import Kernel
-from ..codegen.reductions import known
+from .....program.constructors import ONE
+from .....program.expression import Expr, topological
+from ...codegen import tile_ranges
+from ...codegen.dropout import parted
+from ...codegen.exponents import literal
+from ...codegen.expressions import Values
+from ...codegen.kernel_spec import Spec
+from ...codegen.kernel_text import Kernel
+from ...codegen.reductions import known
+from ..gluon_parts import inside, name, scalars, visits
 from . import single_warpgroup_template
-from .template_lines import inside, name, scalars, visits
-from .warp_group_split import OWNED, WIDTH, Part, folded_numbers, sides
+from .work_split import OWNED, WIDTH, Part, folded_numbers, sides
 
 
 class _Values(Values):

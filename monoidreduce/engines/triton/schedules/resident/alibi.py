@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....program.expression import Expr
-from ..codegen.reductions import Soft
+from .....program.expression import Expr
+from ...codegen.reductions import Soft
 
 _INDICES = ("row_index", "col_index")
 

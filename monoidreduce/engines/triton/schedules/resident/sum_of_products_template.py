@@ -8,7 +8,7 @@ pairs that one group makes for the other.
 
 from __future__ import annotations
 
-from ..codegen.kernel_text import CONSTANTS
+from ...codegen.kernel_text import CONSTANTS
 from .attention_template import LANES, LAYOUTS, OWN
 
 _CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in CONSTANTS)

@@ -9,7 +9,7 @@ of the round.
 
 from __future__ import annotations
 
-from ..codegen.kernel_text import CONSTANTS
+from ...codegen.kernel_text import CONSTANTS
 from .alibi import SLANTED
 from .softcap import BOUNDED
 

@@ -15,13 +15,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ....plan.op_counts import SPECIAL
-from ....program.constructors import ONE, ZERO, apply
-from ....program.contract import contractions
-from ....program.expression import Expr, node, topological
-from ..codegen.accumulators import factored
-from ..codegen.kernel_spec import WIDEST, Spec
-from .spec_from_tensors import asked
+from .....plan.op_counts import SPECIAL
+from .....program.constructors import ONE, ZERO, apply
+from .....program.contract import contractions
+from .....program.expression import Expr, node, topological
+from ...codegen.accumulators import factored
+from ...codegen.kernel_spec import WIDEST, Spec
+from ..spec_from_tensors import asked
 
 OWNED = 64  # kept indices of a group, and folded ones of a tile
 WIDTH = 128  # of all vectors

@@ -1,4 +1,4 @@
-"""The text of products with an epilogue whose copies, products and arithmetic take turns (``pingpong.py`` fills it in).
+"""The text of products with an epilogue whose copies, products and arithmetic take turns (``gemm_fold.py`` fills it in).
 
 ``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with. Two groups of four warps take tiles of pairs by
 turns: while one multiplies its tile, the other does the arithmetic of its own. ``copies`` runs in one warp, and is
@@ -15,11 +15,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ....program.expression import Expr
-from ..codegen import k_loop, kernel_text
-from ..codegen.kernel_spec import Spec
-from .attention_template import IMPORTS
-from .template_lines import in_gluon
+from .....program.expression import Expr
+from ...codegen import k_loop, kernel_text
+from ...codegen.kernel_spec import Spec
+from ..gluon_parts import in_gluon
+from ..resident.attention_template import IMPORTS
 
 _IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 """

@@ -7,7 +7,7 @@ from the beginning of a turn. ``full`` says that a tile's blocks came; its phase
 
 from __future__ import annotations
 
-from ..codegen.kernel_text import CONSTANTS
+from ...codegen.kernel_text import CONSTANTS
 from .attention_template import IMPORTS as _IMPORTS
 from .attention_template import LANES, LAYOUTS, OWN
 
