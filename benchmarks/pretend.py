@@ -32,8 +32,7 @@ from monoidreduce.engines.common import matmul, torch_code
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
-from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import dense_or_tiled, forward_replay, gradient_programs, saved_row_gradients
@@ -66,7 +65,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
         (torch_code, dict(row_dot=_row_dot)),
         (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
-        (attention, dict(on=yes, processors=many)),
+        (hopper, dict(runs_warp_specialized=yes)),
         (float32_split, dict(on=yes)),
     )
     with contextlib.ExitStack() as stack:

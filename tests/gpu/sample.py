@@ -18,7 +18,7 @@ from monoidreduce import ops
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.alone import ALONE
 from tests.grouped import ABREAST, BY_GROUPS
 
@@ -91,7 +91,7 @@ def thinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
-    if not attention.on(out.device):
+    if not hopper.runs_warp_specialized(out.device):
         return out.addmm_(weights, vectors)
     contraction.Ready(out, weights, vectors, True)(out, weights, vectors)
     return out

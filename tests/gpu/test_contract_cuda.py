@@ -8,10 +8,10 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.contract import KINDS, SIZES, check
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 

@@ -12,10 +12,10 @@ import monoidreduce as mr
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse, made
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))

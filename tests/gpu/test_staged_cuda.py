@@ -14,10 +14,10 @@ from monoidreduce import ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.staged import BY_TURNS, CAPPED, CASES, SLANTED, check, check_nan, check_peaked, check_slanted, made
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 

@@ -28,9 +28,8 @@ from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import descriptors, jit_module
 from monoidreduce.engines.triton.panel import contraction, epilogue
-from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
-from monoidreduce.engines.triton.schedules.resident import attention as staged
 from monoidreduce.plan import default_tiles
 from monoidreduce.runtime import saved_row_gradients
 from tests import handmade
@@ -283,7 +282,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(engine, "_READY", {}),
         mock.patch.object(descriptors, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
-        mock.patch.object(staged, "on", lambda device: capability == 90),
+        mock.patch.object(hopper, "runs_warp_specialized", lambda device: capability == 90),
         mock.patch.object(float32_split, "on", lambda device: capability >= 90),
         mock.patch.object(float32_split, "MANY", 0),
         mock.patch.object(spec_from_tensors, "has_tanh", lambda device: True),

@@ -32,7 +32,7 @@ from monoidreduce.engines.triton.panel import (
     sparse_contraction,
 )
 from monoidreduce.engines.triton.schedules import float32_split
-from monoidreduce.engines.triton.schedules.pingpong.gemm_fold import gemm_fold
+from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
 from tests.interpret.quick import quicken
 
 

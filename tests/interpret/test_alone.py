@@ -15,7 +15,8 @@ from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen.dropout import parted, tossed
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules.resident import attention, work_split
+from monoidreduce.engines.triton.schedules import hopper
+from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
 from tests.alone import ALONE, DROPPED, OPTIONS, SIZES, check, pulled
 from tests.grouped import OTHERS
@@ -98,7 +99,7 @@ def test_weights_that_coins_decide_on():
 def alone(monkeypatch):
     """Column gradients are by an instance of four warps, and run on the machine; what ran there is given."""
     seen = []
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
     plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": ALONE}
     with machine.instead_of(fold_kernel, seen), use_plan(plans):

@@ -9,8 +9,7 @@ import torch
 from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import spec_from_tensors
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper, spec_from_tensors
 from tests.contract import KINDS, SIZES, check, made
 from tests.interpret import machine
 
@@ -22,7 +21,7 @@ def seen(monkeypatch, tmp_path_factory):
     """Kernels by turns run on the machine, as three processors would; those that did."""
     found = []
     monkeypatch.setattr(contraction, "_READY", {})
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
     monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     with machine.instead_of(fold_kernel, found):
@@ -61,5 +60,5 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
     elif change == "unaligned":
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
-        monkeypatch.setattr(attention, "on", lambda device: False)
+        monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: False)
     assert not contraction.into(out, weights, vectors, False) and not seen

@@ -14,8 +14,8 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import spec_from_tensors
-from monoidreduce.engines.triton.schedules.resident import attention, work_split
+from monoidreduce.engines.triton.schedules import hopper, spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
 from tests.grouped import ABREAST, BY_GROUPS, CASES, OTHERS, PLAIN, RELAY, check, check_infinite, check_plain, made
@@ -178,7 +178,7 @@ def test_what_a_score_is_multiplied_by(weight, factor):
 def by_groups(monkeypatch):
     """Kernels are grouped, and run on the machine; what ran there is given."""
     seen = []
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
     with machine.instead_of(fold_kernel, seen), use_plan(BY_GROUPS):
         yield seen

@@ -12,8 +12,7 @@ from monoidreduce.engines.triton import use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.schedules import spec_from_tensors
-from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules import hopper, spec_from_tensors
 from tests.interpret import machine
 from tests.interpret.aot import Case, best, calls, contrastive, drawn
 from tests.paired import SIZES, by_turns, check_fold, check_gradients, check_labels, check_odd, head, lse
@@ -28,7 +27,7 @@ def seen(monkeypatch, tmp_path_factory, exact_products):
 
     monkeypatch.setattr(engine, "_READY", {})
     monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
     monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     with machine.instead_of(fold_kernel, found), mr.use(engine="triton"):

@@ -17,6 +17,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.schedules import hopper, spec_from_tensors
 from monoidreduce.engines.triton.schedules.resident import attention
 from monoidreduce.plan.default_tiles import STAGED
 from tests.interpret import machine
@@ -168,7 +169,7 @@ def by_turns(monkeypatch, request):
     says; that it did is looked at."""
     asked = getattr(request, "param", 128)
     seen, wide = [], asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
     monkeypatch.setattr(engine, "_READY", {})
     with machine.instead_of(fold_kernel, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
         yield
@@ -193,8 +194,8 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 
 @pytest.mark.parametrize(("length", "count", "tile"), [(4096, 64, STAGED), (4096, 8, STAGED), (64, 132, None)])
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(attention, "processors", lambda device: 132)
+    monkeypatch.setattr(hopper, "runs_warp_specialized", lambda device: True)
+    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
         assert attention.tile(spec, torch.device("cpu"), length, count) == tile
 

@@ -26,7 +26,7 @@ from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
-from ..schedules import spec_from_tensors
+from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, choose, overrides, parts, shrink, use_plan
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import OTHERS, TILE
@@ -367,7 +367,7 @@ def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int,
 
 def _together(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> Launch | None:
     """One launch for what would take several, where two groups of warps can divide its sums."""
-    if not attention.on(sizes.device):
+    if not hopper.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))

@@ -19,11 +19,10 @@ from ...common import matmul
 from ..kernels import fold_kernel
 from ..launch import descriptors
 from ..launch.launch_cache import Again, Kept
-from ..schedules import spec_from_tensors
+from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong import contraction_kernel
 from ..schedules.pingpong.contraction_kernel import DEPTH, PIECE, RUN, TILE, WIDTH
-from ..schedules.resident import attention
 
 PLAN = KernelPlan(RUN, DEPTH, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
@@ -68,7 +67,10 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     kinds = {t.dtype for t in (out, weights, vectors)}
     panel = weights if weights.stride(1) == 1 else weights.mT
     return (
-        len(kinds) == 1 and kinds <= set(matmul.SIXTEEN) and attention.on(out.device) and _copied(out, panel, vectors)
+        len(kinds) == 1
+        and kinds <= set(matmul.SIXTEEN)
+        and hopper.runs_warp_specialized(out.device)
+        and _copied(out, panel, vectors)
     )
 
 

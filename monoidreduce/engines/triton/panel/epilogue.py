@@ -24,11 +24,10 @@ from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
 from ...panel.panel_program import Walk
 from ..codegen.kernel_spec import WIDEST, Spec
-from ..launch import descriptors, jit_module
-from ..schedules import spec_from_tensors
+from ..launch import descriptors
+from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong.gemm_template import DEEPEST, OTHERS, TILE
-from ..schedules.resident import attention
 from . import pingpong_epilogue, row_kernel
 from .epilogue_kernels import BY_ROWS, HALVES, kernel, reads
 from .epilogue_task import Task
@@ -71,7 +70,7 @@ def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -
 def is_wide(width: int) -> bool:
     """Whether groups take turns at wide tiles, which read less and end less often: where features are many, by a Triton
     that has registers for them (3.9 spills)."""
-    return width > _MANY and jit_module.version() < (3, 7)
+    return width > _MANY and hopper.has_registers_for_wide_tiles()
 
 
 def on(device: torch.device) -> bool:
@@ -104,7 +103,7 @@ class Epilogue:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.sides[0].feature))
         wide = is_wide(width)
-        return plan_of(name, width, (wide or width <= DEEPEST) and attention.on(sizes.device), wide)
+        return plan_of(name, width, (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device), wide)
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
@@ -138,7 +137,9 @@ class _Ready:
         wide = [values[e].shape[-1] > WIDEST and descriptors.fits(values[e]) for e in whole.vectors]
         self.copied = whole.vectors if all(wide) and descriptors.on(here.device) else ()
         name = "write_guessed" if whole.guesses else "write_known"
-        many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and attention.on(here.device)
+        many = (
+            here.rows >= TILE and here.cols >= TILE and bool(self.copied) and hopper.runs_warp_specialized(here.device)
+        )
         width = values[whole.vectors[0]].shape[-1]
         self.wide = is_wide(width)
         cut = here.cols % PAIRED[self.wide].block_folded != 0

@@ -19,10 +19,9 @@ from ...codegen import reductions as kinds
 from ...codegen.expressions import Values
 from ...codegen.kernel_spec import WIDEST, Spec
 from ...codegen.reduction import Kind
-from ...launch import jit_module
+from .. import hopper
 from ..gluon_parts import scalars
 from ..kernel_plan import KernelPlan
-from ..resident import attention
 from . import gemm_template
 from .gemm_template import OTHERS, TILE
 
@@ -35,20 +34,24 @@ _FEW = 512
 
 def fits(spec: Spec, device: torch.device, length: int) -> bool:
     """Whether a fold with this many kept indices has such a kernel."""
-    return attention.on(device) and length >= LEAST and kernel(spec) is not None
+    return hopper.runs_warp_specialized(device) and length >= LEAST and kernel(spec) is not None
 
 
 def wide(spec: Spec) -> bool:
     """Whether a fold has wide tiles: not beside numbers per folded index, for which there are no registers, nor where a
     later Triton compiles it (3.9 spills some of what 3.6 keeps in registers)."""
     many = all(spec.width(e.feature) > _FEW for e in k_loop.vectors(spec))
-    return many and not _numbers(spec) and jit_module.version() < (3, 7)
+    return many and not _numbers(spec) and hopper.has_registers_for_wide_tiles()
 
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
     tile = (plan.block_kept, plan.block_folded, plan.num_warps)
-    return plan.boxes == 2 and tile in ((LEAST, TILE, 4), (LEAST, TILE + OTHERS, 4)) and attention.on(device)
+    return (
+        plan.boxes == 2
+        and tile in ((LEAST, TILE, 4), (LEAST, TILE + OTHERS, 4))
+        and hopper.runs_warp_specialized(device)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,10 +26,9 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import Values, is_one
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import Soft, known, make
-from ...launch import jit_module
+from .. import hopper, spec_from_tensors
 from ..gluon_parts import fetched, in_gluon, inside, scalars, visits
 from ..kernel_plan import KernelPlan
-from ..spec_from_tensors import asked, processors
 from . import attention_template
 from .alibi import Slant, slant
 from .softcap import NAMES, Bend, bend
@@ -49,17 +48,14 @@ def options() -> dict[str, int]:
     return {"maxnreg": _MOST}
 
 
-@functools.cache
-def on(device: torch.device) -> bool:
-    """Whether the device has these matrix units, and this Triton these words."""
-    if device.type != "cuda" or jit_module.version() < (3, 6) or not torch.cuda.is_available():
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    return plan.boxes == 2 and plan.block_kept == _GROUPS * _OWNED and plan.num_warps == 4 and on(device)
+    return (
+        plan.boxes == 2
+        and plan.block_kept == _GROUPS * _OWNED
+        and plan.num_warps == 4
+        and hopper.runs_warp_specialized(device)
+    )
 
 
 def tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
@@ -68,8 +64,13 @@ def tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | No
 
     Measured on an H200: walks as short as those within documents end before they pay for their beginning (0.44 ms,
     else 0.28)."""
-    gains, many = not (spec.bounds and asked(spec.fold)), processors(device)
-    if not on(device) or not gains or count * length < 2 * _OWNED * many or kernel(spec) is None:
+    gains, many = not (spec.bounds and spec_from_tensors.asked(spec.fold)), spec_from_tensors.processors(device)
+    if (
+        not hopper.runs_warp_specialized(device)
+        or not gains
+        or count * length < 2 * _OWNED * many
+        or kernel(spec) is None
+    ):
         return None
     return STAGED
 

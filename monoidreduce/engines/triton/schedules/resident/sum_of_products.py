@@ -19,10 +19,10 @@ import torch
 from .....plan.default_tiles import Tile
 from ...codegen import kernel_text
 from ...codegen.kernel_spec import Spec
-from .. import spec_from_tensors
+from .. import hopper, spec_from_tensors
 from ..gluon_parts import in_gluon
 from ..kernel_plan import KernelPlan
-from . import attention, attention_template, single_warpgroup_lines, single_warpgroup_template, sum_of_products_template
+from . import attention_template, single_warpgroup_lines, single_warpgroup_template, sum_of_products_template
 from .sum_of_products_lines import Group, Text
 from .work_split import OWNED, Part, owned, parts
 
@@ -39,7 +39,7 @@ def tile(spec: Spec, device: torch.device, length: int, even: bool = True) -> Ti
     A processor runs one instance at a time, where the compiler's schedule has two: the last round must be full enough.
     A group that is alone leaves room for another, as the compiler's do; walks that are cut are not for it.
     """
-    if not attention.on(device) or kernel(spec, even) is None:
+    if not hopper.runs_warp_specialized(device) or kernel(spec, even) is None:
         return None
     found, many = parts(spec), spec_from_tensors.processors(device)
     kept = owned(found)
@@ -51,7 +51,7 @@ def tile(spec: Spec, device: torch.device, length: int, even: bool = True) -> Ti
 def takes(plan: KernelPlan, device: torch.device) -> bool:
     """Whether a plan asks for such a kernel, and its tiles are those of one."""
     shape = plan.block_kept in (OWNED, 2 * OWNED) and (plan.block_folded, plan.num_warps) == (OWNED, 4)
-    return plan.boxes == 2 and shape and attention.on(device)
+    return plan.boxes == 2 and shape and hopper.runs_warp_specialized(device)
 
 
 def taken(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
