@@ -113,8 +113,8 @@ def check(name: str, precision: str) -> dict[str, str]:
     """Judge one layer in one precision; an empty answer means that it is right."""
     if importlib.util.find_spec("pytest") is None:  # the rules are the tests' own, but need no runner
         sys.modules.setdefault("pytest", types.SimpleNamespace(MonkeyPatch=object))  # type: ignore[arg-type]
-    from tests.layers import BY_NAME
-    from tests.layers_compare import assert_error_rule, cast, run
+    from tests.support.comparison import assert_error_rule, cast, run
+    from tests.support.layers import BY_NAME
 
     dtype = PRECISIONS[precision]
     torch.set_num_threads(1)
@@ -143,7 +143,7 @@ def check(name: str, precision: str) -> dict[str, str]:
 
 
 def correctness(workers: int, save: Callable[[str, Any], None]) -> None:
-    from tests.layers import ZOO
+    from tests.support.layers import ZOO
 
     asked = [(n, p) for p in PRECISIONS for n in [*_wide_layers(), *(layer.name for layer in ZOO)]]
     began = time.time()

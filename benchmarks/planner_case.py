@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import monoidreduce as mr
-from monoidreduce import tune
+from monoidreduce import autotune
 from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
@@ -56,7 +56,7 @@ def following(choice: Followed) -> Iterator[None]:
 
 def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.Call]]:
     """The folds of a call, with what they are given."""
-    return list(tuner.sessions(tune.recorded(work.op, args, {}, backward=True).folds))
+    return list(tuner.sessions(autotune.recorded(work.op, args, {}, backward=True).folds))
 
 
 def ways(case: Case) -> tuple[str | None, ...]:

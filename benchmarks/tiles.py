@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import monoidreduce as mr
-from monoidreduce import tune
+from monoidreduce import autotune
 from monoidreduce.engines.auto import planner
 from monoidreduce.tuning import tuner
 
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, Callable[[], list[torch.Tensor]]]] = {
 def _compile(case: str, part: int, parts: int) -> None:
     """Run every ``parts``-th candidate of every fold once, so that its kernel is on disk."""
     op, make = CASES[case]
-    for session, call in tuner.sessions(tune.recorded(op, make(), {}, backward=True).folds):
+    for session, call in tuner.sessions(autotune.recorded(op, make(), {}, backward=True).folds):
         for choice in session.proposed()[part::parts]:
             with contextlib.suppress(Exception):  # too large for the hardware: when it is tried, it will say so
                 planner.perform(choice, *call)

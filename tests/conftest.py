@@ -18,7 +18,8 @@ if "MONOIDREDUCE_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ
 else:
     _cache = None
 
-# What is tested here is the engines, by name; the planner would run small cases dense (tests/unit/test_choice.py).
+# The tests name the engine that they test. Left to itself, the planner would run small cases dense; that choice is
+# tested in tests/unit/plan/test_schedule_choice.py.
 if not torch.cuda.is_available():
     os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
@@ -31,8 +32,12 @@ hypothesis.settings.load_profile("monoidreduce")
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number of the test's own, the same on every run and machine and in any order; all generators start from it."""
-    value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "big")
+    """A seed derived from the test's file name and test name: the same on every run and machine, in any order.
+
+    All random generators start from it. Folders are left out, so that moving a file does not change its numbers.
+    """
+    name = request.node.nodeid.split("::")[0].rpartition("/")[2] + "::" + request.node.nodeid.partition("::")[2]
+    value = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     if torch.cuda.is_available():
         torch.manual_seed(value)
     else:  # without a device, the other would note its caller, frame by frame, for the day that one appears

@@ -4,7 +4,7 @@
 won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
 was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that is at most
 6 % short of what kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
-(``tests/interpret/test_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
+(``tests/interpret/test_aot_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
 """
 
 from __future__ import annotations

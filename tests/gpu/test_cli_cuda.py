@@ -1,15 +1,15 @@
 """The command line on a GPU: check, bench beside the peers that are installed, and memory over time."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import call
+from tests.support import ROOT
+from tests.support.command_line import call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-FILE = Path(__file__).parents[1] / "wrong_layers.py"
+FILE = ROOT / "tests" / "support" / "wrong_layers.py"
 
 
 def answer(*arguments: str) -> dict:

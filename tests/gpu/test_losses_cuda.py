@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import ops
-from tests import early as cases
-from tests.layers_compare import assert_error_rule, cast, run
+from tests.support import saved_row_gradient_cases as cases
+from tests.support.comparison import assert_error_rule, cast, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ import torch
 
 from monoidreduce.plan import disk
 from monoidreduce.plan.cache import KERNELS as TEXTS
-from tests.gpu.sample import CASES, KERNELS
+from tests.support.sanitizer_kernels import CASES, KERNELS
 
 TOOL = shutil.which("compute-sanitizer")
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,8 @@ RINGED = ("_ring.index(slot).store(", "ring.index(turn % 2).load(LAYOUT)", "_her
 
 def all_shares(*before: str) -> list[tuple[int, str]]:
     """The sample, its shares side by side; what each ended with, and said."""
-    commands = [[*before, sys.executable, "-m", "tests.gpu.sample", f"{k}/{SHARES}"] for k in range(SHARES)]
+    sample = [sys.executable, "-m", "tests.support.sanitizer_kernels"]
+    commands = [[*before, *sample, f"{k}/{SHARES}"] for k in range(SHARES)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = [subprocess.Popen(c, env=ENVIRONMENT, **pipe) for c in commands]
     try:

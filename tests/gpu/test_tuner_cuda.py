@@ -8,7 +8,7 @@ import torch
 
 import monoidreduce as mr
 from benchmarks.measure import captured
-from monoidreduce import Col, Row, explain, tune
+from monoidreduce import Col, Row, autotune, explain
 from monoidreduce.engines import triton
 from monoidreduce.engines.auto import planner, tuned_plans
 from monoidreduce.engines.triton import KernelPlan
@@ -16,8 +16,8 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, tiles
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.tuning import trial, tuner
-from tests.layers_compare import errors
-from tests.wrong_kernels import GUESSED, wrong
+from tests.support.comparison import errors
+from tests.support.wrong_kernels import GUESSED, wrong
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -53,7 +53,7 @@ def test_winners_are_right_and_found_again():
     q, k, v = (a.double() for a in args)  # logits of 16 bits alone would be off by more than the limit
     truth = torch.softmax(q @ k.mT, -1) @ v
     assert errors(attention(*args), truth).max() < 0.05
-    met = tune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
+    met = autotune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
         assert tuned_plans.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner

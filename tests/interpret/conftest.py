@@ -16,13 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.codegen import k_loop, kernel_text
-from monoidreduce.engines.triton.kernels import (
-    exponent_shift,
-    fold_kernel,
-    row_kernels,
-    split_combine,
-    topk_rows,
-)
+from monoidreduce.engines.triton.kernels import exponent_shift, fold_kernel, row_kernels, split_combine, topk_rows
 from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import (
     epilogue,
@@ -33,7 +27,7 @@ from monoidreduce.engines.triton.panel import (
 )
 from monoidreduce.engines.triton.schedules import float32_split
 from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
-from tests.interpret.quick import quicken
+from tests.support.fast_interpreter import quicken
 
 
 def _unseen(run):

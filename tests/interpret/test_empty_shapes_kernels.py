@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.empty_shapes import REDUCTIONS, check, check_layer
+from tests.support.empty_shape_cases import REDUCTIONS, check, check_layer
 
 KINDS = ["no batch", "no columns", "no features"]
 

@@ -5,7 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from tests.exact_integers import CASES, documents, vectors
+from tests.support.exact_integer_cases import CASES, documents, vectors
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from tests.label_arithmetic import arguments, check, dense, op
+from tests.support.label_arithmetic_cases import arguments, check, dense, op
 
 NAMES = ["next", "reversed", "batch offset", "column names row", "half a column", "own offset", "and more"]
 

@@ -16,8 +16,8 @@ from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.loss_and_gradient import total
 from monoidreduce.runtime.gradient_in_forward import inputs_of
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import Result, assert_error_rule, cast, run
+from tests.support.comparison import Result, assert_error_rule, cast, run
+from tests.support.layers import BY_NAME, ZOO
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")

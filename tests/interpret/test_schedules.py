@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, tune
+from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
@@ -21,8 +21,8 @@ from monoidreduce.engines.triton.launch import descriptors as boxes
 from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
 from monoidreduce.errors import EngineError
 from monoidreduce.runtime import registry, torch_operator
-from tests.layers import BY_NAME
-from tests.layers_compare import assert_equal, assert_error_rule, run
+from tests.support.comparison import assert_equal, assert_error_rule, run
+from tests.support.layers import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SMALL = KernelPlan(16, 16, 4, 1)
@@ -74,7 +74,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
     x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     with planned(), mr.use(engine="triton"):
-        *_, (fold, leaves, sizes) = tune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+        *_, (fold, leaves, sizes) = autotune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     monkeypatch.setattr(boxes, "on", lambda device: True)
     monkeypatch.setattr(spec_from_tensors, "VERY_MANY", 0)
     monkeypatch.setitem(kernel_plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.special_derivatives import BINARY, INF, UNARY, check
+from tests.support.special_derivative_cases import BINARY, INF, UNARY, check
 
 
 @pytest.mark.parametrize("name", ["relu", "clamp", "hardtanh", "cosh", "logit", "x ** 0", "x ** 3", "0.0 ** x"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce import Col, Row, tune
+from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import eager, triton
 from monoidreduce.engines.common import unchanged_tensors
 from monoidreduce.engines.common.evaluate import Sizes
@@ -29,10 +29,10 @@ from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expression import index
 from monoidreduce.runtime import registry, torch_operator
-from tests.interpret.golden import compare
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import assert_equal, assert_error_rule, cast, run
-from tests.programs import program_of
+from tests.support.comparison import assert_equal, assert_error_rule, cast, run
+from tests.support.golden_files import compare
+from tests.support.layers import BY_NAME, ZOO
+from tests.support.random_programs import program_of
 
 SMALL = KernelPlan(16, 32, 4, 1)
 FALLS_BACK = [
@@ -251,7 +251,7 @@ def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch
         return [t for call in folds for t in run_fold(*call)]
 
     with kernels():
-        folds = tune.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
+        folds = autotune.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
         wanted = folded(triton.run)
         assert threads and set(threads) == {here}
         found = folded(lambda fold, *given: torch_operator.call(fold, "triton", *given))

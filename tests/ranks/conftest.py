@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks.pool import Pool
+from tests.support.rank_pool import Pool
 
 
 @pytest.fixture(scope="session")

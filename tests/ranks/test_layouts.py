@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 
 import monoidreduce as mr
-from tests.layers import BY_NAME
-from tests.layers_compare import assert_equal, run
-from tests.ranks.cases import Case, joined, prepared
+from tests.support.comparison import assert_equal, run
+from tests.support.layers import BY_NAME
+from tests.support.rank_cases import Case, joined, prepared
 
 
 @pytest.mark.parametrize("name", ["causal_attention", "window_attention", "info_nce", "biased_attention"])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import assert_equal, assert_error_rule, cast, named, run
-from tests.ranks.cases import DIVISIONS, Case, joined, prepared
+from tests.support.comparison import assert_equal, assert_error_rule, cast, named, run
+from tests.support.layers import BY_NAME, ZOO
+from tests.support.rank_cases import DIVISIONS, Case, joined, prepared
 
 WORLDS = [1, 2, 3, 4, 7, 8]
 slow = pytest.mark.slow

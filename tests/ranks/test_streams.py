@@ -6,18 +6,16 @@ import random
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
 import monoidreduce as mr
-from tests.layers import BY_NAME, ZOO
-from tests.layers_compare import Result, assert_equal, flatten, is_float, named, run, use_small_tiles
-from tests.layers_memory import Watch
-
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+from tests.support.allocations import Watch
+from tests.support.comparison import Result, assert_equal, flatten, is_float, named, run, use_small_tiles
+from tests.support.layers import BY_NAME, ZOO
 
 
 @pytest.fixture(autouse=True)
@@ -357,7 +355,8 @@ def test_a_bar_for_whoever_sits_at_a_terminal(monkeypatch):
 @pytest.mark.parametrize("what", ["topk", "sum"])
 def test_a_corpus_four_times_the_memory(what, tmp_path):
     """In a process that may not allocate more: the ten best of, and the sum over, a file four times as large."""
-    command = [sys.executable, str(ROOT / "tests" / "ranks" / "large.py"), what, str(tmp_path / "corpus.raw")]
+    script = ROOT / "tests" / "support" / "stream_larger_than_memory.py"
+    command = [sys.executable, str(script), what, str(tmp_path / "corpus.raw")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     # allocators that keep nothing in reserve, so that the limit is felt (some builds of torch bring mimalloc)
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MIMALLOC_ARENA_RESERVE": "0", "MIMALLOC_PURGE_DELAY": "0"}

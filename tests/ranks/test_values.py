@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests import label_arithmetic
-from tests.ranks.cases import DIVISIONS
+from tests.support import label_arithmetic_cases as labels
+from tests.support.rank_cases import DIVISIONS
 
 WORLD = 3
 
@@ -13,8 +13,8 @@ WORLD = 3
 @pytest.mark.parametrize("name", ["next", "reversed", "column names row"])
 def test_labels_count_from_the_start_of_the_whole(pool, name, divided):
     for over in ("cols", "rows"):
-        args = [a.requires_grad_() if k < 2 else a for k, a in enumerate(label_arithmetic.arguments(torch.float64))]
-        value = label_arithmetic.dense(name, over)(*args)
+        args = [a.requires_grad_() if k < 2 else a for k, a in enumerate(labels.arguments(torch.float64))]
+        value = labels.dense(name, over)(*args)
         whole = [value.detach(), *torch.autograd.grad((value * value.detach().cos()).sum(), args[:2])]
         answers = pool.run("picked_labels", WORLD, name, over, divided)
         for k, axis in enumerate(["rows" if over == "cols" else "cols", "rows", "cols"]):

@@ -1,7 +1,7 @@
 """How much a tile of the eager engine holds: its buffers, and what torch makes besides while it is computed.
 
 Counted from the tile's code, step by step, in bytes per pair; what a run really allocates is compared with it in
-``tests/unit/test_cost.py``.
+``tests/unit/plan/test_cost.py``.
 """
 
 from __future__ import annotations

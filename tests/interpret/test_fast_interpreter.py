@@ -1,0 +1,52 @@
+"""The interpreter that the other tests run in gives the numbers of Triton's own."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+import monoidreduce as mr
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from tests.support.comparison import run
+from tests.support.fast_interpreter import quicken
+from tests.support.layers import BY_NAME
+
+PLAN = KernelPlan(16, 32, 4, 1)
+
+
+def numbers(name):
+    args = BY_NAME[name].args(17, 33, 0, torch.float32)
+    with mr.use(engine="triton"), use_plan({"cols": PLAN, "rows": PLAN}):
+        return run(BY_NAME[name].op, args).all()
+
+
+@pytest.mark.parametrize("name", ["alibi_attention", "dropout_attention", "moments"])
+def test_the_numbers_are_those_of_the_interpreter_as_it_is(name, as_it_is):
+    slow = numbers(name)
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        quick = numbers(name)
+    assert all(torch.equal(quick[key], slow[key]) for key in slow)
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def _twice(out, given, SIZE: tl.constexpr):
+    x = tl.load(given + tl.arange(0, SIZE))
+    tl.store(out, _total(x) + _total(x))
+
+
+def test_the_language_is_translated_once_a_launch_and_back_again(monkeypatch):
+    seen, members = [], interpreter._patch_builtin
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *of: seen.append(of[0]) or members(*of))
+    word, out = tl.load, torch.zeros(1)
+    for _ in range(2):
+        seen.clear()
+        _twice[(3,)](out, torch.arange(8.0), SIZE=8)
+        assert out == 56 and tl.load is word
+        assert seen.count(tl) <= 2  # of the kernel's module and of the language's own functions, not of each call

@@ -1,0 +1,388 @@
+"""Compiles kernels ahead of time for GPUs that are not here, and reads what the assembler reports.
+
+``python -m tests.support.aot_compile cuda:90`` compiles the kernels of the cases below, forward and backward, and
+prints one JSON line each. Run it in its own process: Triton decides at import whether it interprets.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from monoidreduce.engines import triton as engine
+from monoidreduce.engines.common import matmul
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.launch import descriptors, jit_module
+from monoidreduce.engines.triton.panel import contraction, epilogue
+from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
+from monoidreduce.engines.triton.schedules import kernel_plan as plan
+from monoidreduce.plan import default_tiles
+from monoidreduce.runtime import saved_row_gradients
+from tests.support import user_kernel_cases
+
+FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
+
+
+@mr.op
+def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.125, v)
+
+
+@mr.op
+def causal_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(torch.where(mr.col_index <= mr.row_index, q @ k * 0.125, -torch.inf), v)
+
+
+@mr.op
+def capped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(30.0 * torch.tanh(q @ k * 0.125 / 30.0), v)
+
+
+@mr.op
+def dropped_attention(q: Row["f"], k: Col["f"], v: Col["d"]):
+    return mr.softmax_mean(q @ k * 0.125, mr.dropout(v, 0.1, 3))
+
+
+@mr.op
+def sloped_attention(q: Row["f"], k: Col["f"], v: Col["d"], slope: mr.Batch):
+    return mr.softmax_mean(q @ k * 0.125 - slope * (mr.row_index - mr.col_index).abs(), v)
+
+
+def forward(op: Callable) -> Callable:
+    """A call of which nobody asks gradients."""
+    return torch.no_grad()(lambda *args: op(*args))
+
+
+@mr.op
+def mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(torch.relu(x @ p) * q)
+
+
+@mr.op
+def gated_mlp(x: Row["d"], gate: Col["d"], up: Col["d"], down: Col["n"]):
+    return mr.sum(F.silu(x @ gate) * (x @ up) * down)
+
+
+@mr.op
+def gelu_mlp(x: Row["d"], p: Col["d"], q: Col["n"], bias: Col):
+    return mr.sum(F.gelu(x @ p + bias) * q)
+
+
+@mr.op
+def tanh_mlp(x: Row["d"], p: Col["d"], q: Col["n"]):
+    return mr.sum(F.gelu(x @ p, approximate="tanh") * q)
+
+
+@mr.op
+def cross_entropy(x: Row["d"], target: Row, w: Col["d"]):
+    s = x @ w
+    return mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == target, s, 0.0))
+
+
+@mr.op
+def contrastive(x: Row["d"], y: Col["d"]):
+    s = x @ y * 14.0
+    rows = mr.logsumexp(s) - mr.sum(torch.where(mr.col_index == mr.row_index, s, 0.0))
+    cols = mr.logsumexp(s, over="rows")
+    return rows, cols
+
+
+@mr.op
+def gaussian(x: Row["f"], y: Col["f"], b: Col):
+    return mr.sum(torch.exp(-mr.sqdist(x, y)) * b)
+
+
+@mr.op
+def pooled(x: Row["d"], y: Col["d"], seed: int):
+    s = x @ y
+    return mr.max(s), mr.var(s), mr.sample(s, seed)
+
+
+@mr.op
+def distill(p: Row["d"], c: Col["d"], q: Row["e"], t: Col["e"]):
+    student, teacher = p @ c, q @ t
+    return mr.logsumexp(student) - mr.softmax_mean(teacher, student)
+
+
+@mr.op
+def best(x: Row["d"], y: Col["d"]):
+    return mr.argmax(x @ y)
+
+
+@mr.op
+def drawn(x: Row["d"], y: Col["d"], seed: int):
+    return mr.sample(x @ y, seed)
+
+
+def in_little(x: torch.Tensor, target: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradient has no room for whole rows: its labels are weighed by themselves."""
+    with mr.budget("600KB"):
+        return cross_entropy(x, target, w)
+
+
+def stowed(x: torch.Tensor, target: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The same of a sum of losses: weights are stowed where gradients will stand."""
+    with mr.budget("600KB"):
+        return cross_entropy.total(x, target, w)
+
+
+def contractions(weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Sums with a panel's weights as they are made by turns, added to or not."""
+    out, vectors = torch.zeros(len(weights), vectors.shape[1]).to(vectors), vectors.detach()
+    for panel, add in itertools.product((weights.detach(), weights.detach().mT.contiguous().mT), (False, True)):
+        contraction.Ready(out, panel, vectors, add)(out, panel, vectors)
+    return out
+
+
+def _wide(rows: int) -> Callable[[torch.dtype], tuple]:
+    return lambda t: (torch.zeros(rows, 2304, dtype=t), torch.zeros(4096, 2304, dtype=t))
+
+
+def _labelled(d: int, cols: int, rows: int = 128) -> Callable[[torch.dtype], tuple]:
+    zeros = torch.zeros
+    return lambda t: (zeros(rows, d, dtype=t), zeros(rows, dtype=torch.int64), zeros(cols, d, dtype=t))
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op and the sizes it is compiled for. ``lean``: whether its default plan must not spill."""
+
+    name: str
+    op: Callable
+    make: Callable[[torch.dtype], tuple]
+    dtype: torch.dtype = torch.bfloat16
+    lean: bool = True
+    hopper: bool = False  # whether it is for Hopper alone
+
+
+def _handmade_loss(dtype: torch.dtype) -> tuple:
+    return user_kernel_cases.inputs("loss", 256, 256, dtype, d=64)
+
+
+def _qkv(d: int, *batch: int) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(*batch, 256, d, dtype=dtype) for _ in range(3))
+
+
+def _pairs(d: int, sides: int = 2) -> Callable[[torch.dtype], tuple]:
+    return lambda dtype: tuple(torch.zeros(256, d, dtype=dtype) for _ in range(sides))
+
+
+CASES = [
+    *(Case(f"attention {d}", attention, _qkv(d, 4)) for d in (64, 128)),
+    *(Case(f"causal attention {d}", causal_attention, _qkv(d, 2, 4)) for d in (64, 128)),
+    Case("dropped attention 128", dropped_attention, _qkv(128, 4), hopper=True),
+    Case("sloped attention 128", forward(sloped_attention), lambda t: (*_qkv(128, 4)(t), torch.ones(4)), hopper=True),
+    Case("capped attention 128", forward(capped_attention), _qkv(128, 4), hopper=True),
+    Case("capped attention 64", capped_attention, _qkv(64, 4)),
+    Case("attention 111, ragged", attention, _qkv(111), lean=False),
+    *(Case(f"mlp {d}", mlp, _pairs(d, 3)) for d in (64, 128)),
+    Case("gelu mlp 128", forward(tanh_mlp), _pairs(128, 3), hopper=True),
+    Case("gated mlp 128", gated_mlp, _pairs(128, 4), hopper=True),
+    Case("gelu mlp 64", gelu_mlp, lambda t: (*_pairs(64, 3)(t), torch.zeros(256, dtype=t)), lean=False),
+    *(
+        Case(
+            f"cross-entropy {d}",
+            cross_entropy,
+            lambda t, d=d: (*_pairs(d, 1)(t), torch.zeros(256, dtype=torch.int64), *_pairs(d, 1)(t)),
+        )
+        for d in (64, 128, 256)
+    ),
+    Case("contrastive 128", contrastive, _pairs(128)),
+    Case("contrastive 256", contrastive, _pairs(256), lean=False),
+    Case("gaussian 3", gaussian, lambda t: (*_pairs(3)(t), torch.zeros(256, dtype=t)), torch.float32),
+    Case("gaussian 64", gaussian, lambda t: (*_pairs(64)(t), torch.zeros(256, dtype=t)), torch.float32, hopper=True),
+    Case("pooled 64", pooled, lambda t: (*_pairs(64)(t), 7), torch.float32, lean=False),
+    *(Case(f"attention {d}, float32", attention, _qkv(d), torch.float32, lean=False) for d in (64, 128)),
+    Case("contrastive 256, float32", contrastive, _pairs(256), torch.float32, lean=False),
+    Case("attention 64, float64", attention, _qkv(64), torch.float64, lean=False),
+    # products of many features: folds to numbers have them in their kernels; else panels, which the vendor multiplies
+    Case("wide argmax, 256 rows", best, _wide(256)),
+    Case("wide argmax, 64 rows", best, _wide(64), lean=False),
+    Case("wide sample, 256 rows", drawn, lambda t: (*_wide(256)(t), 7), lean=False),
+    Case("wide sample, 64 rows", drawn, lambda t: (*_wide(64)(t), 7), lean=False),
+    Case("wide cross-entropy", cross_entropy, _labelled(320, 4096)),
+    Case("wide cross-entropy, 256 rows", cross_entropy, _labelled(784, 4096, 256)),
+    Case("wide cross-entropy, summed", cross_entropy.total, _labelled(320, 4096)),
+    Case("wide cross-entropy, summed, unaligned", cross_entropy.total, _labelled(300, 4096), lean=False),
+    Case("wide cross-entropy, in little memory", in_little, _labelled(320, 4096)),
+    Case("wide cross-entropy, stowed", stowed, _labelled(784, 4096, 256), hopper=True),
+    Case("wide cross-entropy, stowed, 3200", stowed, _labelled(3200, 4096, 256), lean=False, hopper=True),
+    Case("wide contrastive", contrastive, lambda t: tuple(torch.zeros(512, 320, dtype=t) for _ in range(2))),
+    Case(
+        "wide distillation, summed",
+        distill.total,
+        lambda t: tuple(torch.zeros(n, d, dtype=t) for n, d in ((64, 300), (4096, 300), (64, 260), (4096, 260))),
+    ),
+    Case("attention 64, float16", attention, _qkv(64), torch.float16),
+    Case("attention 128, float16", attention, _qkv(128), torch.float16, lean=False),
+    Case(
+        "wide contractions",
+        contractions,
+        lambda t: (torch.zeros(384, 1024).to(t), torch.zeros(1024, 384).to(t)),
+        hopper=True,
+    ),
+    # tile functions of a user's own
+    Case("handmade attention 64", user_kernel_cases.LAYERS["attention"].kernels.apply, _qkv(64)),
+    Case("handmade mlp 64", user_kernel_cases.LAYERS["mlp"].kernels.apply, _qkv(64)),
+    Case("handmade loss 64", user_kernel_cases.LAYERS["loss"].kernels.apply, _handmade_loss),
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one kernel."""
+
+    case: str
+    kernel: str
+    plan: tuple[int, int, int, int]
+    registers: int
+    spills: int
+    shared: int
+    counted: int  # bytes of shared memory as the plan counts them
+    tensor_cores: int  # matrix instructions in the text
+    staged: bool
+    crumbs: int  # loads of two bytes
+    lean: bool
+
+
+def _nothing(*given: object) -> None:
+    """A product of the vendor's, of which nobody looks at the numbers."""
+
+
+def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.Call]:
+    """The launches of a case, forward and backward, none of them made."""
+    import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
+
+    found: list[fold_kernel.Call] = []
+    args = [
+        a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in case.make(case.dtype)
+    ]
+    with (
+        mock.patch.object(fold_kernel, "execute", found.append),
+        mock.patch.object(jit_module, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
+        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
+        mock.patch.multiple(matmul, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
+        mr.use(engine="triton"),
+        mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
+        mock.patch.object(engine, "_READY", {}),
+        mock.patch.object(descriptors, "on", lambda device: capability >= 90),
+        mock.patch.object(epilogue, "on", lambda device: capability >= 90),
+        mock.patch.object(hopper, "runs_warp_specialized", lambda device: capability == 90),
+        mock.patch.object(float32_split, "on", lambda device: capability >= 90),
+        mock.patch.object(float32_split, "MANY", 0),
+        mock.patch.object(spec_from_tensors, "has_tanh", lambda device: True),
+        mock.patch.object(spec_from_tensors, "MANY", 0),  # kernels as they are for many pairs
+        mock.patch.object(saved_row_gradients, "MANY", 0),
+        mock.patch.object(spec_from_tensors, "VERY_MANY", 0 if capability >= 90 else 2**62),
+        use_plan(plans or {}),
+    ):
+        out = case.op(*args)
+        values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
+        if values:
+            torch.autograd.backward(values, [torch.ones_like(v) for v in values])
+    return found
+
+
+def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> Iterator[Compiled]:
+    seen = set()
+    for call in calls(case, capability, plans):
+        if (call.kernel.text, call.plan) not in seen:
+            seen.add((call.kernel.text, call.plan))
+            yield assemble(case, call, capability)
+
+
+def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    module = jit_module.load(call.kernel.text, call.kernel.functions)
+    function = getattr(module, call.kernel.name)
+    constants = call.constants(module)
+    signature, attributes = {}, {}
+    free = set(re.findall(r"'(\w+)'", re.search(r"do_not_specialize=\[(.*?)\]", call.kernel.text)[1]))
+    for at, (name, value) in enumerate(zip(function.arg_names, call.arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):
+            laid = f",{value.layout!r}" if call.kernel.staged else ""
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}{laid}>".replace(" ", "")
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and name not in free:
+            constants[name] = 1
+        else:
+            signature[name] = "i64" if abs(value) >= 2**31 else "i32"
+            if value % 16 == 0 and name not in free:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    options = {"num_warps": call.plan.num_warps, "num_stages": call.plan.num_stages}
+    options |= fold_kernel.compiler_options(call.kernel, call.plan)
+    ast = (GluonASTSource if call.kernel.staged else ASTSource)(function, signature, constants, attributes)
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):
+        result = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spills = _counted(said.getvalue()) or _counted(_assembled(result.asm["ptx"], capability))
+    cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
+    tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
+    item = 2 if call.kernel.pieces else case.dtype.itemsize
+    counted = plan.shared(call.plan, call.kernel, item, FAMILIES[capability])
+    shared = result.metadata.shared
+    crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
+    found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)
+    return Compiled(case.name, call.kernel.name, tiles, *found)
+
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def _assembled(ptx: str, capability: int) -> str:
+    """What the wheel's own assembler says of a kernel that Triton had in its cache."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _counted(said: str) -> tuple[int, int] | None:
+    """Registers and bytes spilled, in the assembler's words."""
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    return (int(registers[1]), spills) if registers else None
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[2:]
+    for case in CASES:
+        if not wanted or case.name in wanted:
+            for result in compiled(case, int(sys.argv[1].removeprefix("cuda:"))):
+                print(json.dumps(asdict(result)), flush=True)

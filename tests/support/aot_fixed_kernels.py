@@ -1,0 +1,68 @@
+"""Compiles the kernels that no program generates for a GPU that is not here; prints the assembler's report as JSON.
+
+``python -m tests.support.aot_fixed_kernels cuda:90``. Run it in its own process: Triton decides at import whether it
+interprets.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from unittest import mock
+
+from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
+from monoidreduce.engines.triton.kernels import topk_rows as strips
+from monoidreduce.engines.triton.launch import jit_module
+from tests.support.aot_compile import _assembled, _counted
+
+STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
+BEST = {"value_out": "*fp32", "place_out": "*i64", "value": "*fp32", "place": "*i64", "parts": "i32", "rows": "i32"}
+
+
+def listed(kind, strips, width, slots, bits):
+    """The k best: of a matrix of this type, so many strips, numbers looked at closely, and best."""
+    signature = {"values": kind, "places": "*i64", "x": kind, **STRIPS}
+    constants = {"STRIP": 64, "STRIPS": strips, "WIDTH": width, "SLOTS": slots, "BITS": bits}
+    return "best_listed", signature, constants, 8
+
+
+CASES = [
+    (strips._TEXT, *listed("*bf16", 2048, 4096, 64, 16)),
+    (strips._TEXT, *listed("*fp32", 8192, 8192, 128, 0)),
+    (split_combine._TEXT, "unite_best", BEST, {"LARGEST": True, "PARTS": 128, "ROWS": 16}, 4),
+    (
+        split_combine._TEXT,
+        "unite_sum",
+        {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"},
+        split_combine._block(1024),
+        4,
+    ),
+    (
+        exponent_shift._TEXT,
+        "shift",
+        {**dict.fromkeys(("out", "number", "total"), "*fp32"), "size": "i32"},
+        {"LANES": 1024},
+        4,
+    ),
+]
+
+
+def compiled(text, name, signature, constants, warps, capability):
+    """The registers of a thread and the bytes that it spills."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function, constants = getattr(jit_module.load(text), name), dict(constants)
+    signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
+    ast, said = ASTSource(function, signature, constants), io.StringIO()
+    with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):
+        made = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return _counted(said.getvalue()) or _counted(_assembled(made.asm["ptx"], capability))
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        registers, spills = compiled(*case, int(sys.argv[1].removeprefix("cuda:")))
+        print(json.dumps({"kernel": case[1], "registers": registers, "spills": spills}), flush=True)

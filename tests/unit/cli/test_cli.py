@@ -1,0 +1,258 @@
+"""The command line: the demo end to end at tiny sizes, its page, its instrument, and what a mistake looks like."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from monoidreduce import __version__
+from monoidreduce.cli import app, figures, memory, report, terminal
+from monoidreduce.cli.environment import surroundings
+from monoidreduce.cli.layers import LAYERS
+from monoidreduce.cli.measure import Result, Side, measure
+from monoidreduce.cli.memory import Moment, Profile
+from tests.support.command_line import Page, assert_self_contained, call
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """One quick demo: its exit code, what it printed, and the page."""
+    folder = tmp_path_factory.mktemp("demo") / "deep" / "report"
+    code, out, err = call("demo", "--quick", "--json", "--out", str(folder))
+    return code, out, err, (folder / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def result():
+    return measure(LAYERS[0], LAYERS[0].quick, seconds=0)
+
+
+def test_the_page_is_valid_and_needs_nothing_else(demo):
+    assert_self_contained(demo[3])
+
+
+def test_the_page_has_all_layers_and_two_figures(demo):
+    page = Page(demo[3])
+    for layer in LAYERS:
+        assert layer.name in page.words and layer.dense in page.words
+    assert page.elements.count("figure") == page.elements.count("svg") == 2
+    assert "Memory of MonoidReduce attention" in page.words and "Memory of naive attention" in page.words
+    assert page.words.count("peak ") >= 2
+    environment = surroundings()
+    for fact in (environment.version, environment.python, environment.torch, environment.cpu, environment.threads):
+        assert fact in page.words
+    assert "python -m monoidreduce demo --quick" in page.words and "mean little" in page.words
+
+
+def test_json_is_all_that_stdout_gets(demo):
+    code, out, err, _ = demo
+    data = json.loads(out)
+    assert code == 0 and err == ""
+    assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in LAYERS]
+    assert data["report"].endswith("index.html") and data["environment"]["version"] == __version__
+    for layer in data["layers"]:
+        for side in (layer["ours"], layer["naive"]):
+            assert 0 < side["forward_ms"] <= side["total_ms"] and side["extra_bytes"] > 0
+
+
+@pytest.mark.parametrize("k", range(len(LAYERS)), ids=[layer.name for layer in LAYERS])
+def test_ours_is_as_exact_as_the_dense_form(demo, k):
+    layer = json.loads(demo[1])["layers"][k]
+    assert layer["ours"]["error"] <= 2 * layer["naive"]["error"] + 1e-7, layer
+
+
+def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, err = call("demo", "--quick", "--out", str(tmp_path))
+    assert code == 0 and err == ""
+    for layer in LAYERS:
+        assert layer.name in out
+    assert f"report: {tmp_path / 'index.html'}" in out
+
+
+@pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])
+def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    terminal.show(
+        terminal.console(),
+        [result],
+        ["a note that is longer than a narrow terminal is wide, so that it must be folded"],
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "attention" in "".join(lines)
+
+
+def test_no_color_is_respected(result, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal.show(terminal.console(), [result], [])
+    assert "\x1b[3" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.show(terminal.console(), [result], [])
+    assert "\x1b[3" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dmeo"], "No such command 'dmeo'"),
+        (["demo", "--fast"], "No such option"),
+        (["demo", "--out"], "requires an argument"),
+        (["demo", "--out", "{file}"], "is a file"),
+        (["demo", "--out", "{file}/below"], "cannot make the folder"),
+    ],
+)
+def test_a_mistake_is_answered_without_a_traceback(arguments, message, tmp_path):
+    (tmp_path / "file").touch()
+    code, out, err = call(*(a.format(file=tmp_path / "file") for a in arguments))
+    assert code == 2 and out == ""
+    assert message in err and "Traceback" not in err
+
+
+def test_an_unknown_engine_is_answered_without_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONOIDREDUCE_ENGINE", "steam")
+    code, _, err = call("demo", "--quick", "--out", str(tmp_path))
+    assert code == 2 and "steam" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["click", "rich"])
+def test_a_missing_extra_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = call("demo", "--quick", "--out", str(tmp_path))
+    assert (code, out) == (2, "") and f"needs {name}" in err and 'pip install "monoidreduce[cli]"' in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    for command in ("profile", "bench"):
+        code, _, err = call(command, "mlp", "--out", str(tmp_path / "report"))
+        assert code == 2 and "matplotlib" in err and "monoidreduce[cli]" in err
+    assert not list(tmp_path.iterdir()), "said before the work"
+
+
+def test_the_module_runs_and_knows_its_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "monoidreduce", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"monoidreduce {__version__}\n"
+
+
+def test_no_command_shows_what_there_is():
+    code, out, _ = call()
+    assert code == 0
+    places = [out.index(f"\n  {command.name} ") for command in app.COMMANDS]
+    assert places == sorted(places), "in the order of the table"
+    assert "..." not in out.split("Commands:")[1], "a command's first line is too long for the list"
+
+
+@pytest.mark.parametrize("command", app.COMMANDS, ids=lambda c: c.name)
+def test_every_command_has_help_and_json(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = call(command.name, "--help")
+    assert (code, err) == (0, "") and "--json" in out and command.help.splitlines()[0] in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    done = subprocess.run(
+        f"set -o pipefail; {sys.executable} -m monoidreduce demo --help | head -c 0",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, app.PIPE) and "Traceback" not in done.stderr, done
+
+
+def test_an_interruption_is_told_in_a_word(monkeypatch):
+    def interrupted(**_):
+        """Somebody presses Ctrl-C."""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "COMMANDS", (dataclasses.replace(app.COMMANDS[0], run=interrupted),))
+    code, out, err = call("demo")
+    assert (code, out, err) == (130, "", "monoidreduce: interrupted\n")
+
+
+# The instrument
+
+
+def test_every_category_is_found():
+    x = torch.randn(100, 50, requires_grad=True)
+
+    def forward():
+        scratch = torch.ones(1000, 50)  # gone before the forward returns
+        return ((x * scratch.mean()).exp(),)
+
+    profile = memory.record(forward, lambda y: torch.autograd.grad(y[0].sum(), x), [x])
+    size = 100 * 50 * 4
+    before, after = profile.moments[0], profile.moments[-1]
+    assert (before.gradients, before.extra) == (size, 0)
+    assert after.gradients == 2 * size  # the input and its gradient
+    assert max(m.temporary for m in profile.moments) >= 1000 * 50 * 4
+    returned = [m for m in profile.moments if m.seconds <= profile.forward_end][-1]
+    assert returned.kept >= size and returned.temporary == 0  # the exponential, which is also saved
+    assert 0 < profile.forward_end < profile.end
+    assert profile.peak.total == max(m.total for m in profile.moments)
+
+
+def test_the_dense_form_is_seen_to_hold_the_pair_matrix():
+    rows, cols = 300, 400
+    q, k = torch.randn(rows, 8, requires_grad=True), torch.randn(cols, 8, requires_grad=True)
+    profile = memory.record(
+        lambda: ((q @ k.T).softmax(-1) @ k,), lambda y: torch.autograd.grad(y[0].sum(), (q, k)), [q, k]
+    )
+    assert profile.extra >= 2 * rows * cols * 4
+
+
+def test_memory_that_was_there_before_does_not_count():
+    held = [torch.ones(1000)]
+    profile = memory.record(lambda: (held.pop() * 2,), None, [])
+    assert all(m.extra >= 0 for m in profile.moments) and 4000 <= profile.extra < 4100
+
+
+# The figures
+
+
+def synthetic(*levels: int) -> Profile:
+    """A moment each millisecond with so many temporary bytes; the forward is the first half."""
+    moments = tuple(Moment(k * 1e-3, 10, 5, level) for k, level in enumerate(levels))
+    return Profile(moments, len(levels) * 0.5e-3, len(levels) * 1e-3)
+
+
+def test_a_short_peak_is_not_lost_in_the_drawing():
+    levels = [0] * 5000
+    levels[1234] = 700
+    drawn = list(figures.spans(synthetic(*levels), 100))
+    assert len(drawn) == 100
+    assert max(moment.total for _, moment in drawn) == 715
+    assert [at for at, moment in drawn if moment.total == 715] == [pytest.approx(1.2)]
+
+
+def test_a_low_profile_is_also_drawn_enlarged():
+    low, high = synthetic(*[10_000_000] * 8), synthetic(*[300_000_000] * 8)
+    top = figures.axis_top(low, high)
+    assert "enlarged" in figures.timeline(low, top, "low")
+    assert "enlarged" not in figures.timeline(high, top, "high")
+    assert "peak 300 MB" in figures.timeline(high, top, "high")
+
+
+def test_a_page_escapes_and_survives_a_slower_larger_result():
+    side = Side(1.0, 2.0, synthetic(1, 2, 3), 1e-7)
+    worse = Result(LAYERS[0], LAYERS[0].quick, Side(2.0, 4.0, synthetic(10, 20, 30), 1e-7), side, rounds=1)
+    odd = dataclasses.replace(surroundings(), cpu="'<&>'")
+    page = Page(report.render([worse], odd, 1.0))
+    assert "2.00× slower" in page.words and "larger" in page.words and odd.cpu in page.words
+    assert "--quick" not in page.words
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path):
+    tmp_path.chmod(0o500)
+    code, _, err = call("demo", "--quick", "--out", str(tmp_path))
+    assert code == 2 and "cannot write" in err

@@ -1,0 +1,99 @@
+"""Integers are exact: ids of 2**53 and more, top-k, quotients, remainders and powers, on every engine."""
+
+import pytest
+import torch
+
+import monoidreduce as mr
+from monoidreduce import Col, Row
+from tests.support.comparison import use_small_tiles
+from tests.support.exact_integer_cases import CASES, documents, leaks, vectors
+
+ENGINES = ["reference", "eager", "auto"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_those_of_torch(name, engine):
+    CASES[name].check(engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sums_and_products_of_integer_vectors(engine):
+    vectors(engine)
+
+
+@pytest.mark.parametrize("base", [0, 2**24, 2**53, 2**60, -(2**60) - 9, 2**63 - 8])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_attention_stays_in_its_document(engine, base, monkeypatch):
+    use_small_tiles(monkeypatch)
+    documents(engine, base)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+def test_integers_that_meet_floats_are_rounded_as_in_torch(dtype, monkeypatch):
+    """2**24 and 2**24 + 1 are one number in float32: a tile must not be skipped because they differ."""
+    use_small_tiles(monkeypatch)
+    a, b = torch.full((40,), 2**24 + 1), torch.full((50,), 2**24, dtype=dtype)
+
+    @mr.op
+    def same(a: Row, b: Col, x: Row, y: Col):
+        return mr.sum(torch.where(a == b, x * y, 0.0))
+
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    x, y = torch.rand(40, dtype=compute), torch.rand(50, dtype=compute)
+    kind = dtype if dtype.is_floating_point else torch.int64
+    expected = torch.where(a.to(kind).unsqueeze(-1) == b, x.unsqueeze(-1) * y, 0.0).sum(-1)
+    torch.testing.assert_close(same(a, b, x, y), expected)
+
+
+def test_sums_that_wrap_around_are_not_promised_away(monkeypatch):
+    use_small_tiles(monkeypatch)
+    a, b = torch.full((20,), 2**63 - 2), torch.arange(40)
+
+    @mr.op
+    def below(a: Row, b: Col):
+        return mr.sum(torch.where(a + b < 0, 1.0, 0.0))
+
+    torch.testing.assert_close(below(a, b), ((a.unsqueeze(-1) + b) < 0).sum(-1).float())
+
+
+def test_tiles_of_other_documents_are_still_skipped():
+    ids = 2**60 + torch.arange(8).repeat_interleave(512)
+    with mr.use(engine="eager"), mr.tally() as seen:
+        leaks(ids)
+    assert seen.skipped > seen.computed
+
+
+@pytest.mark.parametrize("engine", ["reference", "eager"])
+def test_a_divisor_of_zero_is_torchs_error(engine):
+    @mr.op
+    def quotient(x: Row, y: Col):
+        return mr.max(x // y)
+
+    with mr.use(engine=engine), pytest.raises(RuntimeError, match="ZeroDivision"):
+        quotient(torch.tensor([1, 2]), torch.tensor([1, 0]))
+
+
+def test_numbers_given_at_the_call_are_raised_as_in_python():
+    @mr.op
+    def scaled(x: Row, y: Col, n: int):
+        return mr.sum(x * y * 2**n)
+
+    torch.testing.assert_close(scaled(torch.ones(2), torch.ones(3), -1), torch.full((2,), 1.5))
+
+
+def test_chunks_of_columns_keep_the_best_integers():
+    x, y = torch.tensor([2**53 + 1, -(2**60)]), 2**55 + torch.tensor([1, 5, -7, 3, 2, 9, 4])
+
+    @mr.op
+    def best(x: Row, y: Col):
+        return mr.topk(x + y, 3), mr.topk(x + y, 3, largest=False).values, mr.max(x + y), mr.argmin(x + y)
+
+    fold = best.stream(x)
+    for part in y.split(2):
+        fold.update(part)
+    top, least, most, where = fold.result()
+    pairs = x.unsqueeze(-1) + y
+    assert torch.equal(top.values, pairs.topk(3).values) and torch.equal(top.indices, pairs.topk(3).indices)
+    assert torch.equal(least, pairs.topk(3, largest=False).values)
+    assert torch.equal(most, pairs.amax(1)) and torch.equal(where, pairs.argmin(1))
