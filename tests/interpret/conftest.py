@@ -65,8 +65,8 @@ def exact_products(monkeypatch):
         kernel_text.kernel,
         epilogue_kernels.kernel,
         epilogue.epilogue,
-        gemm_fold.kernel,
-        epilogue.pingpong_epilogue.kernel,
+        gemm_fold.write_kernel,
+        epilogue.pingpong_epilogue.write_kernel,
     )
     for one in written:
         one.cache_clear()

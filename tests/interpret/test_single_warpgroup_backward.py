@@ -63,9 +63,9 @@ def test_the_text_is_the_same_in_every_run():
 
 
 def test_the_first_sum_needs_one_score():
-    (part,) = work_split.parts(staged_spec())
+    (part,) = work_split.divide_work(staged_spec())
     first, second = part.products
-    assert part.alone and work_split.owned((part,)) == 64
+    assert part.alone and work_split.count_kept((part,)) == 64
     assert part.dots[1] not in work_split.topological([first.weight])
     assert set(part.dots) <= set(work_split.topological([second.weight]))
 
@@ -86,7 +86,7 @@ def staged_spec(**options):
 
 def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
-    first, second = (p.weight for p in work_split.parts(spec)[0].products)
+    first, second = (p.weight for p in work_split.divide_work(spec)[0].products)
     one, other = parted(first, spec), parted(second, spec)
     assert one.toss == other.toss and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"
@@ -118,8 +118,8 @@ def test_against_float64(options, rows, cols, alone):
 @pytest.mark.parametrize(
     ("text", "instead", "message"),
     [
-        (r"\(turn // 2\) & 1\)", "((turn // 2) & 1) ^ 1)", "nobody ends"),  # a block is waited for in the wrong round
-        (r"if turn \+ 1 < visits:\n", "if turn + 2 < visits:\n", "nobody ends"),  # a block is not asked for
+        (r"\(step // 2\) & 1\)", "((step // 2) & 1) ^ 1)", "nobody ends"),  # a block is waited for in the wrong round
+        (r"if step \+ 1 < steps:\n", "if step + 2 < steps:\n", "nobody ends"),  # a block is not asked for
         (r"score1 = warpgroup_mma_wait\(1, deps=\[score1\]\)", "pass", "Product"),  # a product is not waited for
     ],
     ids=["phase", "copy", "wait"],

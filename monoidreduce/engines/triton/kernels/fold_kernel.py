@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan.default_tiles import PAIRED, Tile
+from ....plan.default_tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import matmul, unchanged_tensors
@@ -29,8 +29,8 @@ from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, choose, overrides, parts, shrink, use_plan
 from ..schedules.pingpong import gemm_fold
-from ..schedules.pingpong.gemm_template import OTHERS, TILE
-from ..schedules.resident import attention, softcap, sum_of_products
+from ..schedules.pingpong.gemm_template import EXTRA, TILE
+from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import exponent_shift, split_combine, topk
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
@@ -66,7 +66,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     128 registers; left alone, the compiler takes a few more (causal attention of 64 features: 20 % slower on an H200).
     """
     if kernel.staged:
-        return {} if kernel.alone else attention.options()
+        return hopper.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.state_width <= 64
     limited = kernel.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
@@ -119,7 +119,7 @@ class Launch:
             self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
         )
         takers = (gemm_fold,) if plainly.deep else (attention, sum_of_products)
-        by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
+        by_turns = any(taker.matches_plan(self.plan, sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         found = descriptors.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
@@ -139,17 +139,23 @@ class Launch:
         """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return PAIRED[gemm_fold.wide(self.spec)] if count == 1 and gemm_fold.fits(spec, device, length) else None
+            return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
-        return attention.tile(spec, device, length, count) or sum_of_products.tile(spec, device, count * length, even)
+        return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
+            spec, device, count * length, even
+        )
 
     def _by_turns(self) -> kernel_text.Kernel | None:
         if self.spec.deep:
-            return gemm_fold.kernel(self.spec, self.plan.block_folded > TILE)
+            return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = attention.kernel(self.spec, even, aligned) if attention.takes(self.plan, self.sizes.device) else None
-        return made or sum_of_products.taken(self.spec, self.plan, even)
+        made = (
+            attention.write_kernel(self.spec, even, aligned)
+            if attention.matches_plan(self.plan, self.sizes.device)
+            else None
+        )
+        return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -185,7 +191,7 @@ class Launch:
         if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
             self.boxes.append(
-                (place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
+                (place(e), descriptors.template(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
             )
         self.how = (wide, matmul.float32_precision(), ragged, self.sizes.device)
 
@@ -217,7 +223,10 @@ class Launch:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [descriptors.filled(box, given[leaf]) for leaf, box in self.boxes]
-        arguments += [softcap.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
+        arguments += [
+            logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
+            for made in self.kernel.made
+        ]
         if again is None:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)

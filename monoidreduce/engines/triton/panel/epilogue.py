@@ -27,7 +27,7 @@ from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors
 from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong.gemm_template import DEEPEST, OTHERS, TILE
+from ..schedules.pingpong.gemm_template import DEEPEST, EXTRA, TILE
 from . import pingpong_epilogue, row_kernel
 from .epilogue_kernels import BY_ROWS, HALVES, kernel, reads
 from .epilogue_task import Task
@@ -49,7 +49,7 @@ PLANS = {
     "close_rows": KernelPlan(16, 256, 8, 1),
 }
 TURNS = "write_known", "write_guessed", "sum_guessed"  # as groups take turns, in tiles that are wide or not
-PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}
+PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + EXTRA, 4, 1)}
 SHALLOW = dict.fromkeys(TURNS, KernelPlan(128, 128, 4, 3))
 _FEW = 1024  # features
 # Features, above which tiles by turns are wide. On an H200, time ÷ products, heads of 2304 in 1100 MB took 1.03 where
@@ -103,7 +103,8 @@ class Epilogue:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.sides[0].feature))
         wide = is_wide(width)
-        return plan_of(name, width, (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device), wide)
+        pingpong = (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device)
+        return plan_of(name, width, pingpong, wide)
 
     def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
         """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
@@ -144,12 +145,13 @@ class _Ready:
         self.wide = is_wide(width)
         cut = here.cols % PAIRED[self.wide].block_folded != 0
         self.by_turns = (
-            many and pingpong_epilogue.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
+            many
+            and pingpong_epilogue.write_kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
         )
         self.plans = {name: self._plan(name, width) for name in PLANS}
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
-        box = (plan.block_kept, OTHERS if self.by_turns else plan.block_folded // HALVES)
+        box = (plan.block_kept, EXTRA if self.by_turns else plan.block_folded // HALVES)
         self.box = descriptors.template(out, (), box, self.by_turns) if out.dim() == 2 else None
 
     def _plan(self, name: str, width: int) -> KernelPlan:
@@ -207,12 +209,12 @@ class _Ready:
         plan = self.plans[name]
         asked = (name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
         by_turns = self.by_turns and name in TURNS
-        written = (pingpong_epilogue.kernel(*asked, self.wide) if by_turns else None) or kernel(*asked)
+        written = (pingpong_epilogue.write_kernel(*asked, self.wide) if by_turns else None) or kernel(*asked)
         wide = any(row_kernel.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
         order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
         copied = [(e, plan.block_folded if e.cols else plan.block_kept) for e in order]
         if by_turns and self.wide:
-            copied = [(e, TILE) for e in order] + [(e, OTHERS) for e in order if e.cols]
+            copied = [(e, TILE) for e in order] + [(e, EXTRA) for e in order if e.cols]
         return row_kernel.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
 
     def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:

@@ -1,8 +1,7 @@
-"""Products that write weights as groups of warps take turns at them: Gluon, on Hopper.
+"""GEMMs that write weights, by two ping-pong consumers.
 
-The kernels of ``epilogue_kernels.py``, with the same arguments and the same arithmetic of pairs, in the same words:
-``tl`` is here
-Gluon's language. What the compiler would schedule is written out in ``engines/triton/schedules/pingpong/gemm_template.py``.
+The kernels of ``epilogue_kernels.py``, with the same arguments and the same arithmetic of pairs, in the template of
+``schedules/pingpong/gemm_template.py``.
 """
 
 from __future__ import annotations
@@ -14,34 +13,32 @@ from ..codegen import kernel_text
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
 from ..schedules.pingpong import gemm_template
-from ..schedules.pingpong.gemm_template import OTHERS, TILE
+from ..schedules.pingpong.gemm_template import EXTRA, WRITES
 from . import epilogue_kernels
 from .epilogue_task import Task, product, sides
 from .row_kernel import RowValues
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) -> kernel_text.Kernel | None:
-    """Write one of the kernels; None where it needs words that Gluon has not, or that have to be told a layout, or
-    numbers per column, which take registers that there are not; or where features are too many.
+def write_kernel(name: str, task: Task, spec: Spec, masked: bool, wide: bool = False) -> kernel_text.Kernel | None:
+    """Write one of the kernels; None where it needs calls that Gluon does not have, or numbers per column, for which
+    there are no registers, or where there are too many features.
 
-    ``wide``: with tiles of more columns, and one argument more, a descriptor of blocks of those."""
+    ``wide``: in wide tiles, with one argument more, a descriptor of the blocks of extra columns."""
     multiplied = sides(product(task))
     if epilogue_kernels._numbers(spec) or (spec.width(multiplied[0].feature) > gemm_template.DEEPEST and not wide):
         return None
     plain = epilogue_kernels.kernel(name, task, spec, masked)
     v = RowValues(spec)
     v.loop(masked)
-    tile = TILE + OTHERS if wide else TILE
-    outs, lines = _WRITERS[name](v, task, tile // OTHERS)
-    names, unspecialized = epilogue_kernels._signature(spec, outs, list(plain.leaves))
-    signature = [*names, "others_box"] if wide else names, unspecialized
-    fields = {"first": (8, v.before), "lines": (8, lines)}
-    return gemm_template.rendered(gemm_template.WRITES[tile], plain, spec, multiplied, signature, fields)
+    outs, lines = _WRITERS[name](v, task, WRITES[wide].folded // EXTRA)
+    signature = epilogue_kernels._signature(spec, outs, list(plain.leaves))
+    generated = {"before": v.before, "epilogue": lines}
+    return gemm_template.write_weights(wide, plain, spec, multiplied, signature, generated)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
-_STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
+_STORE = "store_tile(out_box, staging, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
 def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[str]]:
@@ -52,7 +49,7 @@ def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[st
         v.inside.append(f"weight = {v.full(others)}")
         before, v.inside = v.inside, []
         lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
-        met = v.bind("met", gemm_template.met(v.outer[(task.own.target, "index")]), False, "met")
+        met = v.bind("met", gemm_template.holds_label(v.outer[(task.own.target, "index")]), False, "met")
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 

@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels need of a device and of Triton. They are written in Gluon, for Hopper's ``wgmma``."""
+"""What warp-specialised kernels need of a device and of Triton: they are written in Gluon, for Hopper's ``wgmma``."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def has_registers_for_wide_tiles() -> bool:
     with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
     65536 x 65536 pairs, 768 features)."""
     return jit_module.version() < (3, 7)
+
+
+def compiler_options(consumers: int) -> dict[str, int]:
+    """Options of the compiler for a kernel with so many consumer warp groups beside a producer; none for one without.
+
+    A multiprocessor has 65536 registers. When the kernel starts they are shared out evenly, also to the three warps
+    that the producer's warp group leaves idle; ``warp_specialize`` moves them afterwards. They are counted by 8."""
+    return {"maxnreg": 65536 // (128 * (consumers + 1)) // 8 * 8} if consumers else {}

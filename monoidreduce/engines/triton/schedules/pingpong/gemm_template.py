@@ -1,352 +1,378 @@
-"""The text of products with an epilogue whose copies, products and arithmetic take turns (``gemm_fold.py`` fills it in).
+"""The text of a GEMM with an epilogue by two ping-pong consumers, and its schedules.
 
-``{x0}``: the kept vectors, ``{x1}``: those they are multiplied with. Two groups of four warps take tiles of pairs by
-turns: while one multiplies its tile, the other does the arithmetic of its own. ``copies`` runs in one warp, and is
-ahead of both: it fetches blocks of both sides for one tile after the other. Wide tiles have 64 folded indices more,
-``others``, whose products are ``rest``. A ring's ``full`` barriers say that blocks
-came, its ``empty`` ones that they are done with; their phase is the parity of the round. A group may look at the ring
-when the other has seen all of its own blocks (``order``): before, it could take the last round for this one.
+``gemm_fold.py`` fills it with folds, ``engines/triton/panel/pingpong_epilogue.py`` with weights that are written. Two
+consumer warp groups take tiles of pairs in turns: while one runs the K loop of its tile, the other runs the epilogue of
+its own. The producer is ahead of both: it copies blocks of both operands for one tile after the other into one ring
+buffer. A consumer may look at the ring only when the other has seen all of its own blocks (the ``order`` barriers):
+before that, it could take the last round's blocks for this one's.
+
+A wide tile has 64 folded indices more, ``extra``, whose products are ``extra_score``: it reads fewer bytes for every
+product, and needs more registers.
 """
 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from .....program.expression import Expr
 from ...codegen import k_loop, kernel_text
 from ...codegen.kernel_spec import Spec
-from ..gluon_parts import in_gluon
-from ..resident.attention_template import IMPORTS
+from .. import gluon_parts
+from ..gluon_parts import Partitions, allocate, allocate_barriers, fill, indent, leaf_name
 
-_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""
 TILE = 128  # kept and folded indices of a tile
-OTHERS = 64  # folded indices more of a wide tile: fewer bytes are read for every product
+EXTRA = 64  # folded indices more of a wide tile
 # Features of folds, and of weights in narrow tiles: beyond, the compiler's larger tiles are as fast or faster on a chip
-# at its power limit, since they read less (H200: a forward of 4096 features took 14.0 ms by turns, in wide tiles, and
-# 13.4 otherwise, calls queued).
+# at its power limit, since they read less (H200: a forward of 4096 features took 14.0 ms by ping-pong, in wide tiles,
+# and 13.4 by the compiler's schedule, calls queued).
 DEEPEST = 3072
 
-_CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS)
-_RINGS = "kept, folded, __OTHERS__room, full, empty, order"
 
-_KERNEL = """
+@dataclass(frozen=True)
+class GemmSchedule:
+    """How an instance of the kernel runs. Two consumers with a tile of 128 kept indices each."""
+
+    stages: int  # blocks of both operands in the ring: all of shared memory that is left
+    wide: bool = False  # whether tiles have ``EXTRA`` folded indices more
+    registers: tuple[int, int] = (
+        232,
+        40,
+    )  # of a thread: in the second consumer, in the producer; the first has the rest
+
+    @property
+    def folded(self) -> int:
+        """Folded indices of a tile."""
+        return TILE + EXTRA if self.wide else TILE
+
+
+# By whether tiles are wide. A fold walks the folded axis for 256 kept indices of its own; weights go through shared
+# memory, which leaves less of it to the ring.
+FOLDS = {False: GemmSchedule(stages=7), True: GemmSchedule(stages=5, wide=True, registers=(240, 24))}
+WRITES = {False: GemmSchedule(stages=6), True: GemmSchedule(stages=4, wide=True, registers=(240, 24))}
+
+_K_LOOP = """
 @gluon.jit
-def fetched(kept_box, folded_box, __BOX__kept, folded, __OTHERS__full, empty, row, col, at):
-    # begin to copy a tile's blocks, wherever there is room
+def load_tile(kept_box, folded_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row, col, k_block):
+    # producer: begin to copy the blocks of a tile's K loop, each as soon as its slot is empty
     for d in range(0, {blocks}):
-        slot = at % {stages}
-        mbarrier.wait(empty.index(slot), (at // {stages} & 1) ^ 1)
-        mbarrier.expect(full.index(slot), kept_box.block_type.nbytes + folded_box.block_type.nbytes__BYTES__)
-        copy(kept_box, [row, d * {depth}], full.index(slot), kept.index(slot))
-        copy(folded_box, [col, d * {depth}], full.index(slot), folded.index(slot))__COPY__
-        at += 1
-    return at
+        slot = k_block % {stages}
+        mbarrier.wait(empty.index(slot), (k_block // {stages} & 1) ^ 1)
+        mbarrier.expect(full.index(slot), kept_box.block_type.nbytes + folded_box.block_type.nbytes{extra_bytes})
+        copy(kept_box, [row, d * {depth}], full.index(slot), kept_ring.index(slot))
+        copy(folded_box, [col, d * {depth}], full.index(slot), folded_ring.index(slot))
+        {copy_extra}
+        k_block += 1
+    return k_block
 
 
 @gluon.jit
-def multiplied(kept, folded, __OTHERS__full, empty, order, at, phase, __SCORES__, SIDE: tl.constexpr):
-    # a tile's product, when it is this group's turn
-    mbarrier.wait(order.index(SIDE), phase)
-    for d in range(0, {blocks}):
-        slot = at % {stages}
-        mbarrier.wait(full.index(slot), at // {stages} & 1)
-        block = folded.index(slot).permute((1, 0))
-        score = warpgroup_mma(kept.index(slot), block, score, use_acc=d > 0, is_async=True)__MULTIPLY__
-        __SCORES__ = warpgroup_mma_wait(__BEGUN__, deps=[__SCORES__])
-        mbarrier.arrive(empty.index((at + {stages} - 1) % {stages}), pred=d > 0)
-        at += 1
-    mbarrier.arrive(order.index(1 - SIDE))
-    __SCORES__ = warpgroup_mma_wait(0, deps=[__SCORES__])
-    mbarrier.arrive(empty.index((at - 1) % {stages}))
-    return __SCORES__
-
-
-__PARTITIONS__
-
-
-@gluon.jit(do_not_specialize={unspecialized})
-def {name}(
-{names},
-    __CONSTANTS__,
+def multiply_tile(
+    kept_ring, folded_ring, {extra_ring}full, empty, order, k_block, phase, {scores}, GROUP: tl.constexpr
 ):
-    kept = tl.allocate_shared_memory({narrow}, [{stages}] + {x0}_box.block_type.shape, {x0}_box.layout)
-    folded = tl.allocate_shared_memory({narrow}, [{stages}] + {x1}_box.block_type.shape, {x1}_box.layout)__RING__
-    room = __ROOM__
-    full = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
-    empty = tl.allocate_shared_memory(tl.int64, [{stages}, 1], mbarrier.MBarrierLayout())
-    order = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for k in tl.static_range({stages}):
-        mbarrier.init(full.index(k), count=1)
-        mbarrier.init(empty.index(k), count=1)
-    for k in tl.static_range(2):
-        mbarrier.init(order.index(k), count=1)
-    fence_async_shared()
-    tl.warp_specialize([
-        (computes, (
-{names},
-    __RINGS__,
-    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
-        )),
-        (computes, (
-{names},
-    __RINGS__,
-    1, __OWN__, FOLDED, INT, PRECISION, RAGGED,
-        )),
-        (copies, (
-{names},
-    __RINGS__,
-    0, __OWN__, FOLDED, INT, PRECISION, RAGGED,
-        )),
-    ], [4, 1], [__REGISTERS__])
+    # consumer: the K loop of a tile, when the other consumer has ended its own
+    mbarrier.wait(order.index(GROUP), phase)
+    for d in range(0, {blocks}):
+        slot = k_block % {stages}
+        mbarrier.wait(full.index(slot), k_block // {stages} & 1)
+        block = folded_ring.index(slot).permute((1, 0))
+        score = warpgroup_mma(kept_ring.index(slot), block, score, use_acc=d > 0, is_async=True)
+        {multiply_extra}
+        {scores} = warpgroup_mma_wait({products}, deps=[{scores}])
+        mbarrier.arrive(empty.index((k_block + {stages} - 1) % {stages}), pred=d > 0)
+        k_block += 1
+    mbarrier.arrive(order.index(1 - GROUP))
+    {scores} = warpgroup_mma_wait(0, deps=[{scores}])
+    mbarrier.arrive(empty.index((k_block - 1) % {stages}))
+    return {scores}
 """
 
-# Weights are written: tiles in any order, each as a group is free. What is written goes through shared memory.
-_WRITES = """@gluon.jit
-def copies(
-{names},
-    __RINGS__,
-    SIDE: tl.constexpr, __CONSTANTS__,
+# Weights are written, tile by tile in any order. They go through shared memory, by TMA.
+_WRITE = """
+
+@gluon.jit
+def producer(
+    {parameters}
 ):
     turns = tl.cdiv(folded_size, FOLDED)
-    at = 0
+    k_block = 0
     for program in range(tl.program_id(0), tiles * turns, tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns, 16)
         row, col = tile * KEPT, turn * FOLDED
-        at = fetched({x0}_box, {x1}_box, __BOX__kept, folded, __OTHERS__full, empty, row, col, at)
+        k_block = load_tile(
+            {kept}_box, {folded}_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row, col, k_block
+        )
 
 
 @gluon.jit
-def written(box, room, row, col, block):
-    # when what was there before is on its way
+def store_tile(box, staging, row, col, block):
+    # wait until the block before has left shared memory
     tma.store_wait(0)
-    room.store(block)
+    staging.store(block)
     fence_async_shared()
-    write(box, [row, col], room)
+    write(box, [row, col], staging)
 
 
 @gluon.jit
-def computes(
-{names},
-    __RINGS__,
-    SIDE: tl.constexpr, __CONSTANTS__,
+def consumer(
+    {parameters}
 ):
-    HALF: tl.constexpr = {others}
+    HALF: tl.constexpr = {half}
     SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
     PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     turns = tl.cdiv(folded_size, FOLDED)
     b0 = tl.cast(0, tl.int64)
-    room = room.index(SIDE)
+    staging = staging.index(GROUP)
     kept_lane = tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS)).to(INT)
     half_lane = tl.arange(0, HALF, tl.SliceLayout(0, PAIRS)).to(INT)
-    at = SIDE * {blocks}
-    phase = 1 - SIDE
-    first = tl.program_id(0) + SIDE * tl.num_programs(0)
+    k_block = GROUP * {blocks}
+    phase = 1 - GROUP
+    first = tl.program_id(0) + GROUP * tl.num_programs(0)
     for program in range(first, tiles * turns, 2 * tl.num_programs(0)):
         tile, turn = grouped(program, tiles, turns, 16)
         kept_at = tile * KEPT + tl.arange(0, KEPT, tl.SliceLayout(1, PAIRS))
         kept_in = kept_at < kept_size
-{first}
-        __SCORES__ = __ZEROS__
-        __SCORES__ = multiplied(kept, folded, __OTHERS__full, empty, order, at, phase, __SCORES__, SIDE)
-        at += 2 * {blocks}
-        phase ^= 1
+        {before}
+        {zero_scores}
+        {multiply}
         scores0, scores1 = halved(score)
-        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)__STRIP__
-{lines}
+        scores0, scores1 = tl.convert_layout(scores0, PAIRS), tl.convert_layout(scores1, PAIRS)
+        {third_strip}
+        {epilogue}
     tma.store_wait(0)
 """
 
-# Pairs are folded: a group walks the folded side for kept indices of its own.
-_FOLDS = """@gluon.jit
-def copies(
-{names},
-    __RINGS__,
-    SIDE: tl.constexpr, __CONSTANTS__,
+# Pairs are folded: a consumer walks the folded axis for kept indices of its own.
+_FOLD = """
+
+@gluon.jit
+def producer(
+    {parameters}
 ):
-{opening}
-    at = 0
+    {opening}
+    k_block = 0
     for turn in range(begin, end):
-        for side in tl.static_range(2):
-            row = (tile * 2 + side) * KEPT
-            at = fetched({x0}_box, {x1}_box, __BOX__kept, folded, __OTHERS__full, empty, row, turn * FOLDED, at)
+        for group in tl.static_range(2):
+            row = (tile * 2 + group) * KEPT
+            k_block = load_tile(
+                {kept}_box, {folded}_box, {extra_box}kept_ring, folded_ring, {extra_ring}full, empty, row,
+                turn * FOLDED, k_block
+            )
 
 
 @gluon.jit
-def computes(
-{names},
-    __RINGS__,
-    SIDE: tl.constexpr, __CONSTANTS__,
+def consumer(
+    {parameters}
 ):
     SCORES: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {tile}, 16])
-    PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, __ACROSS__, 16])
+    PAIRS: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {strip}, 16])
     ROWS: tl.constexpr = tl.SliceLayout(1, PAIRS)
-{opening}
-    tile = tile * 2 + SIDE
+    {opening}
+    tile = tile * 2 + GROUP
     kept_at = tile * KEPT + tl.arange(0, KEPT, ROWS)
     kept_in = kept_at < kept_size
     kept_lane = tl.arange(0, KEPT, ROWS).to(INT)
-{before}
+    {before}
 
     # running values
-    __SCORES__ = __ZEROS__
-{begin}
+    {zero_scores}
+    {begin}
 
-    at = SIDE * {blocks}
-    phase = 1 - SIDE
-    for turn in range(begin, wholes):
-        __SCORES__ = multiplied(kept, folded, __OTHERS__full, empty, order, at, phase, __SCORES__, SIDE)
-        at += 2 * {blocks}
-        phase ^= 1
-{whole}
+    k_block = GROUP * {blocks}
+    phase = 1 - GROUP
+    for turn in range(begin, whole_steps):
+        {multiply}
+        {whole}
     if RAGGED:
-        # the end of the folded side
-        for turn in range(tl.maximum(begin, wholes), end):
-            __SCORES__ = __ZEROS__
-            __SCORES__ = multiplied(kept, folded, __OTHERS__full, empty, order, at, phase, __SCORES__, SIDE)
-            at += 2 * {blocks}
-            phase ^= 1
-{other}
+        # the end of the folded axis
+        for turn in range(tl.maximum(begin, whole_steps), end):
+            {zero_scores}
+            {multiply}
+            {cut}
 
     # results
-{results}
+    {results}
 """
 
 
-# What a wide tile has besides: a block more to copy and to multiply.
-_WIDE = {
-    "__OTHERS__": "others, ",
-    "__BOX__": "others_box, ",
-    "__SCORES__": "score, rest",
-    "__STRIP__": "\n        scores2 = rest",
-    "__BEGUN__": "2",
-    "__ACROSS__": "{others}",
-    "__REGISTERS__": "240, 24",
-    "__BYTES__": " + others_box.block_type.nbytes",
-    "__COPY__": """
-        copy(others_box, [col + {tile}, d * {depth}], full.index(slot), others.index(slot))""",
-    "__MULTIPLY__": """
-        block = others.index(slot).permute((1, 0))
-        rest = warpgroup_mma(kept.index(slot), block, rest, use_acc=d > 0, is_async=True)""",
-    "__RING__": """
-    others = tl.allocate_shared_memory({narrow}, [{stages}] + others_box.block_type.shape, others_box.layout)""",
-    "__ZEROS__": "tl.zeros([KEPT, {tile}], tl.float32, SCORES), tl.zeros([KEPT, {others}], tl.float32, PAIRS)",
+def write_fold(
+    wide: bool,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    """A GEMM with a fold as its epilogue; see :func:`write_weights` for the arguments."""
+    return _write(FOLDS[wide], _FOLD, plain, spec, operands, signature, lines)
+
+
+def write_weights(
+    wide: bool,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    """A GEMM that writes weights, in place of another rendering (``plain``); None where Gluon lacks a word of it.
+
+    ``wide``: in wide tiles, with one argument more; ``operands``: what is multiplied, the kept side first;
+    ``signature``: the arguments, and those not to specialise on; ``lines``: generated ones, by the hole they fill."""
+    return _write(WRITES[wide], _WRITE, plain, spec, operands, signature, lines)
+
+
+def _write(
+    schedule: GemmSchedule,
+    template: str,
+    plain: kernel_text.Kernel,
+    spec: Spec,
+    operands: tuple[Expr, Expr],
+    signature: tuple[list[str], list[str]],
+    lines: Mapping[str, Sequence[str]],
+) -> kernel_text.Kernel | None:
+    writes, stages, wide = template is _WRITE, schedule.stages, schedule.wide
+    arguments, unspecialized = signature
+    arguments = [*arguments, "extra_box"] if wide else arguments
+    extra = ["extra_ring"] if wide else []
+    partitions = Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
+    narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
+    blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
+    holes = {
+        "kept": kept,
+        "folded": folded,
+        "tile": TILE,
+        "half": EXTRA,
+        "strip": EXTRA if wide else TILE,
+        "depth": k_loop.DEPTH,
+        "blocks": blocks,
+        "stages": stages,
+    }
+    body = fill(
+        _K_LOOP + template,
+        **holes,
+        **_tile_holes(wide, blocks),
+        parameters=partitions.parameters(),
+        **lines,
+    )
+    rings = [("kept_ring", f"{kept}_box"), ("folded_ring", f"{folded}_box"), *((ring, "extra_box") for ring in extra)]
+    staging = allocate("staging", narrow, "[2] + out_box.block_type.shape", "out_box.layout")
+    runs = [("consumer", 0), ("consumer", 1), ("producer", 0)]
+    own = "KEPT" if writes else "KEPT // 2"
+    body += fill(
+        gluon_parts.ENTRY,
+        unspecialized=repr(unspecialized),
+        name=plain.name,
+        arguments=partitions.entry(),
+        allocate=[
+            *(allocate(x, narrow, f"[{stages}] + {box}.block_type.shape", f"{box}.layout") for x, box in rings),
+            staging if writes else "staging = 0",
+            *(allocate_barriers(x, count) for x, count in (("full", stages), ("empty", stages), ("order", 2))),
+        ],
+        depth=stages,
+        init=["mbarrier.init(full.index(k), count=1)", "mbarrier.init(empty.index(k), count=1)"],
+        init_others=ORDER_INIT,
+        specialize=partitions.specialize(
+            [(function, group, own) for function, group in runs], ", ".join(map(str, schedule.registers))
+        ),
+    )
+    generated = [line for block in lines.values() for line in block]
+    return gluon_parts.assemble(spec, plain, gluon_parts.STORE_IMPORTS, body, generated, consumers=2)
+
+
+ORDER_INIT = ["for k in tl.static_range(2):", "    mbarrier.init(order.index(k), count=1)"]
+
+
+def _tile_holes(wide: bool, blocks: int) -> dict[str, str | list[str]]:
+    """What a wide tile has besides: a block more to copy and to multiply."""
+    scores, extra_ring = ("score, extra_score", "extra_ring, ") if wide else ("score", "")
+    zeros = f"tl.zeros([KEPT, {TILE}], tl.float32, SCORES)"
+    zeros += f", tl.zeros([KEPT, {EXTRA}], tl.float32, PAIRS)" if wide else ""
+    rings = f"kept_ring, folded_ring, {extra_ring}full, empty, order"
+    extra = {
+        "copy_extra": [
+            f"copy(extra_box, [col + {TILE}, d * {k_loop.DEPTH}], full.index(slot), extra_ring.index(slot))",
+        ],
+        "multiply_extra": [
+            "block = extra_ring.index(slot).permute((1, 0))",
+            "extra_score = warpgroup_mma(kept_ring.index(slot), block, extra_score, use_acc=d > 0, is_async=True)",
+        ],
+        "third_strip": ["scores2 = extra_score"],
+    }
+    return {
+        "extra_ring": extra_ring,
+        "extra_box": "extra_box, " if wide else "",
+        "extra_bytes": " + extra_box.block_type.nbytes" if wide else "",
+        "scores": scores,
+        "products": "2" if wide else "1",
+        "zero_scores": [f"{scores} = {zeros}"],
+        "multiply": [
+            f"{scores} = multiply_tile({rings}, k_block, phase, {scores}, GROUP)",
+            f"k_block += 2 * {blocks}",
+            "phase ^= 1",
+        ],
+        **{hole: found if wide else [] for hole, found in extra.items()},
+    }
+
+
+# The epilogue of a fold, strip by strip of a tile's folded indices
+
+_Strips = tuple[tuple[str, int, int], ...]  # what holds a strip's products, from where on, and how wide it is
+_STRIPS: dict[bool, _Strips] = {
+    False: (("score", 0, TILE),),
+    True: (("extra_score", TILE, EXTRA), ("score", 0, TILE)),
 }
-_NARROW = dict.fromkeys(_WIDE, "") | {
-    "__SCORES__": "score",
-    "__BEGUN__": "1",
-    "__ACROSS__": "{tile}",
-    "__REGISTERS__": "232, 40",
-    "__ZEROS__": "tl.zeros([KEPT, {tile}], tl.float32, SCORES)",
+# where labels are looked for: strips of 64 indices need no registers that wide tiles have not
+_LABEL_STRIPS: dict[bool, _Strips] = {
+    False: _STRIPS[False],
+    True: (("first", 0, EXTRA), ("second", EXTRA, EXTRA), ("extra_score", TILE, EXTRA)),
 }
+_OWN_NAMES = ("start", "folded_lane", "folded_at", "folded_in", "pairs")  # names that differ from strip to strip
 
 
-def _text(partitions: str, room: str, own: str, stages: int, wide: bool = False) -> str:
-    text = _KERNEL.replace("__PARTITIONS__", partitions.rstrip()).replace("__ROOM__", room).replace("__OWN__", own)
-    text = text.replace("__RINGS__", _RINGS).replace("__CONSTANTS__", _CONSTANTS)
-    for token, found in (_WIDE if wide else _NARROW).items():
-        text = text.replace(token, found)
-    return text.replace("{stages}", str(stages))
-
-
-# Rings take all of shared memory that is left.
-_PLACE = "tl.allocate_shared_memory({narrow}, [2] + out_box.block_type.shape, out_box.layout)"
-WRITES = {TILE: _text(_WRITES, _PLACE, "KEPT", 6), TILE + OTHERS: _text(_WRITES, _PLACE, "KEPT", 4, wide=True)}
-FOLDS = {TILE: _text(_FOLDS, "0", "KEPT // 2", 7), TILE + OTHERS: _text(_FOLDS, "0", "KEPT // 2", 5, wide=True)}
-_Strips = tuple[tuple[str, int, int], ...]  # of a tile: what, from where on, and how wide
-_STRIPS: dict[int, _Strips] = {
-    TILE: (("score", 0, TILE),),
-    TILE + OTHERS: (("rest", TILE, OTHERS), ("score", 0, TILE)),
-}
-# the same where labels are looked for: 64 indices at a time need no registers that wide tiles have not
-_PICKED: dict[int, _Strips] = {
-    TILE: _STRIPS[TILE],
-    TILE + OTHERS: (("first", 0, OTHERS), ("second", OTHERS, OTHERS), ("rest", TILE, OTHERS)),
-}
-
-
-def in_strips(lines: Sequence[str], folded: int, masked: bool) -> list[str]:
-    """What is done to ``pairs``, for each run of a tile's folded indices: to the products where they lie, since there
-    are no registers for others. The two runs have layouts of different names, in which everything lies alike."""
+def fold_strips(lines: Sequence[str], wide: bool, masked: bool) -> list[str]:
+    """The lines that fold ``pairs``, for each strip of a tile: on the products where they lie, since there are no
+    registers for others. The strips' layouts have different names, and hold everything alike."""
     found = []
-    for name, at, wide in _STRIPS[folded]:
-        found += [*_places(at, wide, masked), f"{name} = tl.convert_layout({name}, PAIRS)"]
-        found += [re.sub(r"\bFOLDED\b", str(wide), re.sub(r"\bpairs\b", name, line)) for line in lines]
+    for name, at, width in _STRIPS[wide]:
+        found += [*_enter_strip(at, width, masked), f"{name} = tl.convert_layout({name}, PAIRS)"]
+        found += _rename(lines, {"FOLDED": str(width), "pairs": name})
     return [*found, "score = tl.convert_layout(score, SCORES)"]
 
 
-def where_met(own: str, lines: Sequence[str], folded: int) -> list[str]:
-    """The same before, of lines that do nothing but where some kept index's ``own`` folded one is: runs that end before
-    the next of these are left alone."""
-    found = ["first, second = halved(score)"] if folded > TILE else []
-    for k, (name, at, wide) in enumerate(_PICKED[folded]):
-        own_lines = [*_places(at, wide, False), f"pairs = tl.convert_layout({name}, PAIRS)"]
-        own_lines += [re.sub(r"\bFOLDED\b", str(wide), line) for line in lines]
-        own_lines.append(f"next_own = {next_own(own, f'start + {wide}')}")
-        found.append(f"if next_own < turn * FOLDED + {at + wide}:")
-        found += ["    " + _OWN.sub(rf"\g<0>{k}", line) for line in own_lines]
+def pick_labels(own: str, lines: Sequence[str], wide: bool) -> list[str]:
+    """Lines that matter only in strips that hold some kept index's label (``own``); other strips are skipped."""
+    found = ["first, second = halved(score)"] if wide else []
+    for k, (name, at, width) in enumerate(_LABEL_STRIPS[wide]):
+        own_lines = [*_enter_strip(at, width, False), f"pairs = tl.convert_layout({name}, PAIRS)"]
+        own_lines += _rename(lines, {"FOLDED": str(width)})
+        own_lines.append(f"next_own = {next_label(own, f'start + {width}')}")
+        found.append(f"if next_own < turn * FOLDED + {at + width}:")
+        found += indent(_rename(own_lines, {x: f"{x}{k}" for x in _OWN_NAMES}))
     return found
 
 
-def next_own(own: str, start: str) -> str:
-    """The first folded index from ``start`` on that is some kept index's own."""
+def next_label(own: str, start: str) -> str:
+    """The first folded index from ``start`` on that is some kept index's label."""
     return f"tl.min(tl.min(tl.where({own} >= {start}, {own}, 2147483647), 1), 0)"
 
 
-def met(own: str) -> str:
-    """Whether a tile holds some kept index's own folded one."""
-    return f"{next_own(own, 'turn * FOLDED')} < (turn + 1) * FOLDED"
+def holds_label(own: str) -> str:
+    """Whether a tile holds some kept index's label."""
+    return f"{next_label(own, 'turn * FOLDED')} < (turn + 1) * FOLDED"
 
 
-_OWN = re.compile(r"\b(start|folded_lane|folded_at|folded_in|pairs)\b")  # names that are meant for one strip
-
-
-def _places(at: int, wide: int, masked: bool) -> list[str]:
+def _enter_strip(at: int, width: int, masked: bool) -> list[str]:
     return [
         f"start = turn * FOLDED + {at}",
-        f"folded_lane = tl.arange(0, {wide}, tl.SliceLayout(0, PAIRS)).to(INT)",
-        f"folded_at = start + tl.arange(0, {wide}, tl.SliceLayout(0, PAIRS))",
+        f"folded_lane = tl.arange(0, {width}, tl.SliceLayout(0, PAIRS)).to(INT)",
+        f"folded_at = start + tl.arange(0, {width}, tl.SliceLayout(0, PAIRS))",
         *(["folded_in = folded_at < folded_size"] if masked else []),
     ]
 
 
-# What Gluon has not, or has to be told a layout for.
-_STRANGE = re.compile(r"tl\.(philox|PropagateNan|dot|trans)\b|tl\.(zeros|full|arange)\((?!.*(ROWS|PAIRS)\))")
-
-
-def rendered(
-    text: str,
-    plain: kernel_text.Kernel,
-    spec: Spec,
-    sides: tuple[Expr, Expr],
-    signature: tuple[list[str], list[str]],
-    lines: Mapping[str, tuple[int, Sequence[str]]],
-) -> kernel_text.Kernel | None:
-    """A text filled in, in place of another rendering of a kernel; None where its lines have strange words.
-
-    ``sides``: what is multiplied, the kept side first; ``signature``: the arguments, and those not to specialize on;
-    ``lines``: by field, and by how much they are indented."""
-    width = spec.width(sides[0].feature)
-    names, unspecialized = signature
-    fields = {field: textwrap.indent("\n".join(found), " " * by) for field, (by, found) in lines.items()}
-    body = text.format(
-        name=plain.name,
-        names=textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
-        unspecialized=repr(unspecialized),
-        x0=sides[0].attrs[0],
-        x1=sides[1].attrs[0],
-        narrow=f"tl.{spec.narrow}",
-        tile=TILE,
-        others=OTHERS,
-        depth=k_loop.DEPTH,
-        blocks=-(-width // k_loop.DEPTH),
-        **fields,
-    )
-    helpers = in_gluon(kernel_text._copied(body))
-    if _STRANGE.search("\n".join([*fields.values(), *helpers])):
-        return None
-    whole = "\n".join([kernel_text._header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
-    return replace(plain, text=whole, guesses=False, staged=True)
+def _rename(lines: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Generated lines with other names."""
+    words = re.compile(rf"\b(?:{'|'.join(names)})\b")
+    return [words.sub(lambda found: names[found[0]], line) for line in lines]

@@ -1,22 +1,25 @@
-"""Kernels whose copies, products and arithmetic take turns as written here, not as a compiler finds: Gluon, on Hopper.
+"""The warp-specialised attention forward: a softmax-weighted sum of vectors, with a producer warp and consumer groups.
 
-A softmax-weighted sum of vectors takes half as long to raise its powers as to multiply, so the two must run side by
-side. One warp copies blocks of the folded side into rings in shared memory. Two groups of four warps own half a kept
-tile each: a group starts a tile's scores and the sums of the tile before, and weighs the scores while the sums run.
+``exp2`` of a tile takes half as long as its two MMAs, so both must run side by side. One producer warp copies blocks of
+the folded axis into ring buffers. Each consumer warp group has 64 kept indices: it starts the scores of a tile and the
+sums of the tile before, and makes weights of the scores while the sums run. With bfloat16 the maximum is guessed from
+the first tile; rows whose guess was too low are computed again with a running maximum (online softmax).
 
-The arithmetic of pairs is that of every kernel, in the same text: ``tl`` is here Gluon's language, which has its words.
+**To give it another tile, edit** ``SCHEDULE``. That one value says how many consumer groups an instance has (64 kept
+indices each), how many folded indices a tile has, how deep the ring buffers are, and how registers are shared out;
+everything else follows: the plan that is chosen, the kernel's text, the compiler's options.
+``docs/internals/schedules.md`` shows it step by step, with what to run afterwards.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from .....plan.default_tiles import STAGED, Tile
+from .....plan.default_tiles import Tile
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
 from ...codegen import kernel_text, tile_ranges
@@ -26,66 +29,83 @@ from ...codegen.exponents import literal
 from ...codegen.expressions import Values, is_one
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import Soft, known, make
-from .. import hopper, spec_from_tensors
-from ..gluon_parts import fetched, in_gluon, inside, scalars, visits
+from .. import gluon_parts, hopper, spec_from_tensors
+from ..gluon_parts import GROUP_ROWS, Partitions, Ring, TileOrder, enter_tile, fill, indent, leaf_name
 from ..kernel_plan import KernelPlan
 from . import attention_template
-from .alibi import Slant, slant
-from .softcap import NAMES, Bend, bend
+from .logit_forms import COEFFICIENTS, AlibiLine, SoftcapPolynomial, match_alibi, match_softcap
 
-_OWNED = 64  # indices of a group of four warps
-_RINGS = 2  # of numbers, at most: shared memory has room for no more
-_LEAST = 2.0**-80  # totals above this were not rounded to nothing
-_GROUPS = 2  # consumer warp groups of an instance
-_RING = 2  # tiles of each operand in flight
-_MOST = 168  # registers of a thread when the kernel starts
-_REGISTERS = "232, 40"  # then: of the second consumer group, and of the copying warp; the first group has the rest
-_WIDTH = 128  # of all vectors: of 64, tiles that the compiler schedules are 7 % faster (H200)
-
-
-def options() -> dict[str, int]:
-    """What the compiler is told of such a kernel."""
-    return {"maxnreg": _MOST}
-
-
-def takes(plan: KernelPlan, device: torch.device) -> bool:
-    """Whether a plan asks for such a kernel, and its tiles are those of one."""
-    return (
-        plan.boxes == 2
-        and plan.block_kept == _GROUPS * _OWNED
-        and plan.num_warps == 4
-        and hopper.runs_warp_specialized(device)
-    )
-
-
-def tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
-    """The tile of so many folds of this many kept indices each; None where they have no such kernel, leave the device
-    idle, or do not gain by it.
-
-    Measured on an H200: walks as short as those within documents end before they pay for their beginning (0.44 ms,
-    else 0.28)."""
-    gains, many = not (spec.bounds and spec_from_tensors.asked(spec.fold)), spec_from_tensors.processors(device)
-    if (
-        not hopper.runs_warp_specialized(device)
-        or not gains
-        or count * length < 2 * _OWNED * many
-        or kernel(spec) is None
-    ):
-        return None
-    return STAGED
+_SHARED = 227 * 1024  # bytes of shared memory of a Hopper multiprocessor that one kernel may have
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """What is multiplied: vectors of the kept and the folded side to scores, weights with vectors to sums."""
+class AttentionSchedule:
+    """How an instance of the kernel runs."""
 
-    kept: Expr
-    folded: Expr
-    summed: Expr
+    groups: int  # consumer warp groups, of 64 kept indices each
+    folded: int  # folded indices of a tile: a power of two
+    ring: int  # blocks of each operand in flight
+    registers: tuple[int, ...]  # of a thread: in each consumer group but the first, which has the rest; in the producer
+    width: int = 128  # features of all vectors. Of 64, the compiler's own schedule is 7 % faster (H200)
+
+    def __post_init__(self) -> None:
+        if len(self.registers) != self.groups:
+            raise ValueError(f"{self.groups} groups need {self.groups} register counts, not {self.registers}")
+        if self.shared_bytes > _SHARED:
+            raise ValueError(f"{self.shared_bytes} bytes of shared memory; an instance has {_SHARED}")
+
+    @property
+    def kept(self) -> int:
+        """Kept indices of an instance."""
+        return self.groups * GROUP_ROWS
+
+    @property
+    def tile(self) -> Tile:
+        """The tile as plans have it: kept and folded indices, warps (of the first group), ring depth."""
+        return self.kept, self.folded, 4, self.ring
+
+    @property
+    def shared_bytes(self) -> int:
+        """The resident tile, two rings of blocks, and a block of each group for retries, in 16 bits."""
+        return 2 * self.width * (self.kept + 2 * self.ring * self.folded + self.groups * self.folded)
+
+
+SCHEDULE = AttentionSchedule(groups=2, folded=128, ring=2, registers=(232, 40))
+
+_NUMBER_RINGS = 2  # rings of one number per folded index, at most: shared memory holds no more
+_LEAST = 2.0**-80  # totals above this were not rounded to nothing
+
+
+def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
+    """True when a plan asks for a warp-specialised kernel, and its tile is this schedule's."""
+    tile = plan.block_kept == SCHEDULE.kept and plan.num_warps == 4
+    return plan.boxes == 2 and tile and hopper.runs_warp_specialized(device)
+
+
+def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Tile | None:
+    """The tile of ``count`` folds of ``length`` kept indices each. None when there is no such kernel, when it would
+    leave multiprocessors idle, or when the compiler's schedule is faster.
+
+    Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
+    start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
+    short = spec.bounds and spec_from_tensors.asked(spec.fold)
+    few = count * length < SCHEDULE.kept * spec_from_tensors.processors(device)
+    if not hopper.runs_warp_specialized(device) or short or few or write_kernel(spec) is None:
+        return None
+    return SCHEDULE.tile
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The vectors: queries and keys make scores, weights and values make sums (whichever side is folded)."""
+
+    queries: Expr
+    keys: Expr
+    values: Expr
 
 
 @functools.lru_cache(maxsize=1024)
-def leaves(spec: Spec) -> Leaves | None:
+def find_operands(spec: Spec) -> Operands | None:
     """The vectors of a fold that is one softmax-weighted sum, its logits made of one product; None for any other."""
     (r, *others) = spec.fold.reductions
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
@@ -94,133 +114,52 @@ def leaves(spec: Spec) -> Leaves | None:
     dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
     if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
-    kept, folded = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
-    summed = sums[0].vector
+    queries, keys = dots[0].args[::-1] if spec.folds(dots[0].args[0]) else dots[0].args
+    values = sums[0].vector
     vectors = {e for e in topological(r.args) if e.op == "leaf" and e.feature is not None}
-    if summed is None or summed is folded or vectors != {kept, folded, summed} or spec.folds(kept):
+    if values is None or values is keys or vectors != {queries, keys, values} or spec.folds(queries):
         return None
-    copied = folded in spec.box_of and summed in spec.box_of and spec.type_of[kept] == spec.narrow
-    fits = copied and all(spec.width(e.feature) == _WIDTH for e in vectors)
-    return Leaves(kept, folded, summed) if fits else None
+    copied = keys in spec.box_of and values in spec.box_of and spec.type_of[queries] == spec.narrow
+    fits = copied and all(spec.width(e.feature) == SCHEDULE.width for e in vectors)
+    return Operands(queries, keys, values) if fits else None
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.Kernel | None:
+def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.Kernel | None:
     """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
 
-    ``even``: whether folded indices come two by two, so that coins can; ``aligned``: whether one folded tile has the
-    nearest of all of an instance's kept indices, so that the diagonal runs through no other."""
-    found = leaves(spec)
-    if found is None:
+    ``even``: whether there is an even number of columns, so that dropout can take two at once; ``aligned``: whether one
+    folded tile holds the nearest index of every kept index of an instance, so that no other tile meets the diagonal."""
+    operands = find_operands(spec)
+    if operands is None:
         return None
     plain = kernel_text.kernel(spec)
     if plain.shifts:
         return None
-    v = _Values(spec)
-    (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
-    weight = factored(part).weight
-    v.ringed, v.toss = _ringed(spec), toss(weight, spec) if even and spec.over == "cols" else None
-    soft = make(0, *spec.fold.scaled[0], v)
-    assert isinstance(soft, Soft)
-    truths, near = tile_ranges.preferred(spec.fold) if spec.bounds else {}, soft.level
-    soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
-    soft.compensates = near and soft.rounded[0]
-    whole = known(soft.reduction.args[0], truths)
-    bent, tilted = bend(soft, whole) if near else None, slant(soft, whole) if near and aligned else None
-    turns = {
-        "first": (8, _turn(soft, {}, True, near, first=True)),
-        "first_whole": (8, _turn(soft, truths, False, near, first=True)),
-        "whole": (12 if bent else 8, _turn(soft, truths, False, near, by=tilted)),
-        "other": (12, _turn(soft, {}, True, near)),
-        "again": (12, _turn(soft, {}, True, near=False, alone=True)),
-        "bent": (12, _turn(soft, truths, False, near, by=bent) if bent else []),
-    }
-    at = v.pointer(found.kept)
-    arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
-    fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v)
+    text = _Text(spec, operands, even, aligned)
     names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
-    names += NAMES if bent else ()
-    fields |= {name: inside(lines, by) for name, (by, lines) in turns.items()}
-    fields |= {
-        "names": textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    "),
-        "unspecialized": repr(unspecialized),
-        "name": plain.name,
-        "at": at,
-        "before": inside(v.before, 4),
-        "results": inside(_results(soft, spec), 4),
-    }
-    fields["held"] = "" if spec.bounds else f"\n        {soft.name}_total = weighed({soft.name}_total)"
-    fields |= _carried(f"{soft.name}_part.to(tl.{spec.narrow})", bool(spec.bounds or bent), bool(v.toss))
-    fields["loop"] = _loop(soft, bent, bool(bent or tilted), bool(v.toss), fields)
-    used = "".join([*(fields[k] for k in ("held", "weights", "last", "loop")), arithmetic])
-    own = "\n".join(text for name, text in attention_template.OWN.items() if f"{name}(" in used)
-    pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[spec.narrow or "bfloat16"]
-    least = (v.toss.least if v.toss else 0) * 0x10001
-    fields["own"] = own.format(least=least, narrow=spec.narrow, pair=pair, ring=_RING)
-    fields["sides"] = "\n".join(attention_template.SIDE.format(**fields, side=k) for k in range(_GROUPS))
-    fields["judged"] = attention_template.JUDGED.format(**fields) if near else ""
-    body = attention_template.KERNEL.format(**fields)
-    helpers = kernel_text._copied(body)
-    if re.search(r"tl\.(philox|PropagateNan)", "\n".join([body, *helpers])):  # words that Gluon has not
-        return None
-    text = "\n".join(
-        [kernel_text._header(spec, list(plain.leaves), attention_template.IMPORTS), *in_gluon(helpers), body]
-    )
-    return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
+    names += COEFFICIENTS if text.softcap else ()
+    body, generated = text.write(plain.name, names, unspecialized)
+    functions = text.device_functions(body)
+    made = gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, SCHEDULE.groups, functions)
+    return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
 
 
-def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
-    """How weights get from one turn to the next: as they are multiplied; or as words, where coins made two at once.
+class _PairValues(Values):
+    """Numbers of pairs whose score the first MMA made."""
 
-    Of two with 16 bits each the compiler would make 64 values, and put them together anew in every turn."""
-    if tosses:
-        taken = "operand = parted(weights, WEIGHTS)\n"
-        lines = {"taken": f"{' ' * 8}{taken}", "taken_other": f"{' ' * 12}{taken}"}
-        return {"weights": f"joined({part})", "operand": "operand", "last": "parted(weights, WEIGHTS)"} | lines
-    weights = f"tl.convert_layout({part}, WEIGHTS)"
-    weights = f"packed({weights})" if packs else weights
-    return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
-
-
-def _loop(soft: Soft, bent: Bend | None, spares: bool, tosses: bool, fields: dict[str, str]) -> str:
-    """The walk through whole tiles: where a polynomial may stand in for tanh, by it, if that was chosen.
-
-    ``spares``: the registers of kept vectors are worth more to what is done to pairs."""
-    n, lines = soft.name, fields["whole"].splitlines()
-    if bent:
-        lines = [f"        if {n}_bends > 0:", *fields["bent"].splitlines(), "        else:", *lines]
-    ahead = dict.fromkeys(line.strip() for line in lines if tosses and " = numbers(" in line)
-    found = {
-        "ahead": "".join(f"\n        {line}" for line in ahead),
-        "whole": "\n".join(line for line in lines if line.strip() not in ahead),
-        "kept_block": "room" if spares else f"{fields['x0']}_block",
-    }
-    before = [f"    {n}_bends = {bent.chosen()}"] if bent else []
-    before += [] if spares else [attention_template.LOADED.format(**fields)]
-    return "\n".join([attention_template.WHOLE, *before, attention_template.LOOP.format(**fields | found)])
-
-
-def _ringed(spec: Spec) -> tuple[Expr, ...]:
-    """The numbers of folded indices that the copying warp fetches: every thread of a group needs a quarter of them."""
-    numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
-    return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:_RINGS]
-
-
-class _Values(Values):
-    """Numbers of pairs whose product was made before them."""
-
-    ringed: tuple[Expr, ...] = ()
-    toss: Toss | None = None  # what decides on weights; its factor is left to the end
-    alone = False  # whether this turn is of a group that fetches its tiles by itself
+    ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
+    toss: Toss | None = None  # the dropout of the weights; its factor is applied at the end
+    alone = False  # whether this step is of a group that retries, without the producer
 
     def _leaf(self, e: Expr) -> str:
         if e not in self.ringed or self.alone:
             return f"({super()._leaf(e)} >> 1)" if self.toss and e is self.toss.mark else super()._leaf(e)
-        x = e.attrs[0]
-        return f"numbers({x}_ring, {x}_full, turn, tl.SliceLayout(0, SCORES))[None, :]"
+        x = leaf_name(e)
+        return f"load_numbers({x}_ring, {x}_full, step, tl.SliceLayout(0, SCORES))[None, :]"
 
     def apart(self, at: str) -> str:
-        return f"apart(tl.sum({at}, 1), start, score)"
+        return f"index_distance(tl.sum({at}, 1), start, score)"
 
     def product(self, x: Expr, y: Expr) -> str:
         return "score"
@@ -229,142 +168,286 @@ class _Values(Values):
         return "wide_lane", None
 
     def divided(self, block: str, name: str) -> str:
-        left = literal(self.toss.factor if self.toss else 1.0)
-        return f"{block} * tl.convert_layout({left} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
+        factor = literal(self.toss.factor if self.toss else 1.0)
+        return f"{block} * tl.convert_layout({factor} / {name}, tl.SliceLayout(1, SUMS))[:, None]"
 
 
-def _turn(
-    soft: Soft,
-    truths: dict[Expr, bool],
-    masked: bool,
-    near: bool,
-    first: bool = False,
-    alone: bool = False,
-    by: Bend | Slant | None = None,
-) -> list[str]:
-    """The arithmetic of a tile, from its scores to its weights. ``near``: by a guess of the maximum, in the first;
-    ``alone``: of a group that fetches its tiles by itself; ``by``: what weighs in place of the softmax's own words."""
-    v, n = soft.v, soft.name
-    assert isinstance(v, _Values)
-    v.loop(masked)
-    v.alone = alone
-    soft.guessing, soft.restarted = near, alone
-    logit, value = (known(a, truths) for a in soft.reduction.args)
-    if near and first:
-        soft.guess((logit,))
-    v.inside.append(f"# {kernel_text._described(soft.reduction)}")
-    by.weigh() if by else soft.weigh(logit)
-    (c,) = contractions(value, soft.over)
-    weight = factored(c).weight
-    if v.toss:
-        turned = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
-        part = v.seen(f"tossed({n}_weight, {turned}, {v.number(v.toss.mark)})", "0.0")
-    else:
-        part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
-    return [*v.inside, f"{n}_part = {part}"]
+class _Text:
+    """The parts of one kernel's text."""
 
+    def __init__(self, spec: Spec, operands: Operands, even: bool, aligned: bool):
+        self.spec, self.operands, self.narrow = spec, operands, f"tl.{spec.narrow}"
+        self.v = v = _PairValues(spec)
+        (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
+        v.ringed = _ringed_numbers(spec)
+        v.toss = toss(factored(part).weight, spec) if even and spec.over == "cols" else None
+        self.soft = soft = make(0, *spec.fold.scaled[0], v)
+        assert isinstance(soft, Soft)
+        self.n, self.total = soft.name, f"{soft.name}_mean0"
+        self.guesses = soft.level
+        soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
+        soft.compensates = self.guesses and soft.rounded[0]
+        self.truths = tile_ranges.preferred(spec.fold) if spec.bounds else {}
+        logit = known(soft.reduction.args[0], self.truths)
+        self.softcap = match_softcap(soft, logit) if self.guesses else None
+        self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
+        self.order = TileOrder(spec, SCHEDULE.kept if self.guesses and soft.sloped else 0)
+        self.keys = Ring.of(operands.keys, spec, SCHEDULE.ring, SCHEDULE.groups)
+        self.values = Ring.of(operands.values, spec, SCHEDULE.ring, SCHEDULE.groups)
+        self._carry_weights()
 
-def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
-    """What a softmax begins with, what its sums shrink by where its maximum runs, and when a guess of it holds."""
-    n, rows = soft.name, "tl.SliceLayout(1, SCORES)"
-    running = [
-        f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
-        f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
-    ]
-    largest = [f"{n}_largest = lane_largest(blank)"] if soft.compensates else []
-    rounding = [
-        f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), tl.{soft.v.spec.narrow})",
-        f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
-    ]
-    held = f" & {bent.held()}" if bent else ""
-    shrunk = f"{n}_mean0 = {n}_mean0 * tl.convert_layout({n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
-    return {
-        "n": n,
-        "begin": inside([f"{n}_total = lanes(blank)", *largest] if soft.level else running, 4),
-        "shrunk": "" if soft.level else f"\n{inside([shrunk], 8)}",
-        "shrunk_other": "" if soft.level else f"\n{inside([shrunk], 12)}",
-        "compensated": f"{inside(rounding, 4)}\n" if soft.compensates else "",
-        "exact": f"{' ' * 8}{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})\n" if soft.compensates else "",
-        "near": soft.guessed(f" & ({n}_total > {literal(_LEAST)}){held} | (kept_at >= kept_size)"),
-    }
+    def _carry_weights(self) -> None:
+        """How weights get from one step to the next: packed two to a register or, after dropout, joined in words."""
+        rounded = f"{self.n}_part.to({self.narrow})"
+        self.operand, self.last, self.unpack = "weights", "weights", list[str]()
+        if self.v.toss:
+            self.weights, self.operand, self.last = f"join_words({rounded})", "operand", "split_words(weights, WEIGHTS)"
+            self.unpack = [f"operand = {self.last}"]
+        else:
+            weights = f"tl.convert_layout({rounded}, WEIGHTS)"
+            self.weights = f"pack_pairs({weights})" if self.spec.bounds or self.softcap else weights
 
+    def write(self, name: str, arguments: Sequence[str], unspecialized: Sequence[str]) -> tuple[str, list[str]]:
+        """The kernel's text, and of it the lines that come from code generation."""
+        numbers = [leaf_name(e) for e in self.v.ringed]
+        both = (self.keys.name, self.values.name)
+        buffers = ["resident", "retry_block", "retry_full", *(f"{x}_ring" for x in both)]
+        buffers += [f"{x}_{state}" for x in both for state in ("full", "empty")]
+        buffers += [f"{x}_{part}" for x in numbers for part in ("ring", "full")]
+        partitions = Partitions(arguments, buffers)
+        consumer, generated = self._consumer(partitions)
+        body = self._producer(partitions) + consumer + self._entry(partitions, name, unspecialized)
+        return body, generated
 
-def _rings(spec: Spec, v: _Values) -> dict[str, str]:
-    """What a kernel's text says of numbers that are fetched ahead: loaded while others are waited for, then stored."""
-    ringed, names, ring = v.ringed, [str(e.attrs[0]) for e in v.ringed], _RING
-    kept, made, begun = [], [], []
-    for x, e in zip(names, ringed, strict=True):
-        kept += [
-            f"{x}_ring.index(slot).store({x}{' >> 1' if v.toss and e is v.toss.mark else ''})",
-            f"mbarrier.arrive({x}_full.index(slot))",
-        ]
-        room = f"tl.{spec.type_of[e]}, [{ring}, FOLDED], tl.SwizzledSharedLayout(1, 1, 1, [0])"
-        made.append(f"{x}_ring = tl.allocate_shared_memory({room})")
-        made.append(f"{x}_full = tl.allocate_shared_memory(tl.int64, [{ring}, 1], mbarrier.MBarrierLayout())")
-        begun.append(f"mbarrier.init({x}_full.index(k), count=1)")
-    return {
-        "rings": "".join(f", {x}_ring, {x}_full" for x in names),
-        "fetched": "".join(f"\n        {line}" for line in fetched(spec, ringed, 8 // ring)),
-        "kept": "".join(f"\n        {line}" for line in kept),
-        "made": "".join(f"    {line}\n" for line in made),
-        "begun": "".join(f"\n        {line}" for line in begun),
-    }
+    def device_functions(self, body: str) -> str:
+        """Those that the kernel calls."""
+        pair = {"bfloat16": "bf16x2", "float16": "f16x2"}[self.spec.narrow or "bfloat16"]
+        holes = {
+            "least": (self.v.toss.least if self.v.toss else 0) * 0x10001,
+            "narrow": self.spec.narrow,
+            "pair": pair,
+            "ring": SCHEDULE.ring,
+        }
+        called = [text for name, text in attention_template.DEVICE_FUNCTIONS.items() if f"{name}(" in body]
+        return "\n".join(text.format(**holes) for text in called)
 
+    def _opening(self) -> list[str]:
+        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
 
-def _results(soft: Soft, spec: Spec) -> list[str]:
-    """Numbers are stored from where they are; vectors go through shared memory, so that rows are written whole."""
-    v = soft.v
-    v.loop(False)
-    stores = []
-    for k, (texts, feature) in enumerate(soft.finish()):
-        if feature is None:
-            stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
-            continue
-        place = f"(out_at + wide_row[:, None]) * {spec.width(feature)} + wide_lane[None, :]"
-        stores += [
-            f"room.store(({texts[0]}).to(tl.{spec.narrow}))",
-            f"tl.store(out{k} + {place}, room.load(WIDE), mask=wide_in[:, None])",
-        ]
-    return [*v.inside, *stores]
-
-
-def _fields(spec: Spec, found: Leaves, sloped: bool) -> dict[str, str]:
-    """What a kernel's text says of its leaves and of the tiles that it meets.
-
-    ``sloped``: the walk through whole tiles begins at the one nearest to the kept indices; the others follow in order,
-    so that many instances ask for the same blocks at the same time."""
-    width = spec.width(found.kept.feature)
-    place, ranges = visits(spec)
-    if sloped:
-        away = f"tile * {2 * _OWNED} // FOLDED"
-        if spec.bounds:
-            ranges.append(f"away = {away} - whole_first")
-            away = "away - tl.where(away < whole, 0, between)"
-        ranges.append(f"nearest = tl.maximum(tl.minimum({away}, wholes - 1), 0)")
-        later = "(turn - tl.where(turn > nearest, 0, 1))"
-        whole, met = (
-            re.sub(r"\bturn\b", at, place["at_whole"]) for at in (later, f"tl.where(turn > 0, {later}, nearest)")
+    def _producer(self, partitions: Partitions) -> str:
+        store = []
+        for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
+            shift = " >> 1" if self.v.toss and e is self.v.toss.mark else ""
+            store += [f"{x}_ring.index(slot).store({x}{shift})", f"mbarrier.arrive({x}_full.index(slot))"]
+        load = gluon_parts.load_ahead(self.spec, self.v.ringed, SCHEDULE.folded // 32)
+        return fill(
+            gluon_parts.PRODUCER,
+            parameters=partitions.parameters(),
+            opening=self._opening(),
+            tile=self.order.any(),
+            depth=SCHEDULE.ring,
+            produce=[*load, *self.keys.produce(), *self.values.produce(), *store],
         )
-        place |= {"at_whole": whole, "at_any": f"tl.where(turn < wholes, {met}, {place['at_other']})"}
-    boxes = [spec.box_of[e] for e in (found.folded, found.summed)]
-    spots = ["".join(f"tl.cast(b{d}, tl.int32), " for d in dims) for dims in boxes]
-    return place | {
-        "x0": str(found.kept.attrs[0]),
-        "x1": str(found.folded.attrs[0]),
-        "x2": str(found.summed.attrs[0]),
-        "spot1": spots[0],
-        "spot2": spots[1],
-        "spare2": "spare"
-        if len(set(map(len, boxes))) == 1
-        else f"spare.reshape({found.summed.attrs[0]}_box.block_type.shape)",
-        "width": str(width),
-        "across": str(width // 8),
-        "down": str(256 // width),
-        "narrow": f"tl.{spec.narrow}",
-        "groups": str(_GROUPS),
-        "own_kept": f"KEPT // {_GROUPS}",
-        "fours": "4, " * (_GROUPS - 1),
-        "registers": _REGISTERS,
-        "ring": str(_RING),
-        "opening": inside([*scalars(spec), *ranges], 4),
-    }
+
+    def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:
+        groups, ring, width = SCHEDULE.groups, SCHEDULE.ring, SCHEDULE.width
+        kept, both = f"KEPT // {groups}", (self.keys, self.values)
+        layout = f"tl.NVMMASharedLayout.get_default_for([{kept}, {width}], {self.narrow})"
+        allocate = [
+            gluon_parts.allocate("resident", self.narrow, f"[{groups}, {kept}, {width}]", layout),
+            *(r.allocate_blocks(self.narrow) for r in both),
+            self.keys.allocate_blocks(self.narrow, "retry_block", groups),
+            gluon_parts.allocate_barriers("retry_full", groups),
+            *(line for r in both for line in r.allocate_barriers()),
+        ]
+        init = []
+        for x, e in zip(map(leaf_name, self.v.ringed), self.v.ringed, strict=True):
+            allocate.append(gluon_parts.allocate_numbers(x, self.spec.type_of[e], ring, "FOLDED"))
+            allocate.append(gluon_parts.allocate_barriers(f"{x}_full", ring))
+            init.append(f"mbarrier.init({x}_full.index(k), count=1)")
+        runs = [("consumer", k, kept) for k in range(groups)]
+        return fill(
+            gluon_parts.ENTRY,
+            unspecialized=repr(unspecialized),
+            name=name,
+            arguments=partitions.entry(),
+            allocate=allocate,
+            depth=ring,
+            init=[*init, *(r.init_full() for r in both), *(r.init_empty() for r in both)],
+            init_others=[
+                f"for k in tl.static_range({groups}):",
+                "    mbarrier.init(retry_full.index(k), count=1)",
+            ],
+            specialize=partitions.specialize([*runs, ("producer", 0, "KEPT")], ", ".join(map(str, SCHEDULE.registers))),
+        )
+
+    def _consumer(self, partitions: Partitions) -> tuple[str, list[str]]:
+        v, truths = self.v, self.truths
+        arithmetic = {
+            "first_cut": self._weigh({}, True, first=True),
+            "first_whole": self._weigh(truths, False, first=True),
+            "whole": self._weigh(truths, False, form=self.alibi),
+            "cut": self._weigh({}, True),
+            "retry": self._weigh({}, True, retries=True),
+            "capped": self._weigh(truths, False, form=self.softcap) if self.softcap else [],
+        }
+        load = gluon_parts.load_resident(v.pointer(self.operands.queries), self.operands.queries, "resident")
+        begin, retry = self._begin(), self._retry(arithmetic["retry"]) if self.guesses else []
+        results = self._results()
+        before_whole, whole = self._whole_step(arithmetic["whole"], arithmetic["capped"])
+        generated = [*v.before, *begin, *results, *(line for lines in arithmetic.values() for line in lines)]
+        text = fill(
+            attention_template.CONSUMER,
+            parameters=partitions.parameters(),
+            ring=SCHEDULE.ring,
+            width=SCHEDULE.width,
+            groups=SCHEDULE.groups,
+            layouts=gluon_parts.layouts(SCHEDULE.width),
+            opening=self._opening(),
+            lanes=gluon_parts.lanes(SCHEDULE.width),
+            before=v.before,
+            load=[load],
+            begin=begin,
+            total=self.total,
+            keys=self.keys.name,
+            values=self.values.name,
+            enter_first=enter_tile(self.order.any()),
+            first_cut=arithmetic["first_cut"],
+            first_whole=arithmetic["first_whole"],
+            weights=self.weights,
+            before_whole=before_whole,
+            whole=whole,
+            cut=self._step(arithmetic["cut"], enter_tile(self.order.cut()), "resident"),
+            operand=self.last,
+            retry=retry,
+            results=results,
+        )
+        return text, generated
+
+    def _step(self, arithmetic: list[str], enter: list[str], queries: str, ahead: Sequence[str] = ()) -> list[str]:
+        """One tile: start its scores and the sums of the tile before, weigh the scores while the sums run.
+
+        ``ahead``: numbers that are loaded while both MMAs run."""
+        keys, values, total, operand = self.keys.name, self.values.name, self.total, self.operand
+        return [
+            f"score = start_scores({queries}, {keys}_ring, {keys}_full, step, zeros)",
+            *self.unpack,
+            f"{total} = start_sums({operand}, {values}_ring, {values}_full, step - 1, {total})",
+            *ahead,
+            "score = warpgroup_mma_wait(1, deps=[score])",
+            self.keys.release(),
+            *enter,
+            *arithmetic,
+            f"{total}, {operand} = warpgroup_mma_wait(0, deps=[{total}, {operand}])",
+            self.values.release("(step - 1)"),
+            *([] if self.guesses else [self._rescale()]),
+            f"weights = {self.weights}",
+        ]
+
+    def _whole_step(self, whole: list[str], capped: list[str]) -> tuple[list[str], list[str]]:
+        """The loop over whole tiles, and what comes before it. With softcap, the polynomial runs where the first tile
+        showed that it applies. Queries are held in registers unless softcap or ALiBi need these."""
+        n, before, queries = self.n, list[str](), "resident"
+        if self.softcap:
+            before.append(f"{n}_capped = {self.softcap.applies()}")
+            whole = [f"if {n}_capped > 0:", *indent(capped), "else:", *indent(whole)]
+        elif not self.alibi:
+            queries = f"{leaf_name(self.operands.queries)}_block"
+            before.append(f"{queries} = resident.load(tl.DotOperandLayout(0, SCORES, 2))  # queries stay in registers")
+        ahead = dict.fromkeys(line.strip() for line in whole if self.v.toss and " = load_numbers(" in line)
+        whole = [line for line in whole if line.strip() not in ahead]
+        if not self.spec.bounds:
+            whole.append(f"{n}_total = order_before_wait({n}_total)")
+        return before, self._step(whole, enter_tile(self.order.whole(), mask=False), queries, list(ahead))
+
+    def _weigh(
+        self,
+        truths: dict[Expr, bool],
+        masked: bool,
+        first: bool = False,
+        retries: bool = False,
+        form: SoftcapPolynomial | AlibiLine | None = None,
+    ) -> list[str]:
+        """The arithmetic of a tile, from its scores to its weights, ``{n}_part``.
+
+        ``first``: of the first tile, which guesses the maximum; ``retries``: by a running maximum, without the
+        producer; ``form``: a cheaper form of the logit."""
+        soft, v, n = self.soft, self.v, self.n
+        v.loop(masked)
+        v.alone = retries
+        soft.guessing, soft.restarted = self.guesses and not retries, retries
+        logit, value = (known(a, truths) for a in soft.reduction.args)
+        if soft.guessing and first:
+            soft.guess((logit,))
+        v.inside.append(f"# {kernel_text._described(soft.reduction)}")
+        form.write_weights() if form else soft.weigh(logit)
+        (c,) = contractions(value, soft.over)
+        weight = factored(c).weight
+        if v.toss:
+            row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
+            part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")
+        else:
+            part = f"{n}_weight" if is_one(weight) else v.seen(f"{n}_weight * {v.number(weight)}", "0.0")
+        return [*v.inside, f"{n}_part = {part}"]
+
+    def _begin(self) -> list[str]:
+        """The softmax's running values."""
+        n, rows = self.n, "tl.SliceLayout(1, SCORES)"
+        if not self.guesses:
+            return [
+                f'{n}_top = tl.full([KEPT], float("-inf"), tl.float32, {rows})',
+                f"{n}_total = tl.zeros([KEPT], tl.float32, {rows})",
+            ]
+        largest = [f"{n}_largest = lane_largest(zeros)"] if self.soft.compensates else []
+        return [f"{n}_total = lanes(zeros)", *largest]
+
+    def _rescale(self) -> str:
+        """Rescale the accumulator to the new running maximum."""
+        return f"{self.total} = {self.total} * tl.convert_layout({self.n}_shrink, tl.SliceLayout(1, SUMS))[:, None]"
+
+    def _retry(self, arithmetic: list[str]) -> list[str]:
+        """Check the guessed maximum; compute rows again where it was wrong."""
+        n, rows, compensates = self.n, "tl.SliceLayout(1, SCORES)", self.soft.compensates
+        rounding = [
+            f"{n}_rounding = rounding(tl.cast({n}_largest, tl.float32, bitcast=True), {self.narrow})",
+            f"{n}_rounding = tl.convert_layout(tl.sum({n}_rounding, 1), {rows})",
+        ]
+        right = f" & {self.softcap.was_right()}" if self.softcap else ""
+        block = "retry_block"
+        if self.keys.corner.count(",") != self.values.corner.count(","):
+            block = f"retry_block.reshape({self.values.name}_box.block_type.shape)"
+        text = fill(
+            attention_template.RETRY,
+            n=n,
+            total=self.total,
+            width=SCHEDULE.width,
+            rounding=rounding if compensates else [],
+            near=self.soft.guessed(f" & ({n}_total > {literal(_LEAST)}){right} | (kept_at >= kept_size)"),
+            no_rounding=[f"{n}_rounding = tl.zeros([KEPT], tl.float32, {rows})"] if compensates else [],
+            enter=enter_tile(self.order.any()),
+            copy_keys=self.keys.copy("start", "retry_full", "retry_block"),
+            arithmetic=arithmetic,
+            rescale=[self._rescale()],
+            weights=self.weights,
+            copy_values=self.values.copy("start", "retry_full", block),
+            operand=self.last,
+        )
+        return text.split("\n")
+
+    def _results(self) -> list[str]:
+        """Numbers are stored from registers; vectors go through the resident tile's memory."""
+        self.v.loop(False)
+        stores = []
+        for k, (texts, feature) in enumerate(self.soft.finish()):
+            if feature is None:
+                stores.append(f"tl.store(out{k} + out_at + kept_lane, {texts[0]}, mask=kept_in)")
+            else:
+                width = self.spec.width(feature)
+                stores += gluon_parts.store_vectors(k, width, "resident", texts[0], self.spec.narrow)
+        return [*self.v.inside, *stores]
+
+
+def _ringed_numbers(spec: Spec) -> tuple[Expr, ...]:
+    """The numbers of folded indices that the producer loads: each thread of a group needs a quarter of them."""
+    numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
+    return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:_NUMBER_RINGS]

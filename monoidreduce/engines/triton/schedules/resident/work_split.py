@@ -21,9 +21,10 @@ from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
 from ...codegen.accumulators import factored
 from ...codegen.kernel_spec import WIDEST, Spec
+from ..gluon_parts import GROUP_ROWS
 from ..spec_from_tensors import asked
 
-OWNED = 64  # kept indices of a group, and folded ones of a tile
+FOLDED = 64  # folded indices of a tile
 WIDTH = 128  # of all vectors
 SENT = 2  # numbers of a pair, at most
 _DOTS = 3  # scores of a tile, at most
@@ -47,7 +48,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupWork:
     """What a group does in every tile: scores, what it sends or is sent of them, and sums."""
 
     dots: tuple[Expr, ...]
@@ -65,13 +66,13 @@ class Part:
 
     def fits(self) -> bool:
         """Whether registers hold it: its scores and sums, and its weights while they are multiplied, and made."""
-        held = len(self.places) * WIDTH // 2 + (len(self.dots) + len(self.products)) * OWNED // 2
-        held += self.held * WIDTH // 4 - self.early * OWNED // 4
+        held = len(self.places) * WIDTH // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
+        held += self.held * WIDTH // 4 - self.early * FOLDED // 4
         return held <= _REGISTERS and len(self.sends) <= SENT
 
 
 @functools.lru_cache(maxsize=1024)
-def parts(spec: Spec) -> tuple[Part, ...]:
+def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     """What the groups do: one part, each on kept indices of its own, or two on the same; nothing where others do it."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
@@ -95,28 +96,28 @@ def parts(spec: Spec) -> tuple[Part, ...]:
     return _alone(spec, dots, products) if sums == 2 else _divided(sums, dots, products)
 
 
-def _alone(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:
+def _alone(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """Two scores and two sums of the same blocks, where one sum's weights need one of the scores alone."""
-    blocks = {sides(e, spec)[1] for e in dots}
+    blocks = {kept_and_folded(e, spec)[1] for e in dots}
     if len(dots) != 2 or len(products) != 2 or len(blocks) != 2 or blocks != {p.vector for p in products}:
         return ()
     needs = [[e for e in dots if e in topological([p.weight])] for p in products]
     first = next((k for k in range(2) if len(needs[k]) == 1 and len(needs[1 - k]) == 2), None)
-    if first is None or products[0].place == products[1].place or len({sides(e, spec)[0] for e in dots}) != 2:
+    if first is None or products[0].place == products[1].place or len({kept_and_folded(e, spec)[0] for e in dots}) != 2:
         return ()
     (lead,) = needs[first]
     ordered = lead, *(e for e in dots if e is not lead)
-    return (Part(ordered, (products[first], products[1 - first]), alone=True),)
+    return (GroupWork(ordered, (products[first], products[1 - first]), alone=True),)
 
 
-def owned(found: Sequence[Part]) -> int:
+def count_kept(found: Sequence[GroupWork]) -> int:
     """The kept indices of an instance."""
-    return OWNED if len(found) == 2 or found[0].alone else 2 * OWNED
+    return GROUP_ROWS if len(found) == 2 or found[0].alone else 2 * GROUP_ROWS
 
 
-def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[Part, ...]:
+def _divided(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     if sums == 1:
-        whole = Part(dots, tuple(products))
+        whole = GroupWork(dots, tuple(products))
         return (whole,) if whole.fits() else ()
     if sums * WIDTH <= WIDEST:
         return ()
@@ -130,7 +131,7 @@ def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
     return tuple(e for e in under if e.op == "leaf" and e.feature is None and spec.folds(e))
 
 
-def sides(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
+def kept_and_folded(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
     """The kept and the folded vectors of a product."""
     return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
 
@@ -157,14 +158,14 @@ def _multiplies(e: Expr, spec: Spec) -> bool:
     """Whether it is a product of kept vectors with those that are copied."""
     if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
         return False
-    kept, folded = sides(e, spec)
+    kept, folded = kept_and_folded(e, spec)
     return spec.keeps(kept) and _copied(folded, spec)
 
 
-def _relay(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[Part, ...]:
+def _relay(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
     """The two parts where one score is a factor of some weights, and in no others; nothing where it is not."""
     under = [lead in topological([p.weight]) for p in products]
-    factors = [_without(p.weight, lead) if yes else None for p, yes in zip(products, under, strict=True)]
+    factors = [_factor_beside(p.weight, lead) if yes else None for p, yes in zip(products, under, strict=True)]
     sends = tuple(dict.fromkeys(f for f in factors if f is not None))
     if (
         [f is not None for f in factors] != under
@@ -182,8 +183,8 @@ def _relay(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tup
         else:
             others.append(replace(p, weight=_times(lead, came[sends.index(f)], f)))
     rest = tuple(e for e in dots if e is not lead)
-    sender = Part(rest, tuple(own), sends=sends, early=len(own), held=1)
-    return sender, Part((lead,), tuple(others), takes=tuple(came))
+    sender = GroupWork(rest, tuple(own), sends=sends, early=len(own), held=1)
+    return sender, GroupWork((lead,), tuple(others), takes=tuple(came))
 
 
 def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
@@ -194,7 +195,7 @@ def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
     return apply("where", apply("ne", came, ZERO), product, ZERO)
 
 
-def _without(weight: Expr, lead: Expr) -> Expr | None:
+def _factor_beside(weight: Expr, lead: Expr) -> Expr | None:
     """What a score is multiplied by in a weight; None where it is not just a factor."""
     dependent: set[Expr] = {lead}  # what the score is a part of
     found: dict[Expr, Expr | None] = {}
@@ -206,7 +207,7 @@ def _without(weight: Expr, lead: Expr) -> Expr | None:
 
 
 def _factor_of(e: Expr, lead: Expr, dependent: set[Expr], found: dict[Expr, Expr | None]) -> Expr | None:
-    """:func:`_without` of a node, given that of its arguments."""
+    """:func:`_factor_beside` of a node, given that of its arguments."""
     if e is lead or e is ZERO:
         return ONE if e is lead else ZERO
     inside = [a in dependent for a in e.args]
