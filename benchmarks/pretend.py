@@ -66,7 +66,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (torch_code, dict(row_dot=_row_dot)),
         (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
         (hopper, dict(runs_warp_specialized=yes)),
-        (float32_split, dict(on=yes)),
+        (float32_split, dict(is_supported=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:

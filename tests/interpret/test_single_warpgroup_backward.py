@@ -72,14 +72,14 @@ def test_the_first_sum_needs_one_score():
 
 def staged_spec(**options):
     """The spec of the column gradients."""
-    seen, real = [], fold_kernel.sum_of_products.taken
+    seen, real = [], fold_kernel.sum_of_products.write_kernel_for_plan
 
     def taken(spec, *given):
         seen.append(spec)
         return real(spec, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fold_kernel.sum_of_products, "taken", taken)
+        patch.setattr(fold_kernel.sum_of_products, "write_kernel_for_plan", taken)
         columns(**options)
     return next(s for s in seen if s.over == "rows")
 

@@ -283,7 +283,7 @@ def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = Non
         mock.patch.object(descriptors, "on", lambda device: capability >= 90),
         mock.patch.object(epilogue, "on", lambda device: capability >= 90),
         mock.patch.object(hopper, "runs_warp_specialized", lambda device: capability == 90),
-        mock.patch.object(float32_split, "on", lambda device: capability >= 90),
+        mock.patch.object(float32_split, "is_supported", lambda device: capability >= 90),
         mock.patch.object(float32_split, "MANY", 0),
         mock.patch.object(spec_from_tensors, "has_tanh", lambda device: True),
         mock.patch.object(spec_from_tensors, "MANY", 0),  # kernels as they are for many pairs
@@ -343,7 +343,7 @@ def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     item = 2 if call.kernel.pieces else case.dtype.itemsize
-    counted = plan.shared(call.plan, call.kernel, item, FAMILIES[capability])
+    counted = plan.shared_bytes(call.plan, call.kernel, item, FAMILIES[capability])
     shared = result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
     found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)

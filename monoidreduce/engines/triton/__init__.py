@@ -40,7 +40,7 @@ from .launch.launch_replay import Buffer, Counted, Recorded, Tape
 from .panel import contraction
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, overrides, use_plan
+from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
     "is_deep",
     "kind",
     "launches_on",
-    "overrides",
+    "overriding_plans",
     "ready",
     "ready_deep",
     "record",
@@ -166,7 +166,13 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (matmul.float32_precision(), budget.asked() is None, overrides(), spec_from_tensors.like.get(), kind(leaves))
+    key += (
+        matmul.float32_precision(),
+        budget.asked() is None,
+        overriding_plans(),
+        spec_from_tensors.like.get(),
+        kind(leaves),
+    )
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:

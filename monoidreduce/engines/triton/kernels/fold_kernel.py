@@ -27,7 +27,7 @@ from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose, overrides, parts, shrink, use_plan
+from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, overriding_plans, shrink, use_plan
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
@@ -93,9 +93,11 @@ class Launch:
 
     def __init__(self, fold: Fold, over: str, values: Values, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
-        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.asked(fold))  # what conditions look at
+        self.asked = tuple(
+            (e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold)
+        )  # what conditions look at
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if r.attrs[0] == "topk" and k == 0]
-        self.spec, self.before = spec_from_tensors.describe(fold, over, values, batch, sizes)
+        self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.prepare(values)
 
@@ -105,17 +107,17 @@ class Launch:
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         count = torch.Size(self.batch).numel()
         plainly = kernel_text.kernel(replace(self.spec, split=False, boxes=()))
-        ready = spec_from_tensors.converted(values, self.before, self.batch, sizes)
+        ready = spec_from_tensors.convert_leaves(values, self.before, self.batch, sizes)
         boxed = (*plainly.folded, *k_loop.vectors(self.spec))
         found = descriptors.of(self.spec, boxed, ready, len(self.batch)) if descriptors.on(sizes.device) else ()
         many = plainly.deep or count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
         many &= any(b is not None for b in found)
         turns = self._turns(replace(self.spec, boxes=found), count) if many else None
         family = spec_from_tensors.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
+        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
-        self.parts = parts(
+        self.parts = count_splits(
             self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
         )
         takers = (gemm_fold,) if plainly.deep else (attention, sum_of_products)
@@ -275,7 +277,7 @@ class Launch:
         return found
 
     def _converted(self, values: Values) -> list[Any]:
-        found = spec_from_tensors.converted(values, self.before, self.batch, self.sizes)
+        found = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
@@ -361,7 +363,7 @@ def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int,
     if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
         return [one]
     made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overrides()).get(over)
+    asked = dict(overriding_plans()).get(over)
     if asked is None or len(folds) == 1:
         return made()
     with use_plan({}):

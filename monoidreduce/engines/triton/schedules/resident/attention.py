@@ -88,7 +88,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, count: int) -> Ti
 
     Conditions on data make walks short, as within packed documents: those end before they pay for the ring buffers'
     start-up (H200: 0.44 ms, by the compiler's schedule 0.28)."""
-    short = spec.bounds and spec_from_tensors.asked(spec.fold)
+    short = spec.bounds and spec_from_tensors.condition_leaves(spec.fold)
     few = count * length < SCHEDULE.kept * spec_from_tensors.processors(device)
     if not hopper.runs_warp_specialized(device) or short or few or write_kernel(spec) is None:
         return None

@@ -60,7 +60,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True
     work, processors = divide_work(spec), spec_from_tensors.processors(device)
     kept = count_kept(work)
     instances = -(-length // kept)
-    busy = spec_from_tensors.busy(instances, processors)
+    busy = spec_from_tensors.busy_share(instances, processors)
     enough = 2 * instances > processors if work[0].alone else busy >= _BUSY[len(work)]
     return (kept, SCHEDULE.folded, 4, 2) if enough else None
 

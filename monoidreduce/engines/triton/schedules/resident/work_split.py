@@ -23,7 +23,7 @@ from .....program.expression import Expr, node, topological
 from ...codegen.accumulators import factored
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
-from ..spec_from_tensors import asked
+from ..spec_from_tensors import condition_leaves
 
 FOLDED = 64  # folded indices of a tile
 WIDTH = 128  # of all vectors
@@ -78,7 +78,7 @@ def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
     Empty where there is no such kernel, or where the compiler's schedule is faster."""
     if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
         return ()
-    if spec.bounds and (asked(spec.fold) or len(spec.fold.reductions) > 2):
+    if spec.bounds and (condition_leaves(spec.fold) or len(spec.fold.reductions) > 2):
         return ()
     products, under = list(_products(spec)), topological(spec.fold.reductions)
     dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
