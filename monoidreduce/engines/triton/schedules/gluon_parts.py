@@ -184,9 +184,9 @@ class Ring:
             f"copy({self.name}_box, [{self.corner}{start}, 0], {barrier}, {block})",
         ]
 
-    def produce(self) -> list[str]:
-        """In the producer: wait until ``slot`` is empty, and begin to fill it."""
-        wait = f"mbarrier.wait({self.name}_empty.index(slot), phase)"
+    def produce(self, phase: str) -> list[str]:
+        """In the producer: wait until ``slot`` is empty (the ``phase`` before this round's), and begin to fill it."""
+        wait = f"mbarrier.wait({self.name}_empty.index(slot), {phase})"
         return [wait, *self.copy("start", f"{self.name}_full.index(slot)", f"{self.name}_ring.index(slot)")]
 
     def wait(self, step: str = "step") -> str:
@@ -295,7 +295,7 @@ def producer(
     for step in range(0, steps):
         start = ({tile}) * FOLDED
         slot = step % {depth}
-        phase = ((step // {depth}) & 1) ^ 1
+        phase = {phase}
         {produce}
 """
 ENTRY = """

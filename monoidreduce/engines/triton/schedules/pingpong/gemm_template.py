@@ -239,7 +239,7 @@ def _write(
     partitions = Partitions(arguments, ["kept_ring", "folded_ring", *extra, "staging", "full", "empty", "order"])
     narrow, (kept, folded) = f"tl.{spec.narrow}", map(leaf_name, operands)
     blocks = -(-spec.width(operands[0].feature) // k_loop.DEPTH)
-    holes = {
+    holes: dict[str, str | int] = {
         "kept": kept,
         "folded": folded,
         "tile": TILE,

@@ -181,8 +181,9 @@ class _Text:
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
         v.toss = toss(factored(part).weight, spec) if even and spec.over == "cols" else None
-        self.soft = soft = make(0, *spec.fold.scaled[0], v)
+        soft = make(0, *spec.fold.scaled[0], v)
         assert isinstance(soft, Soft)
+        self.soft = soft
         self.n, self.total = soft.name, f"{soft.name}_mean0"
         self.guesses = soft.level
         soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
@@ -246,7 +247,8 @@ class _Text:
             opening=self._opening(),
             tile=self.order.any(),
             depth=SCHEDULE.ring,
-            produce=[*load, *self.keys.produce(), *self.values.produce(), *store],
+            phase=f"(step // {SCHEDULE.ring}) & 1",
+            produce=[*load, *self.keys.produce("phase ^ 1"), *self.values.produce("phase ^ 1"), *store],
         )
 
     def _entry(self, partitions: Partitions, name: str, unspecialized: Sequence[str]) -> str:

@@ -162,13 +162,14 @@ class _KernelText:
 
     def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
         """The kernel, given its consumers' functions."""
-        produce = [line for ring in self.rings.values() for line in ring.produce()]
+        produce = [line for ring in self.rings.values() for line in ring.produce("phase")]
         producer = fill(
             gluon_parts.PRODUCER,
             parameters=self.partitions.parameters(),
             opening=self.opening(),
             tile=self.order.any(),
             depth=self.depth,
+            phase=f"((step // {self.depth}) & 1) ^ 1",
             produce=[*gluon_parts.load_ahead(self.spec, self.numbers, 2), *produce, *self._store_numbers()],
         )
         return producer + consumers + self._entry(name, unspecialized)
