@@ -13,7 +13,7 @@ from monoidreduce.cli import bench, peers, profile, report, terminal, workload
 from monoidreduce.cli.bench import Measurement
 from monoidreduce.cli.layers import LAYERS
 from monoidreduce.cli.measure import describe_environment
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support.command_line import assert_self_contained, call
 
 FILE = ROOT / "tests" / "support" / "wrong_layers.py"
@@ -100,7 +100,7 @@ def test_a_wrong_peer_is_seen_by_its_error():
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr("monoidreduce.engines.common.matmul.free_memory", lambda device: 1000)
+    internals.pretend_free_memory(monkeypatch, 1000)
     layer = workload.find("mlp")
     calls = {"ours": layer.call, "naive torch": layer.dense}
     rows = bench.measure_contenders(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)

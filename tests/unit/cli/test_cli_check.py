@@ -10,8 +10,7 @@ import monoidreduce as mr
 from monoidreduce.cli import check as checks
 from monoidreduce.cli import measure, workload
 from monoidreduce.cli.target import Target
-from monoidreduce.plan import tiles
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support.command_line import call
 from tests.support.comparison import flatten, is_float, named
 from tests.support.layers import ZOO
@@ -54,7 +53,7 @@ def test_a_broken_law_is_named_with_a_counterexample(name, law, words):
 @pytest.fixture
 def small(monkeypatch):
     """Memory is measured at a size that takes less time, where tiles are smaller still."""
-    monkeypatch.setattr(tiles, "ELEMENTS", 2**14)
+    internals.set_tiles(monkeypatch, pairs=2**14)
     return ("--size", "9x13", "--large", "512x1024")
 
 

@@ -13,11 +13,12 @@ import torch
 
 from .....plan.default_tiles import Tile
 from .....program.expression import Expr, topological
+from .....reductions.kernel_lines import Lines
+from .....reductions.pick import PickLines
 from ...codegen import k_loop, kernel_text, tile_ranges
 from ...codegen import reductions as kinds
 from ...codegen.expressions import Values
 from ...codegen.kernel_spec import WIDEST, Spec
-from ...codegen.reduction import Kind
 from .. import gluon_parts, hopper
 from ..kernel_plan import KernelPlan
 from . import gemm_template
@@ -95,9 +96,9 @@ def _has_folded_numbers(spec: Spec) -> bool:
     return any(e.op == "leaf" and e.feature is None and spec.folds(e) for e in topological(spec.fold.reductions))
 
 
-def _write_epilogue(v: _PairValues, reductions: list[Kind], wide: bool, masked: bool) -> list[str]:
+def _write_epilogue(v: _PairValues, reductions: list[Lines], wide: bool, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
-    picks = [r for r in reductions if isinstance(r, kinds.Pick)]
+    picks = [r for r in reductions if isinstance(r, PickLines)]
     lines = _add_row_layout(kernel_text._turn(v, [r for r in reductions if r not in picks], {}, masked))
     found = gemm_template.fold_strips(lines, wide, masked)
     for pick in picks:
@@ -106,8 +107,8 @@ def _write_epilogue(v: _PairValues, reductions: list[Kind], wide: bool, masked: 
     return found
 
 
-def _find_first_label(v: _PairValues, reductions: list[Kind]) -> list[str]:
-    own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, kinds.Pick)]
+def _find_first_label(v: _PairValues, reductions: list[Lines]) -> list[str]:
+    own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, PickLines)]
     return [f"next_own = {gemm_template.next_label(name, 'begin * FOLDED')}" for name in own]
 
 

@@ -22,13 +22,14 @@ import torch
 from .....plan.default_tiles import Tile
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
+from .....reductions.softmax import SoftmaxLines
 from ...codegen import kernel_text, tile_ranges
 from ...codegen.accumulators import factored
 from ...codegen.dropout import Toss, toss
 from ...codegen.exponents import literal
 from ...codegen.expressions import Values, is_one
 from ...codegen.kernel_spec import Spec
-from ...codegen.reductions import Soft, known, make
+from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
 from ..gluon_parts import GROUP_ROWS, Partitions, Ring, TileOrder, enter_tile, fill, indent, leaf_name
 from ..kernel_plan import KernelPlan
@@ -182,7 +183,7 @@ class _Text:
         v.ringed = _ringed_numbers(spec)
         v.toss = toss(factored(part).weight, spec) if even and spec.over == "cols" else None
         soft = make(0, *spec.fold.scaled[0], v)
-        assert isinstance(soft, Soft)
+        assert isinstance(soft, SoftmaxLines)
         self.soft = soft
         self.n, self.total = soft.name, f"{soft.name}_mean0"
         self.guesses = soft.level

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .....program.expression import Expr
+from .....reductions.softmax import SoftmaxLines
 from ...codegen.exponents import LOG2E, literal
-from ...codegen.reductions import Soft
 
 Coefficient = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 
@@ -41,7 +41,7 @@ _INDICES = ("row_index", "col_index")
 class SoftcapPolynomial:
     """The tanh of a block of pairs times ``inner``, then times ``outer``, which is ``factor`` in the text."""
 
-    soft: Soft
+    soft: SoftmaxLines
     core: Expr
     inner: Coefficient
     outer: Coefficient
@@ -86,7 +86,7 @@ class SoftcapPolynomial:
 class AlibiLine:
     """Logits that are a block of pairs times ``factor``, less a ``rate`` times a distance of indices."""
 
-    soft: Soft
+    soft: SoftmaxLines
     core: Expr
     factor: str
     rate: str  # a name, bound before the loop
@@ -106,7 +106,7 @@ class AlibiLine:
         self.soft.add_weights()
 
 
-def match_softcap(soft: Soft, logit: Expr) -> SoftcapPolynomial | None:
+def match_softcap(soft: SoftmaxLines, logit: Expr) -> SoftcapPolynomial | None:
     """The polynomial of a logit that is a tanh times numbers; None for any other."""
     v = soft.v
     whole, factor, numbers = v._taken_out(logit, positive=True)
@@ -119,10 +119,10 @@ def match_softcap(soft: Soft, logit: Expr) -> SoftcapPolynomial | None:
     return SoftcapPolynomial(soft, core, _coefficient(inner, more), _coefficient(factor * LOG2E, numbers), text)
 
 
-def match_alibi(soft: Soft, logit: Expr) -> AlibiLine | None:
+def match_alibi(soft: SoftmaxLines, logit: Expr) -> AlibiLine | None:
     """The line of a logit that is pairs and a number times a distance, or a difference, of plain indices."""
     v = soft.v
-    whole, factor = soft._scaled(logit)
+    whole, factor = soft.scaled_logit(logit)
     if whole.op not in ("add", "sub") or not all(a.is_pair for a in whole.args):
         return None
     core, fall = whole.args
