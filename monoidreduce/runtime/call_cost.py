@@ -15,7 +15,7 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import matmul, torch_code
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import split_means, walks
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, device_rates
 from ..plan.cost import Cost, Part, Scheduled
@@ -185,17 +185,17 @@ def _sent(noted: Noted, case: Case, mesh: tuple[int, int] | None, ranks: int) ->
 
 
 def of_total(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, maker: panel.Maker
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, maker: panel.StepClass
 ) -> Scheduled | None:
     """The sums of a program's numbers per row with their gradients from the same panels; None where it cannot be."""
     made = gradient_in_forward.planned(outputs, inputs, sizes, maker)
     if made is None:
         return None
-    program = split_means(made.program) if maker.splits else made.program
-    (walk,) = walks(program)
+    program = split_softmax_means(made.program) if maker.splits_softmax_means else made.program
+    (loop,) = split_into_loops(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.bare(s.fold, dtype, sizes) for s in walk.stages]
-    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in walk.products)
+    cases = [planner.bare(s.fold, dtype, sizes) for s in loop.stages]
+    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(joined([count(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
     found = cost.panels(case, work, budget.limit(lambda: matmul.free_memory(sizes.device)))
