@@ -32,7 +32,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
-from monoidreduce.engines.triton.schedules import attention, float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import (
@@ -70,8 +70,8 @@ def h200(again: bool = False) -> Iterator[None]:
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
-        (attention, dict(on=yes, processors=many)),
-        (float32_split, dict(on=yes)),
+        (hopper, dict(runs_warp_specialized=yes)),
+        (float32_split, dict(is_supported=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:

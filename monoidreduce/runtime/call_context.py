@@ -78,7 +78,7 @@ def launch_key() -> tuple | None:
     if schedule.followed.get() is not None or budget.parts() > 1 or not tuner.idle():
         return None
     asked = matmul.asked.get()
-    return asked, budget.asked(), plan_records.generation(), matmul.float32_precision(), triton.overrides()
+    return asked, budget.asked(), plan_records.generation(), matmul.float32_precision(), triton.overriding_plans()
 
 
 # Autocast

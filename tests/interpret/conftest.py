@@ -18,7 +18,8 @@ from monoidreduce.engines.triton.codegen import k_loop, kernel_text
 from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk_rows
 from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
 from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, row_factor, sparse_contraction
-from monoidreduce.engines.triton.schedules import float32_split, pingpong
+from monoidreduce.engines.triton.schedules import float32_split
+from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
@@ -58,7 +59,7 @@ def exact_products(monkeypatch):
         kernel_text.kernel,
         epilogue_kernels.write_kernel,
         epilogue.fuse_epilogue,
-        pingpong.kernel,
+        gemm_fold.write_kernel,
         epilogue.pingpong_epilogue.write_kernel,
     )
     for one in written:

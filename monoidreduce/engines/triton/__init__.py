@@ -38,7 +38,7 @@ from .launch.jit_module import resting
 from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, overrides, use_plan
+from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
     "is_deep",
     "kind",
     "launches_on",
-    "overrides",
+    "overriding_plans",
     "ready",
     "ready_deep",
     "record",
@@ -158,7 +158,13 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (matmul.float32_precision(), budget.asked() is None, overrides(), spec_from_tensors.like.get(), kind(leaves))
+    key += (
+        matmul.float32_precision(),
+        budget.asked() is None,
+        overriding_plans(),
+        spec_from_tensors.like.get(),
+        kind(leaves),
+    )
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:
