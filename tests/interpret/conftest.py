@@ -94,7 +94,7 @@ def by_address(monkeypatch):
     internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
     for kernels in (module._kernels for module in small_ones):
-        monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
+        monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))

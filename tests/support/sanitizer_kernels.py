@@ -15,7 +15,6 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import hopper
@@ -144,7 +143,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
 
 def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    with mock.patch.object(matmul, "contract_into", in_float32):
+    with mock.patch.object(contraction, "contract_into", in_float32):
         for case in CASES[share::shares]:
             print(case.name, flush=True)
             case.run()

@@ -26,7 +26,7 @@ from ...common.evaluate import Form, Room, Sizes, form
 from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
-from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, overriding_plans, shrink, use_plan
 from ..schedules.pingpong import gemm_fold
@@ -244,11 +244,11 @@ class Launch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            arguments += self.edges or [Found(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
+            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
         count = len(self.fold.leaves)  # shifts come after the leaves
         for k in range(len(self.shifts)):
-            arguments.append(Leaf(count + k, True) if self.line is None else Boxed(count + k, self.line))
-        arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
+            arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
+        arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:

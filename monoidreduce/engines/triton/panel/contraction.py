@@ -17,7 +17,7 @@ from torch import Tensor
 from ...common import matmul
 from ..kernels import fold_kernel
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kept
+from ..launch.launch_cache import Again, LaunchCache
 from ..schedules import hopper, spec_from_tensors
 from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
@@ -34,6 +34,13 @@ ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8
 NARROWEST = 768  # features: over 2048 0.97 (1.02), over 1024 0.91 (0.94); 512 1.04 (1.08) and 0.97 (1.01)
 PADDED = 1.05  # features of tiles to those that there are, at most
 _MOST = 1024
+
+
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
+    the kernel of this file where it is faster, else by the vendor's product."""
+    if weights.dtype not in matmul.SIXTEEN or not into(out, weights, vectors, add):
+        matmul.contract_into(out, weights, vectors, add)
 
 
 def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
@@ -93,7 +100,7 @@ class Ready:
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
         self.boxes = [descriptors.template(t, (), block, staged=True) for t, block in forms]
-        self.kept = Kept()
+        self.kept = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)
