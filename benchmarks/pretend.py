@@ -36,7 +36,7 @@ from monoidreduce.engines.triton.schedules import attention, float32_split, spec
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
 from monoidreduce.runtime import dense_or_tiled, forward_replay, gradient_programs, saved_row_gradients
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
 
@@ -103,7 +103,7 @@ class Found:
     largest: tuple[tuple[int, tuple[int, ...], str], ...]  # bytes, shape, type
 
 
-class _Blocks(Alive):
+class _Blocks(LiveMemory):
     """What a GPU's allocator would have handed out."""
 
     def __init__(self, given: list[Tensor]):
@@ -114,7 +114,7 @@ class _Blocks(Alive):
     def size(self, t: Tensor) -> int:
         return -(-super().size(t) // _BLOCK) * _BLOCK
 
-    def grew(self, t: Tensor, size: int) -> None:
+    def on_growth(self, t: Tensor, size: int) -> None:
         self.whose[id(t.untyped_storage())] = (size, tuple(t.shape), str(t.dtype)[6:])
         if self.total == self.peak:
             self.then = tuple(self.whose[k] for k in self.live)

@@ -22,7 +22,7 @@ from .plan.cost import Cost, Part, Scheduled
 from .program.lower import Lowered, lower
 from .program.trace import Traced
 from .runtime import call_cost, registry
-from .runtime.live_memory import Alive
+from .runtime.dry_run import LiveMemory
 from .runtime.registry import stepper
 
 _ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of an engine that was asked for
@@ -66,11 +66,11 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     sizes = subject.sizes
     place = torch.device(device) if device is not None else sizes.device
     sizes = replace(sizes, device=torch.device("cpu") if place.type == "meta" else place)
-    found = call_cost.of_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
+    found = call_cost.estimate_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
     if not subject.backward:
         return found
-    asked = call_cost.asking(subject.inputs)
-    total = call_cost.of_total(subject.traced.outputs, asked, sizes, stepper("auto", sizes.device))
+    asked = call_cost.require_gradients(subject.inputs)
+    total = call_cost.estimate_total(subject.traced.outputs, asked, sizes, stepper("auto", sizes.device))
     return found if total is None else found.having(total)
 
 
@@ -151,7 +151,7 @@ def _sources(runs: Scheduled) -> list[str]:
 def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
     if runs is None or engine != "auto":
         return f"the engine {engine} was asked for"
-    if not found.schedules or not call_cost.matrix(sizes):
+    if not found.schedules or not call_cost.count_matrix_bytes(sizes):
         return "there are no pairs"
     fastest = "predicted to be the fastest" + (f" within the budget of {shown(found.budget)}" if found.budget else "")
     dense = found.get("dense")
@@ -263,7 +263,7 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 def _peak(step: Callable[[], None], given: Sequence[Tensor], device: torch.device) -> int:
     if device.type != "cuda":
-        with Alive(given) as alive:
+        with LiveMemory(given) as alive:
             step()
         return alive.peak
     torch.cuda.reset_peak_memory_stats(device)

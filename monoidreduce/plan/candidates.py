@@ -128,3 +128,20 @@ def _torch(case: Case) -> list[Choice]:
         found.append(Choice("flash", (("tile", (b, r, c)),)))
     own = tiles.choose(case.batch, case.rows, case.cols, case.width)
     return [Choice("flash", (("tile", (own.batch, own.rows, own.cols)),)), *found]
+
+
+def can_run(case: Case, choice: Choice) -> bool:
+    """True if a choice, read from a plan record, can run this case within the budget."""
+    kernels = [t for name, t in choice.tiles if name in ("cols", "rows")]
+    if choice.schedule not in ("flash", "split", "panel") or (choice.schedule == "panel" and not case.panels):
+        return False
+    if (kernels and not case.kernels) or (choice.tile("tile") and case.kernels):
+        return False
+    if not all(_is_power_of_two(n) for t in kernels for n in t[:3]) or not all(t[0] * t[1] <= 2**16 for t in kernels):
+        return False
+    limit = budget.asked()
+    return limit is None or cost.estimate(case, choice).held <= limit
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and not n & (n - 1)

@@ -1,9 +1,10 @@
-"""Plans that won, remembered: in this process, and on disk for the next.
+"""Plan records: tuned plans, kept in this process and on disk for the next.
 
-A record is one small JSON file, named by a digest of its key, so that writers of different plans never meet and writers
-of one plan replace each other's whole file. A record that is truncated, altered, foreign or of another format is no
-record: the plan is then chosen, or tuned, as if it had never been. What a plan says is read by whoever asks
-(``schedule.py``), and checked there again. Needs no torch.
+A :class:`Key` is all that a plan depends on: program, bucket of lengths, types, device, budget, versions. A
+:class:`Record` is a plan with its measurements. On disk a record is one small JSON file, named by a digest of its key,
+so writers of different plans never touch the same file, and writers of one plan replace each other's file as a whole.
+A file that is truncated, altered, foreign or of another format is ignored, and the plan is chosen or tuned as if there
+were none. ``mr.cache`` (``cache.py``) is the user's view of this store.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
+import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._version import __version__
-from . import disk
+from ..errors import ArgumentError
+from ..program.digest import lasts
+from . import budget, disk
+from .schedule import Choice
 
 FORMAT = 1
 FOLDER = "plans"
 _MOST = 4096  # records kept in memory
-_DEEPEST = 8  # levels of a plan's JSON
+_DEEPEST = 8  # levels of nesting in a plan's JSON
 _lock = threading.Lock()
 _known: dict[Key, Record | None] = {}
 _generation = 0
@@ -32,7 +40,7 @@ _generation = 0
 
 @dataclass(frozen=True)
 class Key:
-    """All that a plan may depend on.
+    """All that a tuned plan depends on.
 
     >>> import monoidreduce as mr
     >>> key = mr.cache.Key(program="a digest", shape="64 x 64", types="float32", device="cpu", budget="")
@@ -57,7 +65,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Record:
-    """A plan as plain data, and what was measured when it won.
+    """A tuned plan as plain data, and what was measured for it.
 
     >>> import monoidreduce as mr
     >>> key = mr.cache.Key(program="a digest", shape="64 x 64", types="float32", device="cpu", budget="")
@@ -77,7 +85,7 @@ class Record:
 
     @staticmethod
     def from_json(found: Any) -> Record | None:
-        """The record in JSON that may hold anything; None where it is none."""
+        """The record in parsed JSON; None if it is not a valid record."""
         if not isinstance(found, dict) or set(found) != {"format", "key", "plan", "measured", "sum"}:
             return None
         key, names = found["key"], {f.name for f in fields(Key)}
@@ -92,7 +100,7 @@ class Record:
 
 
 def bucket(length: int) -> int:
-    """The power of two that lengths up to it, and above its half, share a plan with.
+    """The next power of two: lengths above its half and up to it share a plan.
 
     >>> bucket(1000), bucket(1024), bucket(1025)
     (1024, 1024, 2048)
@@ -102,7 +110,7 @@ def bucket(length: int) -> int:
 
 @functools.cache
 def installed() -> str:
-    """Ours, torch's and Triton's: another compiler, another plan."""
+    """The installed versions of monoidreduce, torch and Triton."""
     found = [f"monoidreduce {__version__}"]
     for name in ("torch", "triton"):
         try:
@@ -112,8 +120,40 @@ def installed() -> str:
     return ", ".join(found)
 
 
+def make_key(
+    program: str,
+    kind: str,
+    lengths: Iterable[int],
+    letters: Iterable[tuple[str, int]],
+    types: str,
+    device: torch.device,
+) -> Key:
+    """The key of a tuned plan under the budget in force.
+
+    ``program``: a digest; ``kind``: ``"call "`` for a whole call, ``""`` for a fold; ``lengths``: batch, rows and
+    columns, rounded up to powers of two so that a new length seldom needs tuning; ``letters``: feature sizes, exact.
+    """
+    shape = " × ".join(str(bucket(n)) for n in lengths)
+    features = ", ".join(f"{letter}={size}" for letter, size in letters)
+    return Key(program, f"{kind}{shape}; {features}", types, device_name(device), str(budget.asked() or ""))
+
+
+def recall_choice(key: Key) -> Choice | None:
+    """The tuned choice of a key; None without one, or if its plan is not a valid choice."""
+    record = recall(key)
+    try:
+        return None if record is None else Choice.from_dict(record.plan)
+    except ArgumentError:
+        return None
+
+
+def remember_choice(key: Key, choice: Choice, measured: Mapping[str, Any]) -> bool:
+    """Store a tuned choice. True if the next process will find it: not if a user's own class is part of the program."""
+    return remember(Record(key, choice.as_dict(), measured), lasting=lasts(key.program))
+
+
 def recall(key: Key) -> Record | None:
-    """The record of a key. A look into the disk for a key that is new to this process, else into memory."""
+    """The record of a key, or None. Reads the disk once per key and process."""
     if key in _known:
         return _known[key]
     place = disk.folder(FOLDER)
@@ -122,7 +162,7 @@ def recall(key: Key) -> Record | None:
 
 
 def remember(record: Record, lasting: bool = True) -> bool:
-    """Keep a record, in place of what its key had, on disk if it is ``lasting``; whether the next process finds it."""
+    """Store a record in place of the old one; on disk too if ``lasting``. True if the next process will find it."""
     global _generation
     _hold(record.key, record)
     with _lock:
@@ -132,7 +172,7 @@ def remember(record: Record, lasting: bool = True) -> bool:
 
 
 def load(path: Path) -> Record | None:
-    """The record in a file, if it is one of ours."""
+    """The record in a file; None, with a warning, if the file holds none."""
     data = disk.read(path)
     if data is None:
         return None
@@ -144,7 +184,7 @@ def load(path: Path) -> Record | None:
 
 
 def parsed(data: bytes) -> Any:
-    """JSON, or None where it is none."""
+    """Parse JSON; None if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -152,14 +192,14 @@ def parsed(data: bytes) -> Any:
 
 
 def records() -> list[Record]:
-    """Everything on disk that is a record."""
+    """All valid records on disk."""
     place = disk.folder(FOLDER)
     found = [] if place is None else [load(path) for path in disk.files(place, ".json")]
     return [r for r in found if r is not None]
 
 
 def forget() -> None:
-    """Forget what is in memory; the disk is asked again."""
+    """Drop the records in memory; they are read from disk again."""
     global _generation
     with _lock:
         _known.clear()
@@ -167,7 +207,7 @@ def forget() -> None:
 
 
 def generation() -> int:
-    """A number that moves whenever a plan may have changed: whoever keeps plans asks it."""
+    """A number that grows whenever a record may have changed; part of the key of every cache of plans."""
     return _generation
 
 
@@ -180,7 +220,7 @@ def _hold(key: Key, record: Record | None) -> Record | None:
 
 
 def text(value: Any) -> str:
-    """JSON of one form for equal values."""
+    """Canonical JSON: equal values give equal text."""
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
@@ -189,7 +229,7 @@ def _sum(body: Mapping[str, Any]) -> str:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether a value is of JSON's own kinds, finite, and not nested beyond reason."""
+    """True if a value is of JSON's types, finite, and nested at most ``depth`` levels."""
     if isinstance(value, float):
         return value - value == 0
     if value is None or isinstance(value, bool | int | str):
@@ -197,3 +237,33 @@ def _is_plain(value: Any, depth: int) -> bool:
     if depth and isinstance(value, list | dict):
         return all(_is_plain(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
     return False
+
+
+# Device names -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _gpu_name(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} processors"
+
+
+@functools.cache
+def _cpu_name() -> str:
+    said: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            said.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    names = [said[n] for n in ("model name", "CPU implementer", "CPU part") if n in said]
+    return " ".join([platform.machine(), *(names or [platform.processor()])])
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a device, and on a CPU the number of threads: measurements hold for all devices of that name."""
+    interpreted = ", interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    if device.type == "cuda":
+        return _gpu_name(device)
+    return f"{_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"

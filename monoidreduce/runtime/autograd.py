@@ -35,7 +35,7 @@ from .one_sided_function import ARITHMETIC, Arithmetic
 from .registry import FOLDERS
 from .replay_steps import Steps
 
-REHEARSAL = "rehearsal"  # the engine that computes nothing (``dry_run.py``): it is watched, but not traced
+DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) 
 
 def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
     """The same, step by step; so is what stands for a call whose steps would be launches."""
-    gathered = alike or (engine == REHEARSAL and matmul.rehearsed.get() is not None)
+    gathered = alike or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
     folder, run = Walk(engine, alike), script(program, numbers, gathered).run
     return lambda sizes, *values: run(sizes, folder, *values)
 
 
 def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if context.engine != REHEARSAL and not plain(leaves):
+    if context.engine != DRY_RUN and not plain(leaves):
         return _Traced.apply(context, *leaves)
     if torch.is_grad_enabled() and asks(leaves):
         return _Straight.apply(context, *leaves)

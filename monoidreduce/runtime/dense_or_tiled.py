@@ -1,7 +1,7 @@
 """Which road a call takes under the engine ``auto``: by passes over the pairs, or whole where that is small and faster.
 
 Decided once for a call's shapes, types and budget. Never silently: a matrix of pairs is built only up to a fixed size
-(``costs.DENSE``), or up to the budget that was given, and ``op.explain`` says so.
+(``costs.DENSE_LIMIT``), or up to the budget that was given, and ``op.explain`` says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..engines import dense, triton
-from ..engines.auto import tuned_plans
+from ..engines.auto import planner
 from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
 from ..plan import budget, plan_records, schedule
@@ -72,8 +72,8 @@ def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
     a fold is one launch there, the dense form many, and at these sizes launches are what is waited for."""
     if triton.launches_on(sizes.device):
         return False
-    size = call_cost.matrix(sizes)
-    return 0 < size <= (budget.asked() or call_cost.DENSE) and budget.parts() == 1 and dense.has_form(program)
+    size = call_cost.count_matrix_bytes(sizes)
+    return 0 < size <= (budget.asked() or call_cost.DENSE_LIMIT) and budget.parts() == 1 and dense.has_form(program)
 
 
 def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
@@ -83,10 +83,10 @@ def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward
         return told is not None and told.schedule == "dense" and dense.has_form(program)
     if not may_be_dense(program, sizes):
         return False
-    tuned = tuned_plans.found(tuned_plans.key_of_call(program, inputs.values(), sizes, backward))
+    tuned = plan_records.recall_choice(planner.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense"
-    found = call_cost.of_program(program, inputs, sizes, backward, closely=False)
+    found = call_cost.estimate_program(program, inputs, sizes, backward, closely=False)
     return found.chosen.schedule == "dense"
 
 

@@ -2,7 +2,7 @@
 
 A :class:`Session` tries one fold's candidates, one at a time: ahead of time, all in a row (``op.tune``), or in the
 background, one in every call (``mr.use(tune=True)``), whose own result always is the safe plan's meanwhile. The winner
-is remembered (``tuned_plans.py``) for all lengths of its bucket, and in the next process.
+is remembered (``plan/plan_records.py``) for all lengths of its bucket, and in the next process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..engines.auto import planner, tuned_plans
+from ..engines.auto import planner
 from ..engines.common import matmul, oom_retry
 from ..engines.common.evaluate import Sizes
 from ..engines.triton.launch import jit_module
@@ -102,7 +102,7 @@ class Session:
 
     def __init__(self, case: Case, device: torch.device):
         self.case, self.device = case, device
-        self.key = tuned_plans.key_of(case, device)
+        self.key = planner.fold_key(case, device)
         self.safe = self.best = candidates.default(case)
         self.times: dict[Choice, float] = {}
         self.trials: list[Trial] = []
@@ -201,7 +201,7 @@ class Session:
         winner = winner if times[winner] < GAIN * safe else self.safe
         mine = times[winner]
         measured = {"seconds": mine, "safe": safe, "tried": len(self.trials)}
-        lasting = tuned_plans.keep(self.key, winner, measured)
+        lasting = plan_records.remember_choice(self.key, winner, measured)
         kinds = ", ".join(f"{r.attrs[0]} over {r.attrs[1]}" for r in fold.reductions)
         shape = f"{sizes.rows} × {sizes.cols}" + (f" × {tuple(sizes.batch)}" if sizes.batch else "")
         return Tuned(self.key, f"{kinds}, {shape}", self.safe, winner, mine, safe, tuple(self.trials), lasting)
@@ -219,7 +219,7 @@ class Session:
 def _in_passing(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
     """Run a fold, and try one candidate for it; nothing is tried twice at once, nor while a graph is captured."""
     case = planner.case_of(fold, leaves, sizes)
-    key = tuned_plans.key_of(case, sizes.device)
+    key = planner.fold_key(case, sizes.device)
     captured = sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _lock:
         session = _sessions.get(key)
@@ -325,8 +325,8 @@ def cross(road: Road, given: tuple[Any, ...], asks: bool) -> Tuned | None:
     safe, *others = (min(column) for column in zip(*turns, strict=True))
     winner = dense if others and others[0] < GAIN * safe else passes
     best = others[0] if winner is dense else safe
-    key = tuned_plans.key_of_call(road.program, own, road.sizes, asks)
-    lasting = tuned_plans.keep(key, winner, {"seconds": best, "safe": safe, "tried": 1})
+    key = planner.call_key(road.program, own, road.sizes, asks)
+    lasting = plan_records.remember_choice(key, winner, {"seconds": best, "safe": safe, "tried": 1})
     trials = (Trial(dense, others[0] if others else None, refused),)
     shape = f"{road.sizes.rows} × {road.sizes.cols}"
     return Tuned(key, f"the call, {shape}", passes, winner, best, safe, trials, lasting)

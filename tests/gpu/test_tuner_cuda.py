@@ -10,7 +10,7 @@ import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, autotune, explain
 from monoidreduce.engines import triton
-from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.auto import planner
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import candidates, plan_records, tiles
@@ -56,7 +56,7 @@ def test_winners_are_right_and_found_again():
     met = autotune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        assert tuned_plans.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
+        assert planner.find_tuned(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])

@@ -15,9 +15,8 @@ from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module, launch_cache
 from monoidreduce.engines.triton.schedules import spec_from_tensors
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import kernel_memory_estimate
-from monoidreduce.runtime.dry_run import Noted
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime import memory_estimate
+from monoidreduce.runtime.dry_run import FoldCall, LiveMemory
 from monoidreduce.tuning import trial
 from tests.support.wrong_kernels import CHANGES, GUESSED, wrong
 
@@ -115,8 +114,8 @@ def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
         folds = autotune.recorded(op, args, {}, backward=True).folds
     assert len(folds) == 2
     for fold, leaves, sizes in folds:
-        noted = Noted(fold, tuple(leaves), sizes, True, 0)
-        with torch.no_grad(), Alive([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
+        call = FoldCall(fold, tuple(leaves), sizes, True, 0)
+        with torch.no_grad(), LiveMemory([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
             found = perform(cut, fold, leaves, sizes)
-        predicted = kernel_memory_estimate.peak(noted, cut)
+        predicted = memory_estimate.estimate_gpu_peak(call, cut)
         assert found and predicted == pytest.approx(alive.peak, rel=0.05)

@@ -20,7 +20,7 @@ from monoidreduce.engines import triton
 from monoidreduce.engines.common import unchanged_tensors
 from monoidreduce.engines.triton.panel import contraction, panel_replay
 from monoidreduce.runtime import torch_operator
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 
 B, S = torch.bfloat16, torch.float32
 
@@ -162,14 +162,14 @@ def again():
     assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
 
 
-class Staying(Alive):
+class Staying(LiveMemory):
     """Storages that were made inside the block by this thread, and still have memory."""
 
     def __init__(self, given):
         super().__init__(given)
         self.made = []
 
-    def grew(self, t, size):
+    def on_growth(self, t, size):
         self.made.append(weakref.ref(t.untyped_storage()))
 
     def bytes(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,13 @@ from ...plan.op_counts import Case
 from ...plan.schedule import Choice
 from ...program.digest import digest
 from ...program.expression import Expr, index, size
-from ...program.lower import Fold
+from ...program.lower import Fold, Lowered
 from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
 from ..eager import tile_memory, tile_walk
 from ..panel.panel_program import as_program, split_means, walks
 from ..triton.kernels import topk
-from . import tuned_plans
 
 _CHOSEN: dict[tuple, tuple[Fold, Choice, Choice]] = {}  # as it is said, and as it is done
 _MOST = 4096
@@ -55,7 +54,7 @@ def _chosen(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Choice, Ch
     found = _CHOSEN.get(key)
     if found is None:
         case = case_of(fold, leaves, sizes)
-        best = candidates.choose(case, functools.partial(tuned_plans.recalled, device=sizes.device))
+        best = candidates.choose(case, functools.partial(find_tuned, device=sizes.device))
         usual = case.kernels and best.tiles == case.defaults
         found = _CHOSEN[key] = fold, best, replace(best, tiles=()) if usual else best
         while len(_CHOSEN) > _MOST:
@@ -117,7 +116,33 @@ def _maker(device: torch.device) -> panel.Maker:
     return triton.KernelStep if _by_kernels(device) else panel.TorchStep
 
 
-# What a choice depends on
+# Tuned plans --------------------------------------------------------------------------------------------------
+
+
+def fold_key(case: Case, device: torch.device) -> plan_records.Key:
+    """What a tuned plan of a fold depends on."""
+    types = f"{case.dtype}, arithmetic of {case.wide} bytes, {matmul.float32_precision()}"
+    lengths = (case.batch, case.rows, case.cols)
+    return plan_records.make_key(case.name, "", lengths, case.letters, types, device)
+
+
+def call_key(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: bool) -> plan_records.Key:
+    """What the tuned choice of a whole call, dense or tiled, depends on."""
+    kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
+    gradients = "with" if backward else "without"
+    types = f"{', '.join(kinds)}, {gradients} gradients, {matmul.float32_precision()}"
+    lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
+    name = digest(Fold((), program.outputs))
+    return plan_records.make_key(name, "call ", lengths, sorted(sizes.letters.items()), types, sizes.device)
+
+
+def find_tuned(case: Case, device: torch.device) -> Choice | None:
+    """The tuned choice for a case; None without one, or if it cannot run here."""
+    choice = plan_records.recall_choice(fold_key(case, device))
+    return choice if choice is not None and candidates.can_run(case, choice) else None
+
+
+# What a choice depends on -------------------------------------------------------------------------------------
 
 
 def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:

@@ -11,21 +11,21 @@ import monoidreduce as mr
 from monoidreduce.plan import candidates, communication, cost, device_rates
 from monoidreduce.plan.op_counts import count, directions
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support.comparison import flatten, is_float
 from tests.support.layers import BY_NAME
 
 _FREE = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "unbind", "empty")
 
 
-class Counter(Alive):
+class Counter(LiveMemory):
     """Counts what a run does: floating operations of products, bytes that operations read and write."""
 
     def __init__(self, given=()):
         super().__init__([t for t in given if isinstance(t, torch.Tensor)])
         self.flops = self.bytes = 0
 
-    def noted(self, func, args, kwargs, result):
+    def on_operation(self, func, args, kwargs, result):
         name = func.__name__
         if name.startswith(_FREE) or name.split(".")[0] in ("t", "unsqueeze"):
             return
@@ -225,7 +225,7 @@ def test_the_papers_count_of_a_perceptron():
 
 def test_nothing_is_allocated_for_what_would_not_fit():
     q = meta(10**7, 64)
-    with Alive() as alive:
+    with LiveMemory() as alive:
         found = attention.cost(q, q, q)
     assert found["dense"].held == 4 * 10**14
     assert alive.peak < 2e6

@@ -9,13 +9,13 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines import dense as whole
-from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.plan import candidates, device_rates
 from monoidreduce.plan.op_counts import directions
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost, dense_or_tiled
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 from tests.support.layers import BY_NAME, DIFFERENTIABLE, ZOO
 
@@ -67,7 +67,7 @@ def qkv(M, N, d=16, **options):
 def largest(function):
     """Bytes of the largest storage that a call makes."""
 
-    class Largest(Alive):
+    class Largest(LiveMemory):
         most = 0
 
         def size(self, t):
@@ -100,7 +100,7 @@ def test_an_engine_that_was_asked_for_never_runs_dense(engine):
 
 
 def test_nothing_larger_than_the_limit_is_built_without_a_budget():
-    side = int((call_cost.DENSE / 4) ** 0.5) + 40
+    side = int((call_cost.DENSE_LIMIT / 4) ** 0.5) + 40
     args = qkv(side, side, requires_grad=True)
     assert attention.explain(*args).as_dict()["runs"] != "dense"
     most = largest(lambda: torch.autograd.grad(attention(*args).sum(), args))
@@ -233,7 +233,7 @@ def test_every_candidate_of_a_gpu_can_be_kept_and_found_again(rows):
             assert len(set(found)) == len(found) > 4 and candidates.default(part.case) in found
             for choice in found:
                 assert Choice.from_dict(json.loads(json.dumps(choice.as_dict()))) == choice
-                assert tuned_plans.fits(part.case, choice)
+                assert candidates.can_run(part.case, choice)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 20000])

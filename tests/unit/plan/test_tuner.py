@@ -9,7 +9,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
@@ -31,7 +31,7 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_ENGINE", "auto")
     monkeypatch.setattr(disk, "_told", type(disk._told)())
     monkeypatch.setattr(tuner, "_sessions", {})
-    monkeypatch.setattr(call_cost, "DENSE", 0)  # small calls too go by passes
+    monkeypatch.setattr(call_cost, "DENSE_LIMIT", 0)  # small calls too go by passes
     plan_records.forget()
     yield
     plan_records.forget()
@@ -106,10 +106,10 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     assert planner.chosen(*call) == other
     assert planner.chosen(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
     longer = fold_of(attention, *drawn(4 * SHAPE[0], SHAPE[1]))
-    assert tuned_plans.recalled(planner.case_of(*longer), call[2].device) is None  # another bucket
+    assert planner.find_tuned(planner.case_of(*longer), call[2].device) is None  # another bucket
     assert found.folds[0].key in [r.key for r in mr.cache.plans()]
     with mr.budget("10MB"):
-        assert tuned_plans.recalled(planner.case_of(*call), call[2].device) is None  # tuned without it
+        assert planner.find_tuned(planner.case_of(*call), call[2].device) is None  # tuned without it
 
 
 def test_tuning_a_layer_refuses_no_honest_plan():
@@ -152,7 +152,7 @@ def test_a_budget_bounds_the_candidates():
     with mr.budget("2MB"):
         (found,) = attention.tune(q, k, v, backward=False, quiet=True).folds
         case = planner.case_of(*fold_of(attention, q, k, v))
-        assert found.trials and all(tuned_plans.fits(case, t.choice) for t in found.trials)
+        assert found.trials and all(candidates.can_run(case, t.choice) for t in found.trials)
     assert found.key.budget == "2000000"
 
 
@@ -190,8 +190,8 @@ def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
     case = planner.case_of(*call)
-    plan_records.remember(plan_records.Record(tuned_plans.key_of(case, call[2].device), RECORDS[name]))
-    assert tuned_plans.recalled(case, call[2].device) is None
+    plan_records.remember(plan_records.Record(planner.fold_key(case, call[2].device), RECORDS[name]))
+    assert planner.find_tuned(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
 
@@ -497,7 +497,7 @@ def test_many_threads_tune_at_once():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(call_cost, "DENSE", 2**20)
+    monkeypatch.setattr(call_cost, "DENSE_LIMIT", 2**20)
 
 
 def road_of(*args):
@@ -529,7 +529,7 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
     y = attention(*drawn(SHAPE[0] - 3, SHAPE[1] - 1))
     assert bool(ran) == (slow == "passes") and y.shape == (SHAPE[0] - 3, 8)
     plan_records.forget()
-    assert tuned_plans.found(found.key) == found.winner
+    assert plan_records.recall_choice(found.key) == found.winner
 
 
 def test_a_wrong_dense_form_never_wins(small, monkeypatch):
@@ -540,4 +540,4 @@ def test_a_wrong_dense_form_never_wins(small, monkeypatch):
 
 
 def test_a_call_too_large_to_be_whole_is_not_tried_so():
-    assert tuner.cross(*road_of(*drawn())) is None  # DENSE is 0 here
+    assert tuner.cross(*road_of(*drawn())) is None  # DENSE_LIMIT is 0 here
