@@ -48,18 +48,18 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.bare, saved_row_gradients.form, descriptors.line
+    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.line
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
-        (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
+        (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(on=yes)),
         (gradient_programs, dict(straight=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
-        (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
+        (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
         (forward_replay, dict(straight=yes)),
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),

@@ -4,7 +4,7 @@ A :class:`Key` is all that a plan depends on: program, bucket of lengths, types,
 :class:`Record` is a plan with its measurements. On disk a record is one small JSON file, named by a digest of its key,
 so writers of different plans never touch the same file, and writers of one plan replace each other's file as a whole.
 A file that is truncated, altered, foreign or of another format is ignored, and the plan is chosen or tuned as if there
-were none. ``mr.cache`` (``cache.py``) is the user's view of this store.
+were none. ``mr.cache`` (``cache.py``) is the user's view of this store. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import platform
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .._version import __version__
 from ..errors import ArgumentError
-from ..program.digest import lasts
 from . import budget, disk
 from .schedule import Choice
 
@@ -56,11 +51,11 @@ class Key:
     versions: str = ""  # of the libraries; those installed, if left out
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", self.versions or installed())
+        object.__setattr__(self, "versions", self.versions or installed_versions())
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(text(asdict(self)).encode()).hexdigest()[:32]
+        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """As plain data, with a checksum."""
         body = {"format": FORMAT, "key": asdict(self.key), "plan": dict(self.plan), "measured": dict(self.measured)}
-        return {**body, "sum": _sum(body)}
+        return {**body, "sum": _checksum(body)}
 
     @staticmethod
     def from_json(found: Any) -> Record | None:
@@ -96,7 +91,7 @@ class Record:
         if not all(isinstance(found[n], dict) and _is_plain(found[n], _DEEPEST) for n in ("plan", "measured")):
             return None
         body = {name: value for name, value in found.items() if name != "sum"}
-        return Record(Key(**key), found["plan"], found["measured"]) if found["sum"] == _sum(body) else None
+        return Record(Key(**key), found["plan"], found["measured"]) if found["sum"] == _checksum(body) else None
 
 
 def bucket(length: int) -> int:
@@ -109,7 +104,7 @@ def bucket(length: int) -> int:
 
 
 @functools.cache
-def installed() -> str:
+def installed_versions() -> str:
     """The installed versions of monoidreduce, torch and Triton."""
     found = [f"monoidreduce {__version__}"]
     for name in ("torch", "triton"):
@@ -126,7 +121,7 @@ def make_key(
     lengths: Iterable[int],
     letters: Iterable[tuple[str, int]],
     types: str,
-    device: torch.device,
+    device: str,
 ) -> Key:
     """The key of a tuned plan under the budget in force.
 
@@ -135,7 +130,7 @@ def make_key(
     """
     shape = " × ".join(str(bucket(n)) for n in lengths)
     features = ", ".join(f"{letter}={size}" for letter, size in letters)
-    return Key(program, f"{kind}{shape}; {features}", types, device_name(device), str(budget.asked() or ""))
+    return Key(program, f"{kind}{shape}; {features}", types, device, str(budget.requested() or ""))
 
 
 def recall_choice(key: Key) -> Choice | None:
@@ -147,43 +142,45 @@ def recall_choice(key: Key) -> Choice | None:
         return None
 
 
-def remember_choice(key: Key, choice: Choice, measured: Mapping[str, Any]) -> bool:
-    """Store a tuned choice. True if the next process will find it: not if a user's own class is part of the program."""
-    return remember(Record(key, choice.as_dict(), measured), lasting=lasts(key.program))
+def remember_choice(key: Key, choice: Choice, measured: Mapping[str, Any], lasting: bool) -> bool:
+    """Store a tuned choice; on disk too if ``lasting``. True if the next process will find it."""
+    return remember(Record(key, choice.as_dict(), measured), lasting)
 
 
 def recall(key: Key) -> Record | None:
     """The record of a key, or None. Reads the disk once per key and process."""
     if key in _known:
         return _known[key]
-    place = disk.folder(FOLDER)
-    found = None if place is None else load(place / f"{key.digest}.json")
-    return _hold(key, found if found is not None and found.key == key else None)
+    place = disk.open_folder(FOLDER)
+    found = None if place is None else load_record(place / f"{key.digest}.json")
+    return _keep_in_memory(key, found if found is not None and found.key == key else None)
 
 
 def remember(record: Record, lasting: bool = True) -> bool:
     """Store a record in place of the old one; on disk too if ``lasting``. True if the next process will find it."""
     global _generation
-    _hold(record.key, record)
+    _keep_in_memory(record.key, record)
     with _lock:
         _generation += 1
-    place = disk.folder(FOLDER) if lasting else None
-    return place is not None and disk.write(place / f"{record.key.digest}.json", text(record.to_json()).encode())
+    place = disk.open_folder(FOLDER) if lasting else None
+    return place is not None and disk.write(
+        place / f"{record.key.digest}.json", canonical_json(record.to_json()).encode()
+    )
 
 
-def load(path: Path) -> Record | None:
+def load_record(path: Path) -> Record | None:
     """The record in a file; None, with a warning, if the file holds none."""
     data = disk.read(path)
     if data is None:
         return None
-    found = parsed(data)
+    found = parse_json(data)
     record = Record.from_json(found)
     if record is None:
-        disk.complain(f"{path} holds no plan of this library")
+        disk.warn_once(f"{path} holds no plan of this library")
     return record
 
 
-def parsed(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse JSON; None if it is not JSON."""
     try:
         return json.loads(data)
@@ -191,10 +188,10 @@ def parsed(data: bytes) -> Any:
         return None
 
 
-def records() -> list[Record]:
+def list_records() -> list[Record]:
     """All valid records on disk."""
-    place = disk.folder(FOLDER)
-    found = [] if place is None else [load(path) for path in disk.files(place, ".json")]
+    place = disk.open_folder(FOLDER)
+    found = [] if place is None else [load_record(path) for path in disk.list_files(place, ".json")]
     return [r for r in found if r is not None]
 
 
@@ -211,7 +208,7 @@ def generation() -> int:
     return _generation
 
 
-def _hold(key: Key, record: Record | None) -> Record | None:
+def _keep_in_memory(key: Key, record: Record | None) -> Record | None:
     with _lock:
         while len(_known) >= _MOST:
             del _known[next(iter(_known))]
@@ -219,13 +216,13 @@ def _hold(key: Key, record: Record | None) -> Record | None:
     return record
 
 
-def text(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """Canonical JSON: equal values give equal text."""
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
-def _sum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(text(body).encode()).hexdigest()[:16]
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(body).encode()).hexdigest()[:16]
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -237,33 +234,3 @@ def _is_plain(value: Any, depth: int) -> bool:
     if depth and isinstance(value, list | dict):
         return all(_is_plain(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
     return False
-
-
-# Device names -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _gpu_name(device: torch.device) -> str:
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name}, {found.major}.{found.minor}, {found.multi_processor_count} processors"
-
-
-@functools.cache
-def _cpu_name() -> str:
-    said: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            said.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    names = [said[n] for n in ("model name", "CPU implementer", "CPU part") if n in said]
-    return " ".join([platform.machine(), *(names or [platform.processor()])])
-
-
-def device_name(device: torch.device) -> str:
-    """The model of a device, and on a CPU the number of threads: measurements hold for all devices of that name."""
-    interpreted = ", interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-    if device.type == "cuda":
-        return _gpu_name(device)
-    return f"{_cpu_name() if device.type == 'cpu' else device.type}, {torch.get_num_threads()} threads{interpreted}"

@@ -28,7 +28,7 @@ from ..engines.panel.panel_program import split_means, walks
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, device_rates
 from ..plan.cost import Cost, Part, Scheduled
-from ..plan.op_counts import Case, count, joined
+from ..plan.op_counts import Case, add_work, count_work
 from ..plan.schedule import Choice
 from ..program.expression import Expr, topological
 from ..program.lower import Fold, Lowered
@@ -56,9 +56,9 @@ def estimate_program(
     which takes longer than choosing a schedule does.
     """
     inputs = require_gradients(inputs) if backward else inputs
-    rates = device_rates.of(sizes.device)
+    rates = device_rates.get_rates(sizes.device)
     passes = dry_run_passes(program, inputs, sizes, backward)
-    cases = [planner.case_of(n.fold, n.leaves, n.sizes) for n in passes.folds]
+    cases = [planner.make_case(n.fold, n.leaves, n.sizes) for n in passes.folds]
     found = [
         _estimate_schedule(name, own, passes, cases, rates, closely) for name, own in _list_schedules(cases).items()
     ]
@@ -68,7 +68,7 @@ def estimate_program(
     if ranks > 1 and found:
         found += _estimate_over_ranks(found[0], passes, ranks, rates)
     most = None if triton.launches_on(sizes.device) else DENSE_LIMIT
-    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.asked(), most, backward)
+    return Cost(tuple(sorted(found, key=lambda s: s.seconds)), rates, budget.requested(), most, backward)
 
 
 def require_gradients(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,7 +88,9 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return autograd.walk(autograd.DRY_RUN, program, numbers, False)(here, *(given[n] for n in names))
 
-    return dry_run(call, inputs, sizes, device_rates.of(sizes.device), _find_largest_k(program), backward=backward)
+    return dry_run(
+        call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
+    )
 
 
 def _find_largest_k(program: Lowered) -> int:
@@ -111,7 +113,9 @@ def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
         return made.run(here, *(given[n] for n in made.inputs))
 
     try:
-        found = dry_run(call, inputs, sizes, device_rates.of(sizes.device), _find_largest_k(program), backward=backward)
+        found = dry_run(
+            call, inputs, sizes, device_rates.get_rates(sizes.device), _find_largest_k(program), backward=backward
+        )
     except (MonoidReduceError, NotImplementedError):  # it reads a number's value, or has no gradient
         return None
     return Scheduled("dense", found.flops, found.bytes, found.seconds, count_matrix_bytes(sizes), found.peak, ())
@@ -121,7 +125,7 @@ def _list_schedules(cases: list[Case]) -> dict[str, list[Choice]]:
     """By schedule, a choice for every fold: its best of that schedule, or its best of all if it has none of that name.
 
     What would run, each fold's best of all, stands under the last schedule of ``_NAMES`` among its choices."""
-    own, ranked = [candidates.choose(case) for case in cases], [candidates.offered(case) for case in cases]
+    own, ranked = [candidates.choose(case) for case in cases], [candidates.rank_untuned(case) for case in cases]
     found: dict[str, list[Choice]] = {}
     for name in _NAMES if cases else _NAMES[:1]:
         mine = [next((c for c in each if c.schedule == name), None) for each in ranked]
@@ -136,7 +140,7 @@ def _estimate_schedule(
     choices: list[Choice],
     passes: DryRun,
     cases: list[Case],
-    rates: device_rates.Ceilings,
+    rates: device_rates.DeviceRates,
     closely: bool,
 ) -> Scheduled:
     """The cost of the call with every fold run by its choice."""
@@ -164,7 +168,9 @@ def _estimate_memory(fold: FoldCall, choice: Choice, otherwise: int) -> int:
 # Over ranks
 
 
-def _estimate_over_ranks(base: Scheduled, passes: DryRun, ranks: int, rates: device_rates.Ceilings) -> list[Scheduled]:
+def _estimate_over_ranks(
+    base: Scheduled, passes: DryRun, ranks: int, rates: device_rates.DeviceRates
+) -> list[Scheduled]:
     """Rows over the ranks, columns over the ranks, or both over one group (a ring): equations 3 and 7 with N workers,
 
     seconds = seconds of one device / ranks + bytes sent / link rate + one launch per fold and rank"""
@@ -186,9 +192,9 @@ def _count_sent(fold: Fold, case: Case, mesh: tuple[int, int] | None, ranks: int
     """Bytes that one rank sends for a fold."""
     totals = (case.rows, case.cols)
     if mesh is not None:
-        return communication.sent(fold, case.of, case.wide, totals, mesh, case.batch)
-    reads = {side: width * case.batch for side, width in count(case).reads.items()}
-    return communication.sent_in_a_grid(fold, case.of, reads, case.wide, totals, ranks, batch=case.batch)
+        return communication.count_sent(fold, case.of, case.wide, totals, mesh, case.batch)
+    reads = {side: width * case.batch for side, width in count_work(case).reads.items()}
+    return communication.count_sent_in_grid(fold, case.of, reads, case.wide, totals, ranks, batch=case.batch)
 
 
 # The gradient in the forward
@@ -204,9 +210,9 @@ def estimate_total(
     program = split_means(made.program) if maker.splits else made.program
     (walk,) = walks(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.bare(s.fold, dtype, sizes) for s in walk.stages]
+    cases = [planner.case_without_leaves(s.fold, dtype, sizes) for s in walk.stages]
     products = sum(2 * sizes.of(str(f.args[0].feature)) for f in walk.products)
-    work = replace(joined([count(c) for c in cases]), products=products)
+    work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
-    found = cost.panels(case, work, budget.limit(lambda: matmul.free_memory(sizes.device)))
+    found = cost.estimate_panels(case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device)))
     return Scheduled("total", found.flops, found.bytes, found.seconds, found.held, found.peak)

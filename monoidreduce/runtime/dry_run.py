@@ -32,7 +32,7 @@ from ..engines import triton
 from ..engines.common import matmul, tile_counter
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.saved_tensors import private_graphs
-from ..plan.device_rates import Ceilings
+from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import PLAIN, SPECIAL
 from ..program.lower import Fold
 from . import registry, torch_operator
@@ -308,7 +308,7 @@ def dry_run(
     call: Callable[..., Sequence[Any]],
     inputs: Mapping[str, Any],
     sizes: Sizes,
-    rates: Ceilings,
+    rates: DeviceRates,
     most: int = 0,
     *,
     backward: bool,
@@ -340,7 +340,7 @@ def dry_run(
 class _CallCounter(ScaledMemory):
     """Adds up every operator inside the block, at the real lengths; lists folds instead of running them."""
 
-    def __init__(self, sizes: Sizes, scale: Scale, rates: Ceilings, given: Sequence[Tensor]):
+    def __init__(self, sizes: Sizes, scale: Scale, rates: DeviceRates, given: Sequence[Tensor]):
         super().__init__(scale, given)
         self.sizes, self.rates = sizes, rates
         self.backward = False

@@ -29,17 +29,17 @@ Launches = Callable[[Sequence[Any]], Results]
 
 def situation() -> tuple | None:
     """What was asked that decides how folds run; None where something is out of the ordinary."""
-    if schedule.followed.get() is not None or budget.parts() > 1 or not tuner.idle():
+    if schedule.followed.get() is not None or budget.shrink_factor() > 1 or not tuner.is_idle():
         return None
     asked = matmul.asked.get()
-    return asked, budget.asked(), plan_records.generation(), matmul.float32_precision(), triton.overrides()
+    return asked, budget.requested(), plan_records.generation(), matmul.float32_precision(), triton.overrides()
 
 
 def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
     return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.ready, "triton": _kernels}
+READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
 
 
 class Pass:
@@ -94,7 +94,7 @@ class Pass:
 
     def _otherwise(self, leaves: Sequence[Any]) -> Launches:
         """The engine's road or, where it is known to what it leads, that."""
-        run = planner.straight(self.fold, leaves, self.sizes) if self.engine == "auto" else None
+        run = planner.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
         return self._road if run is None else lambda given: self._parted(run(given))
 
     def _parted(self, found: list[Tensor]) -> Results:

@@ -171,7 +171,7 @@ def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[pan
 
 
 def _panel_bytes(step: panel.TorchStep, asked: int) -> int:
-    return asked or budget.limit(lambda: matmul.free_memory(_CPU), step.least())
+    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least())
 
 
 class _SmallStep(panel.TorchStep):
@@ -215,7 +215,7 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice) -> int | None:
         if topk.factors(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
             return _run_on_meta(call, lambda given, meant: triton.run_deep(fold, given, meant))
         choice = Choice("flash")
-    ready = planner.launches(choice, fold, leaves, sizes)
+    ready = planner.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready)
 
 
@@ -295,7 +295,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
 def _run_gpu_panels(call: FoldCall, choice: Choice) -> int:
     batch, alone = torch.Size(call.sizes.batch).numel(), replace(call.sizes, batch=())
     own = [v[0] if isinstance(v, Tensor) else v for v in _take_batch(call, 1).leaves]
-    known = budget.asked() is not None or torch.cuda.is_available()
+    known = budget.requested() is not None or torch.cuda.is_available()
     (asked,) = choice.tile("room") or (0 if known else cost.ROOM,)  # free memory of an absent device is unknown
 
     class Step(_MetaStep):

@@ -43,7 +43,7 @@ def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early 
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
     if not kernels or not many(sizes):
         return None
-    if budget.asked() is not None or not triton.runs_on(sizes.device):
+    if budget.requested() is not None or not triton.runs_on(sizes.device):
         return None
     found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):

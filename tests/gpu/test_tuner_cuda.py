@@ -53,10 +53,11 @@ def test_winners_are_right_and_found_again():
     q, k, v = (a.double() for a in args)  # logits of 16 bits alone would be off by more than the limit
     truth = torch.softmax(q @ k.mT, -1) @ v
     assert errors(attention(*args), truth).max() < 0.05
-    met = autotune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
+    met = autotune.record_call(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        assert planner.find_tuned(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
+        case = planner.make_case(fold, leaves, sizes)
+        assert candidates.find_tuned(case, planner.fold_key(case, sizes.device)) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])
@@ -89,7 +90,7 @@ def test_the_hosts_time_is_not_timed():
             time.sleep(3e-4)
             x.add_(1)
 
-    assert trial.seconds(run, x.device) < 2e-4
+    assert trial.measure_seconds(run, x.device) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["attention", "split", "loss"])
@@ -113,7 +114,7 @@ def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
 def test_a_wrong_kernel_never_wins(change, monkeypatch):
     args = drawn(1000, 1500, 1500)
     candidate = Choice("flash", (("cols", (64, 128, 4, 2, 1)),))
-    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: [candidate] if over == "cols" else [])
+    monkeypatch.setattr(candidates, "rank_candidates", lambda case, over=None: [candidate] if over == "cols" else [])
     with wrong(KernelPlan(64, 128), change) as made:
         (found,) = attention.tune(*args, backward=False, quiet=True).folds
     assert made and found.winner == found.safe

@@ -15,7 +15,7 @@ from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import fold_kernel, row_kernels
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import budget
-from monoidreduce.plan.environment import Variable
+from monoidreduce.plan.environment import EnvironmentVariable
 from monoidreduce.plan.schedule import follow
 from monoidreduce.runtime import frozen_pass, gradient_programs
 
@@ -218,7 +218,7 @@ def test_what_is_asked_decides_again(monkeypatch):
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
         assert frozen_pass.situation() is None
-    with follow({}), budget.less():
+    with follow({}), budget.shrink():
         assert frozen_pass.situation() is None
 
 
@@ -358,12 +358,12 @@ def test_the_share_of_a_row(count, by_address):
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):
-    one = Variable("MONOIDREDUCE_TRIED_HERE")
-    assert one.said() is None
+    one = EnvironmentVariable("MONOIDREDUCE_TRIED_HERE")
+    assert one.read() is None
     monkeypatch.setenv(one.name, "yes")
-    assert one.said() == "yes"
+    assert one.read() == "yes"
     monkeypatch.delenv(one.name)
-    assert one.said() is None
+    assert one.read() is None
 
 
 def test_a_program_keeps_so_many_kinds(monkeypatch):

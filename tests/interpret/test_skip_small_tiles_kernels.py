@@ -157,10 +157,10 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
 
 def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
     """The planner is asked once for products of one kind: then the host does only what finds them."""
-    asked, original = [], planner.perform
-    monkeypatch.setattr(planner, "perform", lambda *a: asked.append(a) or original(*a))
-    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
-    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))  # as on a GPU
+    asked, original = [], planner.run_choice
+    monkeypatch.setattr(planner, "run_choice", lambda *a: asked.append(a) or original(*a))
+    monkeypatch.setattr(planner, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(planner, "_choose", lambda *a: (Choice("panel"), Choice("panel")))  # as on a GPU
     for seed in range(3):
         torch.manual_seed(seed)
         x, w = torch.randn(7, 300), torch.randn(411, 300)
@@ -173,8 +173,8 @@ def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
 @pytest.mark.parametrize("limit", [None, 4000])
 def test_the_k_best_products_again_are_what_was_heard(by_address, limit, monkeypatch):
     """A product and two launches for each panel; rows that are the columns too are another kind of call."""
-    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
-    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))
+    monkeypatch.setattr(planner, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(planner, "_choose", lambda *a: (Choice("panel"), Choice("panel")))
     done, original = [], topk.of_product
     monkeypatch.setattr(topk, "of_product", lambda *a, **k: done.append(a) or original(*a, **k))
     for turn in range(6):

@@ -49,7 +49,7 @@ def call(rows=75, cols=90, d=16, dtype=torch.float32):
 
 def test_a_right_kernel_passes():
     given = call()
-    assert trial.wrong(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
+    assert trial.find_error(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
 
 
 WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.float16) for change in GUESSED)]
@@ -61,7 +61,7 @@ def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
     given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:
-        assert "wrong in" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)
+        assert "wrong in" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
     assert made
 
 
@@ -70,9 +70,9 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
     given = call(cols=128)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), "forgets the ragged end"):
-        assert trial.differs(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
+        assert trial.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
         triton._READY.clear()
-        assert "at 35 × 67, result" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)
+        assert "at 35 × 67, result" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
 
 
 @pytest.mark.parametrize("many", [100 * 90, 100 * 90 + 1])
@@ -81,12 +81,12 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     monkeypatch.setattr(spec_from_tensors, "MANY", many)
     args = [a.half() for a in call(100)[1]]
     with mr.use(engine="auto"):
-        fold, leaves, sizes = autotune.recorded(attention, args, {}, backward=True).folds[-1]
+        fold, leaves, sizes = autotune.record_call(attention, args, {}, backward=True).folds[-1]
     plans = {over: (16, 16, 4, 1, 1) for over in ("cols", "rows")}
     loaded, load = [], jit_module.load
     monkeypatch.setattr(jit_module, "load", lambda text, *rest: loaded.append(text) or load(text, *rest))
     choice = Choice("flash", tuple(plans.items()))
-    assert trial.wrong(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
+    assert trial.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))
 
 
@@ -111,7 +111,7 @@ def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[70] * columns)]
     cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))
     with mr.use(engine="triton"):
-        folds = autotune.recorded(op, args, {}, backward=True).folds
+        folds = autotune.record_call(op, args, {}, backward=True).folds
     assert len(folds) == 2
     for fold, leaves, sizes in folds:
         call = FoldCall(fold, tuple(leaves), sizes, True, 0)

@@ -179,7 +179,7 @@ class Staying(LiveMemory):
 def staying():
     """Bytes that calls of the operator leave behind: of a compiler's pool, in which nothing may stay."""
     for name, (op, args) in CASES.items():
-        folds, left = autotune.recorded(op, args, {}, backward=True).folds, []
+        folds, left = autotune.record_call(op, args, {}, backward=True).folds, []
         for fold, leaves, sizes in folds:
             forgotten = (
                 (triton, "_READY", {}),

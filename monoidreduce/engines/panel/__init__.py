@@ -108,7 +108,7 @@ def _walked(maker: Maker, program: Lowered, inputs: Mapping[str, Any], sizes: Si
         runs = [first] if first.panel else [_Run(w, whole, needed, maker, room) for w in walk.apart()] or [first]
         if not all(each.panel for each in runs):
             bytes = least(program, sizes, maker, first.kinds)
-            raise BudgetError(given=budget.given(first.room), least=budget.shown(bytes), bytes=bytes)
+            raise BudgetError(given=budget.format_floor(first.room), least=budget.format_ceil(bytes), bytes=bytes)
         for each in runs:
             each.run()
     return [whole(e) for e in program.outputs]
@@ -176,7 +176,7 @@ class _Run:
         self.panel: panel_layout.Panels | None = panel_layout.Panels(1, 1)
         self.room = room
         if self.sizes.rows and self.sizes.cols:
-            self.room = room or budget.limit(lambda: matmul.free_memory(self.sizes.device), self.step.least())
+            self.room = room or budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.step.least())
             self.panel = self.step.choose(self.room)
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None

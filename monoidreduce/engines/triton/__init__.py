@@ -166,7 +166,13 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (matmul.float32_precision(), budget.asked() is None, overrides(), spec_from_tensors.like.get(), kind(leaves))
+    key += (
+        matmul.float32_precision(),
+        budget.requested() is None,
+        overrides(),
+        spec_from_tensors.like.get(),
+        kind(leaves),
+    )
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:

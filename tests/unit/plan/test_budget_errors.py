@@ -84,6 +84,6 @@ def backward_of(fold):
 
 def test_too_little_never_looks_like_enough():
     for size in (1, 9_999, 10_000, 63_500_001, 63_999_999, 64_000_000, 12_345_678_901):
-        assert budget.parse(budget.given(size)) <= size <= budget.parse(budget.shown(size))
-        assert size - budget.parse(budget.given(size)) <= size / 1000
-    assert budget.given(63_500_000) == "63.5MB" and budget.given(64_000_000) == "64MB"
+        assert budget.parse(budget.format_floor(size)) <= size <= budget.parse(budget.format_ceil(size))
+        assert size - budget.parse(budget.format_floor(size)) <= size / 1000
+    assert budget.format_floor(63_500_000) == "63.5MB" and budget.format_floor(64_000_000) == "64MB"

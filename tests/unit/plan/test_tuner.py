@@ -29,7 +29,7 @@ def fresh(tmp_path, monkeypatch):
     """A cache of the test's own, and nothing under way."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setenv("MONOIDREDUCE_ENGINE", "auto")
-    monkeypatch.setattr(disk, "_told", type(disk._told)())
+    monkeypatch.setattr(disk, "_warned", type(disk._warned)())
     monkeypatch.setattr(tuner, "_sessions", {})
     monkeypatch.setattr(call_cost, "DENSE_LIMIT", 0)  # small calls too go by passes
     plan_records.forget()
@@ -72,14 +72,18 @@ def drawn(rows=SHAPE[0], cols=SHAPE[1], d=8):
 
 def fold_of(op, *args):
     """One pass of a call, as engines see it."""
-    with registry.automatic(), tuner.recorded() as met:
+    with registry.automatic(), tuner.record() as met:
         op(*args)
     return met.folds[0]
 
 
+def tuned_choice(case, device):
+    return candidates.find_tuned(case, planner.fold_key(case, device))
+
+
 def few(monkeypatch, *choices):
     """Only these candidates, beside the safe one."""
-    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: list(choices))
+    monkeypatch.setattr(candidates, "rank_candidates", lambda case, over=None: list(choices))
 
 
 # Winners
@@ -89,27 +93,27 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
     """The safe plan is made slow, so that the winner is known."""
     other = Choice("flash", (("tile", (1, 256, 256)),))
     few(monkeypatch, other)
-    real = planner.perform
+    real = planner.run_choice
 
     def perform(how, *call):
         if how != other:
             clock.sleep(0.05)
         return real(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    monkeypatch.setattr(planner, "run_choice", perform)
     args = drawn()
     found = attention.tune(*args, quiet=True)
     assert [t.winner for t in found.folds] == [other, other] and all(t.lasting for t in found.folds)
     assert all(t.seconds < t.safe_seconds for t in found.folds)
     plan_records.forget()  # as in the next process
     call = fold_of(attention, *args)
-    assert planner.chosen(*call) == other
-    assert planner.chosen(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
+    assert planner.choose(*call) == other
+    assert planner.choose(*fold_of(attention, *drawn(SHAPE[0] - 7, SHAPE[1] + 9))) == other  # the same bucket
     longer = fold_of(attention, *drawn(4 * SHAPE[0], SHAPE[1]))
-    assert planner.find_tuned(planner.case_of(*longer), call[2].device) is None  # another bucket
+    assert tuned_choice(planner.make_case(*longer), call[2].device) is None  # another bucket
     assert found.folds[0].key in [r.key for r in mr.cache.plans()]
     with mr.budget("10MB"):
-        assert planner.find_tuned(planner.case_of(*call), call[2].device) is None  # tuned without it
+        assert tuned_choice(planner.make_case(*call), call[2].device) is None  # tuned without it
 
 
 def test_tuning_a_layer_refuses_no_honest_plan():
@@ -139,7 +143,7 @@ def test_what_a_call_raises_is_raised():
         attention.tune(torch.ones(3, 4), torch.ones(3, 5), torch.ones(3, 4))
     with pytest.raises(mr.ArgumentError, match="was given int"):
         mr.tune(3)
-    assert tuner._recorded is None and not tuner._recording.locked()
+    assert tuner._current_recording is None and not tuner._recording_lock.locked()
 
 
 def test_nothing_to_tune_is_said():
@@ -151,7 +155,7 @@ def test_a_budget_bounds_the_candidates():
     q, k, v = drawn(1200, 1200)
     with mr.budget("2MB"):
         (found,) = attention.tune(q, k, v, backward=False, quiet=True).folds
-        case = planner.case_of(*fold_of(attention, q, k, v))
+        case = planner.make_case(*fold_of(attention, q, k, v))
         assert found.trials and all(candidates.can_run(case, t.choice) for t in found.trials)
     assert found.key.budget == "2000000"
 
@@ -189,9 +193,9 @@ RECORDS = {
 def test_a_record_that_makes_no_sense_here_is_not_followed(name):
     args = drawn()
     call = fold_of(attention, *args)
-    case = planner.case_of(*call)
+    case = planner.make_case(*call)
     plan_records.remember(plan_records.Record(planner.fold_key(case, call[2].device), RECORDS[name]))
-    assert planner.find_tuned(case, call[2].device) is None
+    assert tuned_choice(case, call[2].device) is None
     assert errors(attention(*args), torch.softmax(args[0] @ args[1].T, -1) @ args[2]).max() < 1e-5
 
 
@@ -202,7 +206,7 @@ def right(how, fold, leaves, sizes):
     return planner_perform(how, fold, leaves, sizes)
 
 
-planner_perform = planner.perform
+planner_perform = planner.run_choice
 
 
 def forgets_a_tile(how, fold, leaves, sizes):
@@ -299,13 +303,13 @@ def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
         clock.sleep(0.005)  # the wrong one would win by far
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    monkeypatch.setattr(planner, "run_choice", perform)
     args = drawn(d=3)[: 3 if op is attention else 2]
     (found,) = op.tune(*args, backward=False, quiet=True).folds
     assert found.winner == found.safe != FAST
     assert [t.choice for t in found.trials] == [FAST] and found.trials[0].refused and found.trials[0].seconds is None
     assert "1 refused" in str(found)
-    assert planner.chosen(*fold_of(op, *args)) == found.safe
+    assert planner.choose(*fold_of(op, *args)) == found.safe
 
 
 def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
@@ -315,13 +319,16 @@ def test_a_tile_forgotten_in_a_long_sum_is_seen_in_a_short_one():
     k = k * 0.01  # every column weighs the same
     fold, leaves, sizes = fold_of(attention, q, k, v + 1)
     choice = Choice("flash", (("tile", (1, 8, 16)),))
-    truth = right(candidates.default(planner.case_of(fold, leaves, sizes)), fold, leaves, sizes)
-    assert trial.differs(forgets_a_tile(Choice("flash"), fold, leaves, sizes), truth, trial.apart(leaves)) == ""
+    truth = right(candidates.default_choice(planner.make_case(fold, leaves, sizes)), fold, leaves, sizes)
+    assert (
+        trial.describe_difference(forgets_a_tile(Choice("flash"), fold, leaves, sizes), truth, trial.tolerance(leaves))
+        == ""
+    )
 
     def perform(how, *call):
         return (forgets_a_tile if how == choice else right)(Choice("flash"), *call)
 
-    problem = trial.wrong(perform, choice, Choice("flash"), fold, leaves, sizes, truth)
+    problem = trial.find_error(perform, choice, Choice("flash"), fold, leaves, sizes, truth)
     assert "at 8 × 35" in problem and "wrong in" in problem
 
 
@@ -335,7 +342,7 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
             jit_module.note(SimpleNamespace(**report))
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    monkeypatch.setattr(planner, "run_choice", perform)
     (found,) = attention.tune(*drawn(), backward=False, quiet=True).folds
     assert (found.trials[0].seconds is None) == refused
     assert found.trials[0].refused == (f"its kernel spills {spilled} bytes" if refused else "")
@@ -343,7 +350,7 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
 
 def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
     monkeypatch.setattr(
-        planner, "perform", lambda how, *call: right(how, *call) if not how.tiles else fails(how, *call)
+        planner, "run_choice", lambda how, *call: right(how, *call) if not how.tiles else fails(how, *call)
     )
     found = attention.tune(*drawn(), quiet=True)
     for fold in found.folds:
@@ -354,11 +361,11 @@ def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
 def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
     """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
     few(monkeypatch, FAST)
-    monkeypatch.setattr(planner, "perform", lambda how, *call: (fails if how == FAST else right)(how, *call))
+    monkeypatch.setattr(planner, "run_choice", lambda how, *call: (fails if how == FAST else right)(how, *call))
     monkeypatch.setattr(oom_retry, "is_lost", lambda device: True)
     with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
         attention.tune(*drawn(), quiet=True)
-    assert plan_records.records() == []
+    assert plan_records.list_records() == []
 
 
 # The checks themselves
@@ -373,10 +380,10 @@ def test_a_guess_of_the_maximum_is_each_plans_own():
 
     safe, call = Choice("flash"), fold_of(attention, *drawn())
     truth = perform(safe, *call)
-    assert trial.differs(perform(FAST, *call), truth, 2.0**-12) != ""
-    assert trial.wrong(perform, FAST, safe, *call, truth) == ""
-    of_another = trial.settled(call[0], [*truth[:-1], truth[-1] + 40])
-    assert trial.differs(of_another, trial.settled(call[0], truth), 2.0**-5) != ""
+    assert trial.describe_difference(perform(FAST, *call), truth, 2.0**-12) != ""
+    assert trial.find_error(perform, FAST, safe, *call, truth) == ""
+    of_another = trial.comparable_results(call[0], [*truth[:-1], truth[-1] + 40])
+    assert trial.describe_difference(of_another, trial.comparable_results(call[0], truth), 2.0**-5) != ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool])
@@ -392,36 +399,40 @@ def test_poison_is_what_nobody_computes(dtype):
 def test_a_call_cut_short_is_the_same_call_on_fewer(name):
     layer = BY_NAME[name]
     args = layer.make(70, 90, torch.Generator().manual_seed(3), torch.float32)
-    with registry.automatic(), tuner.recorded() as met:
+    with registry.automatic(), tuner.record() as met:
         layer.op(*args)
     for fold, leaves, sizes in met.folds:
-        cut, short = trial.shortened(fold, leaves, sizes, Choice("flash", (("tile", (1, 8, 16)),)))
+        cut, short = trial.shorten(fold, leaves, sizes, Choice("flash", (("tile", (1, 8, 16)),)))
         assert (short.rows, short.cols) == (35, 35)
         for e, v in zip(fold.leaves, cut, strict=True):
             if isinstance(v, torch.Tensor) and (e.rows or e.cols):
                 assert v.shape[v.dim() - 1 - (e.feature is not None)] == 35
-        found = planner.perform(Choice("flash"), fold, cut, short)
-        assert trial.differs(planner.perform(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
+        found = planner.run_choice(Choice("flash"), fold, cut, short)
+        assert trial.describe_difference(planner.run_choice(Choice("panel"), fold, cut, short), found, 2.0**-12) == ""
 
 
 def test_rounding_is_no_difference_and_more_is():
     truth = [torch.randn(50, 8, generator=torch.Generator().manual_seed(0))]
-    assert trial.differs([truth[0] * (1 + 2.0**-14)], truth, 2.0**-12) == ""
-    assert "of 400 numbers" in trial.differs([truth[0] * 1.1], truth, 2.0**-12)
-    assert "wrong in 1 of 3" in trial.differs([torch.tensor([1, 2, 4])], [torch.tensor([1, 2, 3])], 0.1)
+    assert trial.describe_difference([truth[0] * (1 + 2.0**-14)], truth, 2.0**-12) == ""
+    assert "of 400 numbers" in trial.describe_difference([truth[0] * 1.1], truth, 2.0**-12)
+    assert "wrong in 1 of 3" in trial.describe_difference([torch.tensor([1, 2, 4])], [torch.tensor([1, 2, 3])], 0.1)
     odd = [torch.tensor([torch.inf, torch.nan, 1.0])]
-    assert trial.differs(odd, odd, 2.0**-12) == "" != trial.differs([odd[0].nan_to_num()], odd, 2.0**-12)
+    assert (
+        trial.describe_difference(odd, odd, 2.0**-12)
+        == ""
+        != trial.describe_difference([odd[0].nan_to_num()], odd, 2.0**-12)
+    )
 
 
 def test_the_clock_is_a_median(clock):
     times = iter([0.25, 0.5, 0.125])
-    assert trial.seconds(lambda: clock.sleep(next(times)), torch.device("cpu"), 0.0) == 0.25
+    assert trial.measure_seconds(lambda: clock.sleep(next(times)), torch.device("cpu"), 0.0) == 0.25
 
 
 @pytest.mark.parametrize(("best", "runs"), [(1e9, 26), (1e-9, 3)])
 def test_what_is_far_behind_is_not_run_often(best, runs):
     calls = []
-    trial.seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
+    trial.measure_seconds(lambda: calls.append(0), torch.device("cpu"), best=best)
     assert len(calls) == runs
 
 
@@ -435,7 +446,7 @@ def test_every_step_tries_one_candidate_until_all_are_tried(monkeypatch):
         runs.append(how)
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    monkeypatch.setattr(planner, "run_choice", perform)
     args = drawn()
     expected = torch.softmax(args[0] @ args[1].T, -1) @ args[2]
     tried, steps = [], 0
@@ -467,7 +478,7 @@ def test_the_environment_asks_for_it(monkeypatch):
     attention(*drawn())
     assert tuner._sessions
     with mr.use(tune=False):
-        assert not tuner.asked()
+        assert not tuner.is_requested()
     monkeypatch.setenv(tuner.VARIABLE, "yes")
     with pytest.raises(mr.EngineError, match="MONOIDREDUCE_TUNE is 'yes'"):
         attention(*drawn())
@@ -501,9 +512,9 @@ def small(monkeypatch):
 
 
 def road_of(*args):
-    with registry.automatic(), tuner.recorded() as met:
+    with registry.automatic(), tuner.record() as met:
         attention(*args)
-    return met.roads[0]
+    return met.calls[0]
 
 
 @pytest.mark.parametrize("slow", ["passes", "dense"])
@@ -521,7 +532,7 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
         return right(*call)
 
     monkeypatch.setattr(dense_or_tiled.dense, "whole", whole)
-    monkeypatch.setattr(planner, "perform", perform)
+    monkeypatch.setattr(planner, "run_choice", perform)
     few(monkeypatch)
     *_, found = attention.tune(*args, backward=False, quiet=True).folds
     assert found.winner.schedule == ("flash" if slow == "dense" else "dense") and found.lasting
@@ -535,9 +546,9 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
 def test_a_wrong_dense_form_never_wins(small, monkeypatch):
     road, given, asks = road_of(*drawn())
     monkeypatch.setattr(type(road), "__call__", lambda self, *given: [2 * v for v in self.passes(*given)])
-    found = tuner.cross(road, given, asks)
+    found = tuner.tune_call(road, given, asks)
     assert found.winner.schedule == "flash" and "wrong in" in found.trials[0].refused
 
 
 def test_a_call_too_large_to_be_whole_is_not_tried_so():
-    assert tuner.cross(*road_of(*drawn())) is None  # DENSE_LIMIT is 0 here
+    assert tuner.tune_call(*road_of(*drawn())) is None  # DENSE_LIMIT is 0 here

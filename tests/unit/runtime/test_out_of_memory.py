@@ -61,7 +61,7 @@ def gradients(args, y):
 
 
 def settings():
-    return budget.asked(), budget.parts(), registry.settings(), torch.is_grad_enabled()
+    return budget.requested(), budget.shrink_factor(), registry.settings(), torch.is_grad_enabled()
 
 
 def close(a, b):
@@ -172,7 +172,7 @@ def failing(times, error):
         mistake = next(left, None)
         if mistake is not None:
             raise mistake
-        return budget.parts()
+        return budget.shrink_factor()
 
     return oom_retry.guarded(run)
 
@@ -187,10 +187,10 @@ def folded():
 @pytest.mark.parametrize("error", SAID, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
 def test_every_way_of_saying_it_is_understood(error, folded):
     assert failing(0, error)(*folded) == 1
-    assert failing(1, error)(*folded) == budget.LESS
+    assert failing(1, error)(*folded) == budget.SHRINK
     with pytest.raises(mr.OutOfMemoryError):
         failing(2, error)(*folded)
-    assert budget.parts() == 1
+    assert budget.shrink_factor() == 1
 
 
 @pytest.mark.parametrize(
@@ -221,33 +221,33 @@ def test_the_real_allocator():
 
 def test_less_room_makes_smaller_tiles():
     whole = tiles.choose(1, 4096, 4096)
-    with budget.less():
+    with budget.shrink():
         less = tiles.choose(1, 4096, 4096)
-    assert less.rows * less.cols * budget.LESS == whole.rows * whole.cols
+    assert less.rows * less.cols * budget.SHRINK == whole.rows * whole.cols
 
 
 def test_a_budget_is_a_block_a_decorator_and_a_default(monkeypatch):
     monkeypatch.delenv(budget.VARIABLE, raising=False)
-    assert budget.asked() is None
+    assert budget.requested() is None
     mr.budget.default("32MB")
-    assert budget.asked() == 32_000_000
+    assert budget.requested() == 32_000_000
     with mr.budget("16MB"):
-        assert budget.asked() == 16_000_000
+        assert budget.requested() == 16_000_000
 
         @mr.budget(1000)
         def inner():
-            return budget.asked()
+            return budget.requested()
 
-        assert inner() == 1000 and inner() == 1000 and budget.asked() == 16_000_000
+        assert inner() == 1000 and inner() == 1000 and budget.requested() == 16_000_000
     mr.budget.default(None)
-    assert budget.asked() is None
+    assert budget.requested() is None
     with mr.use(budget="8MB"):
-        assert budget.asked() == 8_000_000
+        assert budget.requested() == 8_000_000
     with pytest.raises(mr.ArgumentError, match="much"), mr.use(budget="much"):
         pass
-    assert budget.asked() is None and registry.settings().engine == registry.engine()
+    assert budget.requested() is None and registry.settings().engine == registry.engine()
     monkeypatch.setenv(budget.VARIABLE, "1.5 GiB")
-    assert budget.asked() == 3 * 2**29
+    assert budget.requested() == 3 * 2**29
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "much", "0MB", 1.5, None])

@@ -160,7 +160,7 @@ class Room:
 
     def chosen(self) -> panel_layout.Panels | None:
         """What would be chosen now, where nobody asks for a budget."""
-        return self.choose(budget.limit(lambda: matmul.free_memory(self.sizes.device), self.least()))
+        return self.choose(budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least()))
 
     def _blocks(self, room: int) -> panel_layout.Panels | None:
         """Blocks of rows, where column gradients of 16 bits are added to."""

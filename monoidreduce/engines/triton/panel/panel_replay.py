@@ -63,7 +63,7 @@ def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes:
     kind = None if key is None else _KINDS.get(key) or _met(key, program)
     if kind is None or kind.lost:
         return walked(program, inputs, sizes, room)
-    asked = bool(room) or budget.asked() is not None
+    asked = bool(room) or budget.requested() is not None
     for known in kind.reels:
         if known.serves(asked):
             found = known.reel.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
@@ -75,11 +75,11 @@ def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes:
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.parts() > 1 or skip_small_tiles.now() is not None or not jit_module.repeats(sizes.device):
+    if budget.shrink_factor() > 1 or skip_small_tiles.now() is not None or not jit_module.repeats(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), room, budget.asked(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [id(program), room, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):
