@@ -147,8 +147,7 @@ class _Counter:
         self.seen: set[Expr] = set()
 
     def width(self, e: Expr) -> int:
-        name = str(e.feature).lstrip("#")
-        return 1 if e.feature is None else int(name) if name.isdigit() else self.letters[name]
+        return 1 if e.feature is None else self._of(e.feature)
 
     def run(self, reductions: list[Expr]) -> Work:
         walked = [r for r in reductions if r.attrs[0] != "pick" or in_tiles(self.fold, r)]

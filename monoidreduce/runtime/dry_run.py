@@ -265,20 +265,9 @@ def _standing_for(sizes: Sizes | None) -> Iterator[None]:
 
 # A whole call -------------------------------------------------------------------------------------------------
 
-_FREE_OPERATORS = (  # operators that neither compute nor move numbers
-    "view",
-    "expand",
-    "transpose",
-    "squeeze",
-    "select",
-    "slice",
-    "detach",
-    "alias",
-    "permute",
-    "t.",
-    "unbind",
-    "empty",
-)
+# operators that neither compute nor move numbers, by the beginning of their names
+_FREE_OPERATORS = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "t.")
+_FREE_OPERATORS += ("unbind", "empty")
 
 
 @dataclass(frozen=True)
