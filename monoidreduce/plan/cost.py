@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..reductions import kind_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
@@ -246,13 +247,9 @@ _FEW = 8  # features up to which a kernel uses no MMAs
 _FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor reaches its rate: with MMAs, and without
 
 
-# launches that combine the splits of one reduction (``engines/common/combine.py``)
-COMBINING = {"best": 3, "moments": 16, "pick": 1, "soft": 1, "sum": 1, "topk": 10, "user": 12}
-
-
 def _count_combine_launches(case: Case, over: str) -> int:
     """Launches that combine the partial results of splits."""
-    return sum(COMBINING.get(r.attrs[0], 0) for r in case.fold.reductions if r.attrs[1] == over)
+    return sum(kind_of(r).combine_ops for r in case.fold.reductions if r.attrs[1] == over)
 
 
 def _estimate_slowdown(tile: tuple[int, ...], own: tuple[int, ...]) -> float:

@@ -24,7 +24,7 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import matmul, torch_code
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import split_means, walks
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, device_rates
 from ..plan.cost import Cost, Part, Scheduled
@@ -32,6 +32,7 @@ from ..plan.op_counts import Case, add_work, count_work
 from ..plan.schedule import Choice
 from ..program.expression import Expr, topological
 from ..program.lower import Fold, Lowered
+from ..reductions import kind_of
 from . import autograd, gradient_in_forward, memory_estimate
 from .dry_run import DryRun, FoldCall, dry_run
 
@@ -95,7 +96,7 @@ def dry_run_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, ba
 
 def _find_largest_k(program: Lowered) -> int:
     """The largest k of a program's top-k reductions; 0 without one."""
-    return max([0, *(e.attrs[2][0] for e in topological(program.outputs) if e.op == "reduce" and e.attrs[0] == "topk")])
+    return max([0, *(kind_of(e).selected(e.attrs[2]) for e in topological(program.outputs) if e.op == "reduce")])
 
 
 def count_matrix_bytes(sizes: Sizes) -> int:
@@ -201,17 +202,17 @@ def _count_sent(fold: Fold, case: Case, mesh: tuple[int, int] | None, ranks: int
 
 
 def estimate_total(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, maker: panel.Maker
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, step_class: panel.StepClass
 ) -> Scheduled | None:
     """The cost of ``op.total``, which takes gradients from the forward's panels; None if it cannot."""
-    made = gradient_in_forward.planned(outputs, inputs, sizes, maker)
+    made = gradient_in_forward.planned(outputs, inputs, sizes, step_class)
     if made is None:
         return None
-    program = split_means(made.program) if maker.splits else made.program
-    (walk,) = walks(program)
+    program = split_softmax_means(made.program) if step_class.splits_softmax_means else made.program
+    (loop,) = split_into_loops(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.case_without_leaves(s.fold, dtype, sizes) for s in walk.stages]
-    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in walk.products)
+    cases = [planner.case_without_leaves(s.fold, dtype, sizes) for s in loop.stages]
+    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(add_work([count_work(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
     found = cost.estimate_panels(case, work, budget.allowed_bytes(lambda: matmul.free_memory(sizes.device)))

@@ -33,8 +33,9 @@ from ..engines.common import matmul, tile_counter
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.saved_tensors import private_graphs
 from ..plan.device_rates import DeviceRates
-from ..plan.op_counts import PLAIN, SPECIAL
+from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
+from ..reductions import KINDS, kind_of
 from . import registry, torch_operator
 from .autograd import DRY_RUN
 from .one_sided_function import ARITHMETIC, Arithmetic, Run
@@ -379,7 +380,7 @@ def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.
     if device.type != "cuda" or narrow is None or fold.raised:
         return made
     tail = len(sizes.batch) + 1
-    sums = [r.attrs[0] in ("sum", "soft") and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
+    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
     return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
@@ -393,7 +394,7 @@ def _count_exponentials(name: str, args: tuple) -> float:
 def _count_plain(name: str, tensors: Sequence[Tensor]) -> float:
     """How many plain operations a torch operator takes per number; inner loops over few features cost five times."""
     if name.startswith(("argmax", "argmin", "topk", "sort")):
-        return PLAIN["best"]
+        return KINDS["best"].plain_ops
     short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
     return 5.0 if short else 1.0
 

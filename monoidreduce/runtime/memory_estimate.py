@@ -29,13 +29,16 @@ from ..engines.common.evaluate import Form, Sizes, form
 from ..engines.common.label_gather import chunk_of
 from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import Code
-from ..engines.panel.panel_program import Walk, as_program, walks
+from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..engines.triton.kernels import split_combine, topk
 from ..engines.triton.panel import epilogue
-from ..plan import budget, cost, panel_layout, tiles
+from ..engines.triton.panel.memory_plan import MemoryPlan
+from ..plan import budget, cost, tiles
+from ..plan.panel_layout import PanelLayout
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 from . import torch_operator
 from .dry_run import FoldCall, Scale, result_forms, track_meta_run, track_small_run
 
@@ -129,7 +132,7 @@ def _run_branch_and_bound(call: FoldCall, tile: tiles.Tiles, bounds: list[Tensor
     lists = {r: 0 for r in call.fold.reductions}  # top-k lists are kept block by block, and concatenated in the end
     for r, k in call.fold.outputs:
         shape, dtype = form(r, k, sizes)
-        lists[r] += torch.Size(shape).numel() * dtype.itemsize if r.attrs[0] == "topk" else 0
+        lists[r] += torch.Size(shape).numel() * dtype.itemsize if kind_of(r).unsorted else 0
     return memory.peak + max(lists.values())
 
 
@@ -145,13 +148,13 @@ class _FirstBlock(branch_and_bound.Near):
 def _run_panels(call: FoldCall, choice: Choice) -> int:
     sizes = call.sizes
     one = replace(sizes, batch=())
-    (asked,) = choice.tile("room") or (0,)
-    layouts = list(_list_panels(call, one, asked))
-    lengths = [n for p, t, width in layouts for n in (p.rows, p.cols, t.rows, t.cols, width)]
+    (limit,) = choice.tile("room") or (0,)
+    layouts = list(_list_panels(call, one, limit))
+    lengths = [n for p, t, pitch in layouts for n in (p.rows, p.cols, t.rows, t.cols, pitch)]
     scale = Scale(sizes, tiles=lengths)
 
     class Step(_SmallStep):
-        real_sizes, limit, by = one, asked, scale
+        real_sizes, asked, by = one, limit, scale
 
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
@@ -159,34 +162,34 @@ def _run_panels(call: FoldCall, choice: Choice) -> int:
     return memory.peak
 
 
-def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[panel_layout.Panels, tiles.Tiles, int]]:
-    """Of every loop over panels: the panels, their tiles and the width of their rows."""
-    kinds = {v.dtype for e, v in zip(call.fold.leaves, call.leaves, strict=True) if e.feature is not None}
-    for walk in walks(as_program(call.fold)):
-        for each in (walk, *walk.apart()):
-            step = panel.TorchStep(each, sizes, kinds)
-            found = step.choose(_panel_bytes(step, limit))
+def _list_panels(call: FoldCall, sizes: Sizes, limit: int) -> Iterator[tuple[PanelLayout, tiles.Tiles, int]]:
+    """Of every loop over panels: the panels, their tiles and the pitch of their rows."""
+    dtypes = {v.dtype for e, v in zip(call.fold.leaves, call.leaves, strict=True) if e.feature is not None}
+    for loop in split_into_loops(as_program(call.fold)):
+        for each in (loop, *loop.split_directions()):
+            step = panel.TorchStep(each, sizes, dtypes)
+            found = step.choose_layout(_panel_bytes(step, limit))
             if found is not None:
-                yield found, step.cut(found), step.width(found)
+                yield found, step.cut_tiles(found), step.pitch(found)
 
 
 def _panel_bytes(step: panel.TorchStep, asked: int) -> int:
-    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least())
+    return asked or budget.allowed_bytes(lambda: matmul.free_memory(_CPU), step.least_bytes())
 
 
 class _SmallStep(panel.TorchStep):
     """Runs on small panels, laid out as the panels of the real sizes."""
 
     real_sizes: ClassVar[Sizes]
-    limit: ClassVar[int]
+    asked: ClassVar[int]
     by: ClassVar[Scale]
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        super().__init__(walk, sizes, kinds)
-        self.real = panel.TorchStep(walk, self.real_sizes, kinds)
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.real = panel.TorchStep(loop, self.real_sizes, dtypes)
 
-    def choose(self, room: int) -> panel_layout.Panels | None:
-        found = self.real.choose(_panel_bytes(self.real, self.limit))
+    def choose_layout(self, limit: int) -> PanelLayout | None:
+        found = self.real.choose_layout(_panel_bytes(self.real, self.asked))
         if found is None:
             return None
         self.found = found
@@ -195,11 +198,11 @@ class _SmallStep(panel.TorchStep):
     def code(self, fold: Fold, numbers: frozenset[Expr]) -> tile_walk.FoldCode:
         return _FirstTileMasked(fold, numbers)
 
-    def width(self, panel: panel_layout.Panels) -> int:
-        return self.by.down(self.real.width(self.found))
+    def pitch(self, layout: PanelLayout) -> int:
+        return self.by.down(self.real.pitch(self.found))
 
-    def cut(self, panel: panel_layout.Panels) -> tiles.Tiles:
-        found = self.real.cut(self.found)
+    def cut_tiles(self, layout: PanelLayout) -> tiles.Tiles:
+        found = self.real.cut_tiles(self.found)
         return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
 
 
@@ -307,22 +310,31 @@ def _run_gpu_panels(call: FoldCall, choice: Choice) -> int:
     return _add_batch(held, results, batch)
 
 
+class _MetaPlan(MemoryPlan):
+    """A memory plan for meta tensors, with the fused GEMMs of the real device."""
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype], real_sizes: Sizes):
+        self.real = MemoryPlan(loop, real_sizes, dtypes)
+        super().__init__(loop, sizes, dtypes)
+
+    def epilogue(self, shifted: bool) -> epilogue.EpilogueGemm | None:
+        return self.real.epilogue(shifted)
+
+
 class _MetaStep(triton.KernelStep):
     """Runs the panel engine on meta tensors; of panels that are alike, only the first."""
 
     real_sizes: ClassVar[Sizes]
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        super().__init__(walk, sizes, kinds)
-        self.real = triton.KernelStep(walk, self.real_sizes, kinds)
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.plan = _MetaPlan(loop, sizes, dtypes, self.real_sizes)
 
-    def _fused(self, moved: bool) -> epilogue.Epilogue | None:
-        return self.real._fused(moved)
-
-    def walk_panels(self) -> Iterator[tuple[slice, slice]]:
+    def iterate_panels(self) -> Iterator[tuple[slice, slice]]:
         seen = set()
-        for rows, cols in super().walk_panels():
-            kind = (rows.stop - rows.start, cols.stop - cols.start, self.over, self.buffers is self.own)
+        for rows, cols in super().iterate_panels():
+            own = self.arena.panel is self.arena.own
+            kind = (rows.stop - rows.start, cols.stop - cols.start, self.directions, own)
             if kind not in seen:
                 seen.add(kind)
                 yield rows, cols

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engines import triton
-from ..engines.common import matmul
+from ..engines.common import combine, matmul
 from ..engines.common.evaluate import Sizes
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
 FAR = 1.5  # a candidate whose first run takes more than so many times the best so far is timed only twice more
@@ -90,15 +91,9 @@ def find_error(
 def comparable_results(fold: Fold, results: Sequence[Tensor]) -> list[Tensor]:
     """The results of a fold in a form that is the same by every plan.
 
-    A softmax's shift differs between plans (the maximum, or a guessed maximum); only its sum with the logarithm of the
-    shifted exponentials is the same.
+    A softmax's shift differs between plans: the maximum, or a guessed maximum.
     """
-    found, place = list(results), {output: at for at, output in enumerate(fold.outputs)}
-    for (r, k), at in place.items():
-        if r.attrs[0] == "soft" and k == len(r.args) + 1:
-            logarithm = place[r, k - 1]
-            found[logarithm] = found[at] = results[logarithm] + results[at]
-    return found
+    return [t for r, own in combine.split(fold, list(results)) for t in kind_of(r).settled(own)]
 
 
 def describe_difference(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:

@@ -83,7 +83,7 @@ def test_weights_measured_from_a_guess(M, N, D, kernels):
 def test_weights_that_are_known(M, N, D, kernels):
     with mr.use(engine="triton"), mr.budget("2GB"):
         check_gradients(M, N, D, "cuda", total=False)
-    assert {"fold_over_cols", "write_known"} <= set(kernels)
+    assert {"fold_over_cols", "write_weights"} <= set(kernels)
 
 
 @pytest.mark.skipif(PART > 0, reason="another process has it")

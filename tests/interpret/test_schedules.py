@@ -15,9 +15,10 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text, reductions
+from monoidreduce.engines.triton.codegen import kernel_text
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
+from monoidreduce.reductions import softmax
 from monoidreduce.runtime import registry, torch_operator
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, run
@@ -167,8 +168,8 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
     the interpreter gets bfloat16 wrong and float16 ends there."""
     internals.guess_maximum_for(monkeypatch, torch.float16)
-    monkeypatch.setattr(reductions, "_MOST", 2.0**14)
-    monkeypatch.setattr(reductions, "_ABOVE", 0)
+    monkeypatch.setattr(softmax, "_MOST", 2.0**14)
+    monkeypatch.setattr(softmax, "_ABOVE", 0)
     internals.forget_launches(monkeypatch)
     kernel_text.kernel.cache_clear()
     gen = torch.Generator().manual_seed(5)

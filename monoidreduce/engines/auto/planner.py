@@ -25,7 +25,7 @@ from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
 from ..eager import tile_memory, tile_walk
-from ..panel.panel_program import as_program, split_means, walks
+from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
 from ..triton.kernels import topk
 
 _CHOICES: dict[tuple, tuple[Fold, Choice, Choice]] = {}  # as reported, and as executed (see _choose)
@@ -111,7 +111,7 @@ def _has_kernels(device: torch.device) -> bool:
     return triton.launches_on(device)
 
 
-def _step_class(device: torch.device) -> panel.Maker:
+def _step_class(device: torch.device) -> panel.StepClass:
     return triton.KernelStep if _has_kernels(device) else panel.TorchStep
 
 
@@ -210,7 +210,7 @@ def _can_use_panels(fold: Fold, sizes: Sizes, kinds: set[torch.dtype]) -> bool:
         return False
     maker = _step_class(sizes.device)
     program = as_program(fold)
-    found = walks(split_means(program) if maker.splits else program)
+    found = split_into_loops(split_softmax_means(program) if maker.splits_softmax_means else program)
     if not any(w.products for w in found):
         return False
     try:
