@@ -1,4 +1,4 @@
-"""Products by turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one, and larger.
+"""Ping-pong GEMM kernels (Gluon) on a Hopper GPU: the simulator's cases, and larger ones.
 
 ``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the sizes, so that twelve processes share the compiling.
 """

@@ -1,4 +1,4 @@
-"""Products that are not rounded: whose they are, and that whoever runs a gradient sees the forward's own logits."""
+"""Logits that are not rounded to 16 bits: which folds keep them, and that every backward sees the forward's logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Walks over panels as they were written down: the same launches, bit for bit the same numbers, no more memory."""
+"""Replay of panel programs: the same launches, bit for bit the same numbers, no more memory."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
-"""What the Triton engine does with the same program in different circumstances: split walks, guessed maxima, tensor
-descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with
-small tiles."""
+"""One program under different schedules: split columns, guessed maxima, tensor descriptors, top-k, label gathers, and
+launches that are prepared once. In the interpreter, with small tiles."""
 
 import math
 import re
