@@ -48,7 +48,7 @@ class Trial:
     """The result of one trial: the candidate's time, or why it was refused."""
 
     choice: Choice
-    measure_seconds: float | None
+    seconds: float | None
     refused: str = ""
 
 
