@@ -42,10 +42,10 @@ class SmallDevice(Watch):
         super().__init__(given)
         self.room, self.refused = room, 0
 
-    def _see(self, t):
+    def _track(self, t):
         if self.func is torch.ops.aten.detach.default:  # of what was kept for a backward: no allocation
             return
-        super()._see(t)
+        super()._track(t)
         if self.total > self.room:
             self.refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -104,10 +104,10 @@ def test_nothing_is_held_after_the_error(seed):
     made = []
 
     class Remembering(SmallDevice):
-        def _see(self, t):
+        def _track(self, t):
             if t.untyped_storage().nbytes() > 2**18:
                 made.append(weakref.ref(t.untyped_storage()))
-            super()._see(t)
+            super()._track(t)
 
     with Remembering(2**18, args), pytest.raises(mr.OutOfMemoryError) as caught:
         attention(*args)
