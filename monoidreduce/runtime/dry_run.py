@@ -267,8 +267,7 @@ def _standing_for(sizes: Sizes | None) -> Iterator[None]:
 # A whole call -------------------------------------------------------------------------------------------------
 
 # operators that neither compute nor move numbers, by the beginning of their names
-_FREE_OPERATORS = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "t.")
-_FREE_OPERATORS += ("unbind", "empty")
+_FREE_OPERATORS = tuple("view expand transpose squeeze select slice detach alias permute t. unbind empty".split())
 
 
 @dataclass(frozen=True)
