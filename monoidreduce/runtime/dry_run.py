@@ -267,7 +267,8 @@ def _standing_for(sizes: Sizes | None) -> Iterator[None]:
 # A whole call -------------------------------------------------------------------------------------------------
 
 # operators that neither compute nor move numbers, by the beginning of their names
-_FREE_OPERATORS = tuple("view expand transpose squeeze select slice detach alias permute t. unbind empty".split())
+_VIEWS = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "t.", "unbind")
+_FREE_OPERATORS = (*_VIEWS, "empty")
 
 
 @dataclass(frozen=True)
