@@ -155,7 +155,7 @@ def measure_cpu(threads: int) -> DeviceRates:
     """This CPU's rates with ``threads`` threads, measured once per process: 20 to 30 ms.
 
     >>> import torch
-    >>> measured(torch.get_num_threads()).rate("float32") > 1e9
+    >>> measure_cpu(torch.get_num_threads()).rate("float32") > 1e9
     True
     """
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
