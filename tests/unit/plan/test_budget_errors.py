@@ -71,7 +71,7 @@ def test_what_a_step_on_panels_takes_at_least_is_enough_for_it(rows, cols, dtype
         for fold in folds:
             sizes = Sizes(rows, cols, (), {"f": 300}, torch.device("cpu"), torch.float32)
             for walk in split_into_loops(split_softmax_means(as_program(fold))):
-                for each in walk.apart() or [walk]:
+                for each in walk.split_directions() or [walk]:
                     for made in (panel.TorchStep(each, sizes, {dtype}), MemoryPlan(each, sizes, {dtype})):
                         assert made.choose_layout(made.least_bytes()) is not None, (type(made), fold)
 
