@@ -249,7 +249,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
         return call
 
     planner._CHOICES.clear()
-    op._plans.kept.clear()
+    op._plans.known.clear()
     with following(None):
         try:
             planner._choose, dense_or_tiled.runs_dense = timed(kept[0]), timed(kept[1])

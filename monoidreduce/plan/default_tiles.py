@@ -76,11 +76,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 }
 
 
-# warp-specialised attention: two consumer groups of four warps, 64 indices each
-STAGED: Tile = (128, 128, 4, 2)
-# ping-pong GEMM with epilogue, narrow and wide
-PAIRED: dict[bool, Tile] = {False: (256, 128, 4, 1), True: (256, 192, 4, 1)}
-
 # GEMM with a fold as its epilogue: by whether pairs draw random numbers, and whether there are many rows
 FEW_ROWS = 64
 DEEP: dict[tuple[str, bool], Tile] = {

@@ -37,8 +37,7 @@ from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
 from ..reductions import KINDS, kind_of
 from . import registry, torch_operator
-from .autograd import DRY_RUN
-from .one_sided_function import ARITHMETIC, Arithmetic, Run
+from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -416,7 +415,7 @@ def _run_backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents
 class _DryArithmetic(Arithmetic):
     """One-sided arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
 
-    def _launch(self, leaves: Sequence[Any]) -> Run | None:
+    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
         counter = _counter.get()
         with _disable_current_modes():
             found = triton.side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
