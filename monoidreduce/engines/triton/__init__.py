@@ -160,7 +160,7 @@ def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
     key += (
         matmul.float32_precision(),
-        budget.asked() is None,
+        budget.requested() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),
         kind(leaves),
