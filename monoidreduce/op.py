@@ -28,8 +28,9 @@ from .plan.budget import asked as budget_asked
 from .plan.budget import budget
 from .plan.cost import Cost
 from .program import declarations
+from .program.compile import compile_program
 from .program.expression import Expr
-from .program.lower import Lowered, lower
+from .program.lower import Lowered
 from .program.trace import Traced, place
 from .runtime import autocast, dynamo, gradient_programs, layer_replay, logit_rounding, registry
 from .runtime import gradient_in_forward as known
@@ -168,7 +169,7 @@ class Op(dynamo.Compiled):
 
     def program(self, *args: Any, **kwargs: Any) -> Lowered:
         """The lowered program that this call would run: its passes and what is fed to them."""
-        return lower(self._prepare(args, kwargs)[0].outputs)
+        return compile_program(self._prepare(args, kwargs)[0].outputs)
 
     def cost(
         self,
@@ -195,11 +196,14 @@ class Op(dynamo.Compiled):
         """
         return cost_of(self._subject(args, kwargs, backward), device, ranks)
 
-    def explain(self, *args: Any, backward: bool = True, measure: bool = False, **kwargs: Any) -> Explanation:
+    def explain(
+        self, *args: Any, backward: bool = True, measure: bool = False, passes: bool = False, **kwargs: Any
+    ) -> Explanation:
         """What would run for this call and why: a text, and data (``.as_dict()``).
 
         With ``measure`` the call is run a few times, and its time and memory stand beside the predicted ones, here and
-        in later explanations of calls like it.
+        in later explanations of calls like it. With ``passes`` the program follows as it is after each pass of the
+        compiler, forward and backward; as data it is ``["passes"]``.
 
         >>> import torch, monoidreduce as mr
         >>> @mr.op
@@ -208,6 +212,8 @@ class Op(dynamo.Compiled):
         >>> text = nearest.explain(torch.randn(500, 3), torch.randn(700, 3))
         >>> "1 pass over the pairs" in text, text.as_dict()["rows"]
         (True, 500)
+        >>> print(nearest.explain(torch.randn(5, 3), torch.randn(7, 3), passes=True).as_dict()["passes"][0]["text"])
+        return best[cols](sqdist(x, y), False).value
         """
         subject = self._subject(args, kwargs, backward)
         key = (registry.engine(), backward, budget_asked(), *map(shown, (*args, *kwargs.values())))
@@ -215,7 +221,7 @@ class Op(dynamo.Compiled):
             while len(self._measured) >= _MEASURED:
                 del self._measured[next(iter(self._measured))]
             self._measured[key] = measured(self, args, kwargs, backward)
-        return explain(subject, self._measured.get(key))
+        return explain(subject, self._measured.get(key), passes)
 
     def _subject(self, args: tuple, kwargs: Mapping[str, Any], backward: bool) -> Subject:
         traced, bound, sizes, _ = self._prepare(args, kwargs)
@@ -266,14 +272,14 @@ class Op(dynamo.Compiled):
         columns = functools.partial(inputs_of, self.parameters, sizes=sizes)
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
-        program = logit_rounding.marked(lower(traced.outputs), frozenset(inputs), sizes)
+        program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
         return Prepared(Walk(program, sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
         inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
-        program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(inputs), sizes)
+        program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
 

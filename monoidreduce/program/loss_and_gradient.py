@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import constructors
+from .compile import compile_program
 from .constructors import ONE, substitute
 from .expression import Expr, result, topological
-from .gradient import gradient
-from .lower import Lowered, Pass, lower
+from .gradient import differentiate_fold
+from .lower import Lowered, Pass
 from .reductions import KINDS, make
 from .reverse_mode import pull
 
@@ -36,7 +37,7 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
     None where rows are not alone (a row that needs nothing of the others but its columns is: every reduction is over
     columns), or where none or several of the numbers have gradients. Raises NoGradientError where an expression has no
     symbolic derivative."""
-    forward = lower(outputs)
+    forward = compile_program(outputs)
     if any(e.op == "reduce" and e.attrs[1] != "cols" for e in topological(forward.outputs)):
         return None
     if any(not e.rows or e.cols or e.feature is not None for e in outputs):
@@ -52,7 +53,7 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
     if len(found) != 1:
         return None
     ((k, grads),) = found
-    program = lower((*outputs, *(g for g in grads if g is not None)))
+    program = compile_program((*outputs, *(g for g in grads if g is not None)))
     if any(r.attrs[0] == "pair" for p in program.passes for r in p.fold.reductions):  # as large as the pairs
         return None
     return Total(program, k, tuple(g is not None for g in grads))
@@ -108,7 +109,7 @@ def _of_feeds(p: Pass, cotangents: dict[Expr, Expr], targets: list[Expr]) -> lis
     if all(g is None for g in given):
         return []
     asked = [e.dtype == "float" and not set(targets).isdisjoint(topological([e])) for e in p.feeds]
-    results, grads, outputs = gradient(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
+    results, grads, outputs = differentiate_fold(p.fold.pure, p.fold.leaves, asked, [g is not None for g in given])
     replace = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace |= dict(zip(results, of_pass(p), strict=True))
     replace |= {leaf: g for leaf, g in zip(grads, given, strict=True) if g is not None}

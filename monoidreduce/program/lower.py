@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from . import constructors
 from .expression import Expr, node, reduce_node, result, topological
-from .normal_form import is_pass, normalize
+from .normal_form import is_pass
 from .philox import DRAWS
 from .primitives import PRIMITIVES
 from .reductions import KINDS
@@ -86,20 +86,29 @@ class Lowered:
         return replace(self, passes=tuple(passes)) if exact else self
 
 
-@functools.lru_cache(maxsize=4096)
-def lower(outputs: tuple[Expr, ...]) -> Lowered:
-    """Normalize, cut into passes, hoist."""
-    outputs = normalize(outputs)
+def merge_softmax(outputs: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Compiler pass: join all ``soft`` reductions of one logit, so that its exponentials are computed once."""
     levels = _levels(outputs)
     for level in range(1, max(levels.values(), default=0) + 1):
         outputs = constructors.substitute(outputs, _merge_soft(outputs, levels, level))
         levels = _levels(outputs)
-    deepest = max(levels.values(), default=0)
-    passes = []
-    for level in range(1, deepest + 1):
-        order = topological(outputs)
-        reductions = [e for e in order if is_pass(e) and levels[e] == level]
-        passes.append(_make_pass(reductions, order, _scales(reductions, outputs, levels)))
+    return outputs
+
+
+def group_reductions(outputs: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], ...]:
+    """Compiler pass: the reductions over pairs that run together, one group for each level, lowest first."""
+    levels = _levels(outputs)
+    groups: list[list[Expr]] = [[] for _ in range(max(levels.values(), default=0))]
+    for e in topological(outputs):
+        if is_pass(e):
+            groups[levels[e] - 1].append(e)
+    return tuple(map(tuple, groups))
+
+
+def hoist_one_sided(outputs: tuple[Expr, ...], groups: tuple[tuple[Expr, ...], ...]) -> Lowered:
+    """Compiler pass: make a fold of each group; what is not per pair leaves it and is fed to it."""
+    levels, order = _levels(outputs), topological(outputs)
+    passes = [_make_pass(list(group), order, _scales(list(group), outputs, levels)) for group in groups]
     return Lowered(tuple(passes), outputs)
 
 

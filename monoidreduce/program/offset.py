@@ -28,7 +28,7 @@ Fed = str | Target  # "row_start", "col_start", "num_rows", "num_cols", or a tar
 
 
 @functools.lru_cache(maxsize=1024)
-def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
+def offset_fold(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
     """The fold for a part, and what must be fed to it behind its own leaves (nothing where no place is asked for)."""
     fed: dict[Fed, Expr] = {}
 

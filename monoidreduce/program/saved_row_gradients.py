@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from .compile import compile_program
 from .constructors import ONE, apply, substitute
 from .contract import contractions
 from .expression import Expr, index, node, result
-from .lower import Fold, lower
+from .lower import Fold
 from .normal_form import factors, number_factor
 from .reductions import KINDS, make
 from .reverse_mode import pull
@@ -139,7 +140,7 @@ def _there(vector: Expr, target: Expr | None) -> Expr:
 
 def _folded(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple | None:
     """One fold of all outputs, by places, and those that are not its own written with E; None if it takes several."""
-    program = lower(outputs)
+    program = compile_program(outputs)
     if len(program.passes) != 1 or not set(program.passes[0].feeds) <= set(fold.leaves):
         return None
     (whole,) = program.passes

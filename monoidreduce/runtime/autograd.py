@@ -23,7 +23,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import own, saved
 from ..engines.common.torch_code import script
-from ..program.gradient import gradient
+from ..program.gradient import differentiate_fold
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
 from ..program.saved_row_gradients import Early, gradients
@@ -314,7 +314,7 @@ def _gradient_program(
 ) -> Ready:
     kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
     rest = tuple(want and k not in kept for k, want in enumerate(wanted))
-    results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
+    results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
     outputs = [kept.get(k, e) for k, e in enumerate(others)]
     names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
     return Ready.of(fold.leaves, names, outputs, wanted, numbers, fold.exact)

@@ -26,9 +26,9 @@ from ..engines.panel.panel_program import split_means, walks
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout
+from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import Total, total
-from ..program.lower import lower
 from . import autograd, gradient_programs, logit_rounding
 from . import forward_settings as asked
 
@@ -217,7 +217,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
     with torch.enable_grad():
         given = [t.detach().requires_grad_(n) if not graph else t for t, n in zip(tensors, needs, strict=True)]
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
-        usual = lower((context.outputs[context.program.moving],))
+        usual = compile_program((context.outputs[context.program.moving],))
         usual = logit_rounding.marked(usual, logit_rounding.asking(inputs), context.sizes)
         made = script(usual, frozenset(context.numbers))
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))

@@ -23,8 +23,9 @@ from ..engines.common import skip_small_tiles
 from ..engines.common.evaluate import Sizes
 from ..engines.common.torch_code import inputs, missing
 from ..errors import NoGradientError
+from ..program.compile import compile_program
 from ..program.expression import Expr
-from ..program.lower import Lowered, lower
+from ..program.lower import Lowered
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 64  # kinds of inputs, of one program
@@ -81,7 +82,7 @@ class Ready:
     ) -> Ready:
         """``others``: the names of the inputs that are no leaves, in their order; ``exact``: whether the products that
         results were made of are."""
-        program = lower(tuple(e for e in outputs if e is not None)).having(exact)
+        program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
         names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
         lowered = iter(program.outputs)
         found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]

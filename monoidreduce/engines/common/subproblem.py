@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ...program.offset import Fed, moved
+from ...program.offset import Fed, offset_fold
 from . import combine
 from .combine import State
 from .evaluate import Sizes
@@ -118,7 +118,7 @@ def _block(
     fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, row: _Stretch, col: _Stretch, engine: Engine
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
-    placed, fed = moved(fold)
+    placed, fed = offset_fold(fold)
     cut = [_cut(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
