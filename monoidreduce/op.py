@@ -31,7 +31,7 @@ from .program import declarations
 from .program.compile import compile_program
 from .program.expression import Expr
 from .program.lower import Lowered
-from .program.trace import Traced, place
+from .program.trace import Traced, find_place
 from .runtime import autocast, dynamo, gradient_programs, layer_replay, logit_rounding, registry
 from .runtime import gradient_in_forward as known
 from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
@@ -347,7 +347,9 @@ class Op(dynamo.Compiled):
     def _describe(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
         names = list(self.parameters)
         given = [*zip(names, args, strict=False), *kwargs.items()]
-        return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)
+        return f"{find_place(self.function).split(':')[0]}, called with " + ", ".join(
+            f"{n}={shown(v)}" for n, v in given
+        )
 
 
 def _is_wide(form: Form | None, values: Sequence[Any]) -> bool:

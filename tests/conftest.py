@@ -58,7 +58,7 @@ def looking(monkeypatch: pytest.MonkeyPatch):
     )
 
     def say(looks: bool) -> None:
-        monkeypatch.setattr(checks, "visible", lambda t: looks)
+        monkeypatch.setattr(checks, "can_inspect", lambda t: looks)
         monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
 
     return say

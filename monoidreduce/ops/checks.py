@@ -57,8 +57,14 @@ def positive(name: str, value: Any) -> None:
         return
     if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ArgumentError(
-            detail=f"{name} was given {_shown(value)}", fix="Give a number above 0, or a 0-dim tensor of one"
+            detail=f"{name} was given {describe_value(value)}",
+            fix="Give a number above 0, or a 0-dim tensor of one",
         )
+
+
+def describe_value(value: Any) -> str:
+    """A value as an error message names it: a tensor by its shape."""
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def between(name: str, value: Any, least: float, most: float) -> None:
@@ -67,24 +73,20 @@ def between(name: str, value: Any, least: float, most: float) -> None:
         return
     if not isinstance(value, numbers.Real) or not least <= float(value) <= most or math.isinf(value):
         bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
-        raise ArgumentError(detail=f"{name} was given {_shown(value)}", fix=f"Give a number {bounds}")
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ArgumentError(detail=f"{name} was given {describe_value(value)}", fix=f"Give a number {bounds}")
 
 
 _CHOICES = frozenset({bool, int, float, str, type(None)})
 _MOST = 256
 
 
-def once(check: Callable) -> Callable:
+def cache_check(check: Callable) -> Callable:
     """A check that looks at types, shapes, devices and choices alone, done once for equal ones; its answer is kept."""
     known: dict[tuple, Any] = {}
 
     @functools.wraps(check)
     def checked(*given: Any) -> Any:
-        key = _looked(given)
+        key = _check_key(given)
         if key is None:
             return check(*given)
         if key not in known:
@@ -96,7 +98,7 @@ def once(check: Callable) -> Callable:
     return checked
 
 
-def _looked(given: tuple) -> tuple | None:
+def _check_key(given: tuple) -> tuple | None:
     """All that such a check depends on; None where that is not said cheaply."""
     if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current() is not None:
         return None
@@ -203,13 +205,13 @@ class Labels(NamedTuple):
 
 
 def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Labels:
-    """Class indices below ``count``; each is looked at where looking is free (see :func:`visible`).
+    """Class indices below ``count``; each is looked at where looking is free (see :func:`can_inspect`).
 
     ``first``: where the target begins in what the user gave, for the message.
     """
     flat = target if target.dim() == 1 else target.reshape(-1)
     flat = flat if flat.dtype is torch.int64 else flat.long()
-    if not visible(flat):
+    if not can_inspect(flat):
         return Labels(flat, False)
     count = agreement.whole(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
@@ -235,7 +237,7 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any,
         )
 
 
-def visible(t: Tensor) -> bool:
+def can_inspect(t: Tensor) -> bool:
     """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
 
     Under a compiler or a transform there is nothing to look at.
@@ -245,10 +247,14 @@ def visible(t: Tensor) -> bool:
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
     """Whether a target is floating and of the logits' shape: probabilities for every class."""
-    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == _distributed(x, weight, target)
+    return (
+        isinstance(target, Tensor)
+        and target.is_floating_point()
+        and target.shape == _distribution_shape(x, weight, target)
+    )
 
 
-def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
+def _distribution_shape(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
     """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
     return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
 
@@ -256,7 +262,7 @@ def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
     """A given distribution over the classes for each row of x, in the same number type and place."""
     tensor(name, probs, "[..., V]", 1)
-    if probs.shape != _distributed(x, weight, probs):
+    if probs.shape != _distribution_shape(x, weight, probs):
         raise ShapeError(
             detail=f"{name} has shape {tuple(probs.shape)}, but x {tuple(x.shape)} and weight {tuple(weight.shape)} "
             f"ask for {(*x.shape[:-1], len(weight))}",
@@ -268,7 +274,7 @@ def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
 # Rows
 
 
-def flat(x: Any, *columns: Any) -> Any:
+def flatten_rows(x: Any, *columns: Any) -> Any:
     """x [..., D] as [M, D] where the columns are shared by all rows, so that products are large; else x as it is."""
     shared = all(isinstance(c, Tensor) and c.dim() == 2 for c in columns)
     if not shared or not isinstance(x, Tensor) or x.dim() in (0, 2):
@@ -276,12 +282,12 @@ def flat(x: Any, *columns: Any) -> Any:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def unflat(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """A result [M] or [M, N] of ``rows = flat(x)`` with the leading dimensions of x again."""
     return y if rows is x else y.reshape((*x.shape[:-1], *y.shape[1:]))
 
 
-def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str, axis: str = "rows") -> Tensor:
+def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, how: str, axis: str = "rows") -> Tensor:
     """A number per row (or column), times its weight, as it is, added up, or divided by the sum of shares (None: 1) and
     weights."""
     if weights is not None:
@@ -291,21 +297,22 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
         return value
     if how == "sum":
         return agreement.over(axis, value.sum())
-    if share is None and undivided():
+    if share is None and is_undivided():
         return value.mean()
     count = torch.ones_like(value) if share is None else share
     return agreement.over(axis, value.sum()) / agreement.over(axis, count.sum())
 
 
-def undivided() -> bool:
+def is_undivided() -> bool:
     """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
     return agreement.current() is None
 
 
-@functools.cache  # one and the same for all names of a layer
-def together(layer: Layer) -> Layer:
-    """A layer whose checks, where they fail on one rank of a group, fail on all; its own Python is done once for calls
-    of one kind (``runtime/layer_replay.py``)."""
+def public_layer(layer: Layer) -> Layer:
+    """Decorate a ready-made layer: a mistake found on one rank of a group is raised on all of them, and the layer's own
+    Python runs once for each kind of call and is replayed afterwards (``runtime/layer_replay.py``).
+
+    A layer that calls another one calls its undecorated form (``inspect.unwrap``), so that one replay holds both."""
     outlines = layer_replay.Outlines(layer)
 
     @functools.wraps(layer)
@@ -323,9 +330,9 @@ def together(layer: Layer) -> Layer:
     return cast(Layer, checked)
 
 
-def reduced(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
+def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> Tensor:
     """A loss per row, averaged, added up or as it is; with weights, their weighted mean, sum or products."""
-    return averaged(loss, None, weights, how)
+    return reduce_numbers(loss, None, weights, how)
 
 
 def integers(name: str, value: Tensor) -> None:
@@ -341,12 +348,12 @@ def floating(**tensors: Any) -> None:
             raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
 
 
-def said(options: dict[str, Any]) -> dict[str, Any]:
+def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
     """The options that are not left out: every other costs each call a little time."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def drawn_seed() -> int | Tensor:
+def draw_seed() -> int | Tensor:
     """A seed from torch's default generator of the CPU, so that ``torch.manual_seed`` repeats what is drawn with it."""
     seed = torch.randint(2**63 - 1, ())
     return seed if torch.compiler.is_compiling() else int(seed)  # a compiled graph draws anew in every run

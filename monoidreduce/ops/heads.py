@@ -19,10 +19,10 @@ from . import language as mr
 @no_type_check
 def logits(x, weight, bias, softcap, temperature):
     """One pair's logit."""
-    return capped(x @ weight if bias is None else x @ weight + bias, softcap, temperature)
+    return apply_softcap(x @ weight if bias is None else x @ weight + bias, softcap, temperature)
 
 
-def capped(s: Any, softcap: Any, temperature: Any) -> Any:
+def apply_softcap(s: Any, softcap: Any, temperature: Any) -> Any:
     """What becomes of a product: in the pair language or in plain torch."""
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
@@ -30,7 +30,7 @@ def capped(s: Any, softcap: Any, temperature: Any) -> Any:
 
 
 @no_type_check
-def shifted(s, careful):
+def subtract_shift(s, careful):
     """Logits less their logsumexp, held constant: a loss that no shift changes then is no gap of two large numbers.
 
     It costs one more pass, and is left out for 16-bit inputs, whose rounding is larger than that of the gap.
@@ -40,10 +40,10 @@ def shifted(s, careful):
 
 def shift(s: Any) -> Any:
     """A row's logsumexp as a constant."""
-    return torch.detach(finite(mr.logsumexp(s)))
+    return torch.detach(replace_minus_inf(mr.logsumexp(s)))
 
 
-def finite(z: Any) -> Any:
+def replace_minus_inf(z: Any) -> Any:
     """A row's logsumexp to subtract from its logits: 0 where it sees nothing, since -inf less -inf were NaN."""
     return torch.where(z == -math.inf, 0.0, z)
 
@@ -57,13 +57,13 @@ def entropy(s, masked):
 
 
 @no_type_check
-def of_label(target, ignore_index, value):
+def mask_ignored(target, ignore_index, value):
     """A value per row that belongs to its label: 0 where that is to be ignored, NaN where it is no class."""
     known = (target >= 0) & (target < mr.num_cols)
     return torch.where(target == ignore_index, 0.0, torch.where(known, value, math.nan))
 
 
-def careful(x: Any) -> bool:
+def needs_shift(x: Any) -> bool:
     """Whether the digits of a small loss are worth a first pass."""
     return isinstance(x, Tensor) and x.dtype.itemsize > 2
 

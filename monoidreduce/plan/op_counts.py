@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..program.constructors import ONE
-from ..program.contract import Contraction, contractions, in_tiles
+from ..program.contract import Contraction, contractions, is_read_from_tiles
 from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
@@ -126,13 +126,13 @@ def joined(works: list[Work]) -> Work:
 
 def directions(fold: Fold) -> tuple[str, ...]:
     """The directions in which a fold reduces pairs that must be walked."""
-    walked = [r for r in fold.reductions if r.attrs[0] != "pick" or in_tiles(fold, r)]
+    walked = [r for r in fold.reductions if r.attrs[0] != "pick" or is_read_from_tiles(fold, r)]
     return tuple(o for o in ("cols", "rows") if any(r.attrs[1] == o for r in walked))
 
 
 def gathers(fold: Fold) -> bool:
     """Whether single pairs, gathered or scattered, are all that a fold takes: nothing is walked."""
-    return all(r.attrs[0] == "pick" and not in_tiles(fold, r) for r in fold.reductions)
+    return all(r.attrs[0] == "pick" and not is_read_from_tiles(fold, r) for r in fold.reductions)
 
 
 class _Counter:
@@ -149,7 +149,7 @@ class _Counter:
         return 1 if e.feature is None else int(name) if name.isdigit() else self.letters[name]
 
     def run(self, reductions: list[Expr]) -> Work:
-        walked = [r for r in reductions if r.attrs[0] != "pick" or in_tiles(self.fold, r)]
+        walked = [r for r in reductions if r.attrs[0] != "pick" or is_read_from_tiles(self.fold, r)]
         for r in walked:
             self._reduction(r)
         writes = {"rows": 0, "cols": 0}

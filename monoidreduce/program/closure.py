@@ -61,7 +61,7 @@ class Watched:
 def watch(*functions: Any) -> Watched:
     """The places that functions and all that they call read; nothing of what belongs to this package."""
     found = Watched()
-    _Search(found).functions([f for f in functions if not _is_ours(f)])
+    _Search(found).functions([f for f in functions if not _is_fixed_package(f)])
     return found
 
 
@@ -94,7 +94,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _is_ours(function: Any) -> bool:
+def _is_fixed_package(function: Any) -> bool:
     """Whether a function or module is this package's, torch's or the language's own, whose values do not change."""
     if isinstance(function, functools.partial):
         return False
@@ -134,7 +134,7 @@ class _Search:
             owner, called = called.__self__, called.__func__
         if hasattr(called, "__wrapped__") and not isinstance(called, types.FunctionType):
             called = called.__wrapped__
-        if not isinstance(called, types.FunctionType) or id(called) in self.seen or _is_ours(called):
+        if not isinstance(called, types.FunctionType) or id(called) in self.seen or _is_fixed_package(called):
             return []
         self.seen.add(id(called))
         self.held.append(called)
@@ -184,7 +184,7 @@ class _Search:
             if _is_followed(value, steps, following is not None):
                 note()
                 yield value
-            if following is None or (isinstance(value, types.ModuleType) and _is_ours(value)):
+            if following is None or (isinstance(value, types.ModuleType) and _is_fixed_package(value)):
                 return
             key, is_item, count = following
             name = f"{name}[{key!r}]" if is_item else f"{name}.{key}"
@@ -195,7 +195,7 @@ class _Search:
 
 def _is_followed(value: Any, steps: list[Any], goes_on: bool) -> bool:
     """Whether what a name stands for is looked through: a function, or an object that may be called at this place."""
-    if not callable(value) or isinstance(value, type) or _is_ours(value):
+    if not callable(value) or isinstance(value, type) or _is_fixed_package(value):
         return False
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True

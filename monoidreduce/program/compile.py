@@ -5,7 +5,7 @@ cache, and what the rest of the library calls. Nothing here depends on shapes, d
 compiled once for all calls that trace alike. ``op.explain(..., passes=True)`` prints the program after each pass.
 
 Expressions are simplified as they are built (``simplify.py``), so every pass receives and returns simplified ones.
-An engine that runs only some of the rows or columns first applies :func:`monoidreduce.program.offset.offset_fold`.
+An engine that runs only some of the rows or columns first applies :func:`offset_fold`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NoGradientError
-from .expression import Expr, topological
+from . import constructors
+from .expression import Expr, index, node, reduce_node, size, topological
 from .gradient import FoldGradient
-from .lower import Lowered, group_reductions, hoist_one_sided, merge_softmax
-from .normal_form import normalize
+from .lower import Fold, Lowered, group_reductions, hoist_one_sided, merge_softmax
+from .normal_form import normalize, split_index_match
 from .printer import format_groups, format_lowered, format_outputs
 
 Source = tuple[Expr, ...] | FoldGradient  # a body's outputs, or a fold and what of it is to be differentiated
@@ -92,3 +93,53 @@ def _stages(program: str, source: Source) -> list[Stage]:
 
 def _depends_on(feed: Expr, names: Sequence[str]) -> bool:
     return any(e.op == "input" and e.attrs[0] in names for e in topological([feed]))
+
+
+# A part of a larger problem
+
+
+@dataclass(frozen=True)
+class Target:
+    """A leaf that stands for ``of`` (a leaf or an index), counted from the first ``row`` or ``col`` of the part."""
+
+    of: Expr
+    axis: str
+
+
+Fed = str | Target  # "row_start", "col_start", "num_rows", "num_cols", or a target
+
+
+@functools.lru_cache(maxsize=1024)
+def offset_fold(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
+    """The fold for a part, and what must be fed to it behind its own leaves (nothing where no place is asked for)."""
+    fed: dict[Fed, Expr] = {}
+
+    def number(name: str) -> Expr:
+        return fed.setdefault(name, node("leaf", (), (name,), rows=False, cols=False, feature=None, dtype="int"))
+
+    def target(of: Expr, axis: str) -> Expr:
+        name = f"{of if of.op == 'leaf' else of.op}_from_{axis}"
+        leaf = node("leaf", (), (name,), rows=of.rows, cols=of.cols, feature=of.feature, dtype="int")
+        return fed.setdefault(Target(of, axis), leaf)
+
+    fields = [f for r in fold.reductions for f in (r.args[1:] if r.attrs[0] == "pick" else r.args)]
+    replace: dict[Expr, Expr] = {}
+    for e in topological(fields):
+        hot = split_index_match(e)[0] if e.op == "eq" else None
+        if hot is not None and not hot[1].args:
+            replace[e] = constructors.apply("eq", index(hot[0]), target(hot[1], hot[0]))
+    for e in topological([*fields, *fold.scales], stop=replace.__contains__):
+        if e.op in ("row_index", "col_index"):
+            replace[e] = constructors.apply("add", e, number(e.op.replace("index", "start")))
+        elif e in (size("rows"), size("cols")):
+            replace[e] = number(f"num_{e.attrs[0]}")
+    reductions = []
+    for r in fold.reductions:
+        kind, over, params = r.attrs
+        if kind == "pick":
+            args = (target(r.args[0], params[0]), *constructors.substitute(r.args[1:], replace))
+        else:
+            args = constructors.substitute(r.args, replace)
+        reductions.append(reduce_node(kind, over, params, args))
+    scales = constructors.substitute(fold.scales, replace)
+    return Fold((*fold.leaves, *fed.values()), tuple(reductions), scales, exact=fold.exact), tuple(fed)

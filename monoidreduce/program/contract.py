@@ -64,7 +64,7 @@ def _undecidable(roots: list[Expr]) -> set[Expr]:
     return found
 
 
-def ranged(fold: Fold) -> tuple[Expr, ...]:
+def leaves_in_conditions(fold: Fold) -> tuple[Expr, ...]:
     """The leaves whose least and greatest value per tile the conditions need."""
     return tuple(e for e in topological(conditions(fold)) if e.op == "leaf")
 
@@ -92,7 +92,7 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
     return memo[e]
 
 
-def in_tiles(fold: Fold, r: Expr) -> bool:
+def is_read_from_tiles(fold: Fold, r: Expr) -> bool:
     """Whether a pick reads its number from tiles that are computed anyway: it then sees the same rounding."""
     _, over, (axis,) = r.attrs
     gathers = over.startswith(axis) and r.args[0].feature is None and r.args[2] is ONE and r.args[1].is_pair

@@ -87,10 +87,10 @@ def differentiate_fold(
         cotangents += gs
     wrt = [leaf for leaf, want in zip(leaves, asked, strict=True) if want]
     pulled_leaves = dict(zip(wrt, pull(seeds, wrt), strict=True))
-    return results, cotangents, [_gather(leaf, pulled_leaves.get(leaf)) for leaf in leaves]
+    return results, cotangents, [_sum_to_leaf(leaf, pulled_leaves.get(leaf)) for leaf in leaves]
 
 
-def _gather(leaf: Expr, g: Expr | None) -> Expr | None:
+def _sum_to_leaf(leaf: Expr, g: Expr | None) -> Expr | None:
     """A leaf's gradient: its cotangent at every pair, summed over the axes that it does not have."""
     if g is None:
         return None

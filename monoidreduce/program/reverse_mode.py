@@ -30,11 +30,11 @@ def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr |
 
     for root, g in seeds:
         give(root, g)
-    useful = _depends([root for root, _ in seeds], targets)
+    useful = _nodes_above([root for root, _ in seeds], targets)
     for e in reversed(topological([root for root, _ in seeds], stop=lambda e: e in targets)):
         if e in targets or e not in cotangent or not e.args:
             continue
-        for arg, pulled in zip(e.args, _local(e, cotangent[e]), strict=True):
+        for arg, pulled in zip(e.args, _pull_node(e, cotangent[e]), strict=True):
             if pulled is not None and arg in useful:
                 g = pulled
                 if arg.feature is None and e.feature is not None and g.feature is None:
@@ -43,7 +43,7 @@ def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr |
     return [cotangent.get(e) for e in wrt]
 
 
-def _depends(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
+def _nodes_above(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     """The nodes that depend on a target: only these need a cotangent."""
     found: set[Expr] = set()
     for e in topological(roots, stop=lambda e: e in targets):
@@ -52,7 +52,7 @@ def _depends(roots: list[Expr], targets: set[Expr]) -> set[Expr]:
     return found
 
 
-def _local(e: Expr, g: Expr) -> Sequence[Expr | None]:
+def _pull_node(e: Expr, g: Expr) -> Sequence[Expr | None]:
     """The cotangents of one node's arguments."""
     if e.op == "dot":
         x, y = e.args

@@ -43,7 +43,7 @@ class Mean:
 
 
 @dataclass(frozen=True, eq=False)
-class Early:
+class SavingFold:
     """A fold that keeps more, and what gradients make of it: one object for a fold and what is asked.
 
     What is kept comes to gradients as leaves ``E0``, ``E1``, ..., beside P and g as ``gradient.py`` names them."""
@@ -65,7 +65,7 @@ class Early:
 
 
 @functools.lru_cache(maxsize=1024)
-def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
+def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold | None:
     """The fold that also keeps what the gradients of rows' vectors need; ``asked``: the leaves whose is wanted.
 
     None where there is no such form: it has one logsumexp, of a logit that is linear in these vectors, and beside it
@@ -81,28 +81,31 @@ def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
     if soft.attrs[1] != "cols" or len(soft.args) > 1 or (pick is not None and not _is_number(pick)):
         return None
     target = None if pick is None else pick.args[0]
-    vectors = _vectors(soft.args[0], fold, places)
-    picked = vectors if pick is None else _vectors(pick.args[1], fold, places)
+    vectors = _linear_derivatives(soft.args[0], fold, places)
+    picked = vectors if pick is None else _linear_derivatives(pick.args[1], fold, places)
     if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
         return None
-    outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(_outputs(r))]
-    wanted = [_mean(soft.args[0], v, target) for _, v in vectors.values()]
-    wanted += [] if target is None else [_mean(soft.args[0], ONE, target)]
-    made = _folded(fold, (*outputs, *wanted), len(outputs))
+    outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(_result_forms(r))]
+    wanted = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
+    wanted += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
+    made = _compile_one_fold(fold, (*outputs, *wanted), len(outputs))
     if made is None:
         return None
     whole, feeds, own, more, kept = made
     means = tuple(
-        Mean(k, factor, m, picked[k][0], _there(v, target))
+        Mean(k, factor, m, picked[k][0], _gather_at(v, target))
         for (k, (factor, v)), m in zip(vectors.items(), kept, strict=False)
     )
     place = outputs.index
-    at = place(result(soft, 0, *_outputs(soft)[0])), -1 if pick is None else place(result(pick, 0, *_outputs(pick)[0]))
+    at = (
+        place(result(soft, 0, *_result_forms(soft)[0])),
+        -1 if pick is None else place(result(pick, 0, *_result_forms(pick)[0])),
+    )
     rest = None if target is None else kept[-1]
-    return Early(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
+    return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
 
 
-def _outputs(r: Expr) -> Sequence[Any]:
+def _result_forms(r: Expr) -> Sequence[Any]:
     return KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])
 
 
@@ -111,7 +114,7 @@ def _is_number(pick: Expr) -> bool:
     return pick.attrs[1:] == ("cols", ("col",)) and pick.args[0].feature is None and pick.args[2] is ONE
 
 
-def _vectors(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Expr, Expr]]:
+def _linear_derivatives(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Expr, Expr]]:
     """The derivatives of a number per pair by rows' vectors, as (what leaves a sum over columns, the rest); nothing
     where one of them is not a number times a vector as it was given."""
     found = {}
@@ -125,20 +128,20 @@ def _vectors(number: Expr, fold: Fold, places: list[int]) -> dict[int, tuple[Exp
     return found
 
 
-def _mean(logit: Expr, value: Expr, target: Expr | None) -> Expr:
+def _softmax_mean_without(logit: Expr, value: Expr, target: Expr | None) -> Expr:
     """The softmax mean of a value, 0 at the target."""
     value = value if target is None else apply("where", apply("eq", index("col"), target), 0.0, value)
     return make("soft", "cols", (), (logit, value))[1]
 
 
-def _there(vector: Expr, target: Expr | None) -> Expr:
+def _gather_at(vector: Expr, target: Expr | None) -> Expr:
     """A vector per pair at the target: a gather."""
     if target is None:
         return ONE
     return make("sum", "cols", (), (apply("where", apply("eq", index("col"), target), vector, 0.0),))[0]
 
 
-def _folded(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple | None:
+def _compile_one_fold(fold: Fold, outputs: tuple[Expr, ...], own: int) -> tuple | None:
     """One fold of all outputs, by places, and those that are not its own written with E; None if it takes several."""
     program = compile_program(outputs)
     if len(program.passes) != 1 or not set(program.passes[0].feeds) <= set(fold.leaves):
@@ -157,7 +160,7 @@ def _leaf(name: str, feature: Any = None) -> Expr:
 
 
 @functools.lru_cache(maxsize=1024)
-def gradients(form: Early, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
+def row_gradients(form: SavingFold, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], ...]:
     """The gradients of rows' vectors, by place of their leaves; ``given``: the results that have a cotangent."""
     cotangents = [_symbol(f"g{k}") for k in (form.soft, form.soft + 1) if given[k]]
     if not cotangents:
@@ -166,16 +169,16 @@ def gradients(form: Early, given: tuple[bool, ...]) -> tuple[tuple[int, Expr], .
     g = torch.where(seen, sum(cotangents[1:], cotangents[0]), 0.0)
     found = []
     for m in form.means:
-        mine = g * _of(m.factor)
-        value = mine * _of(m.mean)
+        mine = g * _as_symbol(m.factor)
+        value = mine * _as_symbol(m.mean)
         if form.rest is not None:
-            at = mine + _symbol(f"g{form.pick}") * _of(m.picked) if given[form.pick] else mine
-            value = value + (at - mine * _of(form.rest)) * _of(m.there)
+            at = mine + _symbol(f"g{form.pick}") * _as_symbol(m.picked) if given[form.pick] else mine
+            value = value + (at - mine * _as_symbol(form.rest)) * _as_symbol(m.there)
         found.append((m.place, value.expr))
     return tuple(found)
 
 
-def _of(e: Expr) -> Any:
+def _as_symbol(e: Expr) -> Any:
     """What torch's functions and operators take for a tensor."""
     return Symbol(e)
 

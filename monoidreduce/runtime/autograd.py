@@ -26,7 +26,7 @@ from ..engines.common.torch_code import script
 from ..program.gradient import differentiate_fold
 from ..program.lower import Fold, Lowered
 from ..program.reductions import KINDS
-from ..program.saved_row_gradients import Early, gradients
+from ..program.saved_row_gradients import SavingFold, row_gradients
 from . import autocast, forward_settings, saved_row_gradients, torch_operator
 from .forward_replay import Program
 from .frozen_pass import Pass, freezes
@@ -230,7 +230,7 @@ def _keep(
     context: Context,
     leaves: Sequence[Any],
     output: tuple[Tensor, ...],
-    form: Early | None = None,
+    form: SavingFold | None = None,
     more: tuple[Tensor, ...] = (),
 ) -> None:
     ctx.context, ctx.form = context, form
@@ -294,7 +294,7 @@ def _gradients(
     results: list[Tensor],
     wanted: tuple[bool, ...],
     cotangents: Sequence[Tensor | None],
-    form: Early | None = None,
+    form: SavingFold | None = None,
 ) -> list[Tensor | None]:
     """The gradients of a pass, one per leaf (None where not asked)."""
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
@@ -310,9 +310,9 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
-    fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
+    fold: Fold, form: SavingFold | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> Ready:
-    kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
+    kept = {} if form is None else {k: e for k, e in row_gradients(form, given) if wanted[k]}
     rest = tuple(want and k not in kept for k, want in enumerate(wanted))
     results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
     outputs = [kept.get(k, e) for k, e in enumerate(others)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..engines import triton
 from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
-from ..program.backward import backward, numbered
+from ..program.loss_and_gradient import differentiate_program, number_leaves
 from . import forward_settings
 from .gradient_programs import PLAIN, Gradient, Ready, Walker, zero
 from .replay_steps import Steps
@@ -94,10 +94,10 @@ class Rewind:
         found = self.gradients.get((needs, given))
         if found is None:
             inputs, names = self.steps.inputs, self.steps.script.inputs
-            outputs = backward(self.steps.program, inputs, needs, given)
+            outputs = differentiate_program(self.steps.program, inputs, needs, given)
             others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
             numbers = tuple(name in self.steps.numbers for name in names)
-            ready = Ready.of(numbered("x", inputs), others, outputs, needs, numbers, self.steps.program.exact)
+            ready = Ready.of(number_leaves("x", inputs), others, outputs, needs, numbers, self.steps.program.exact)
             found = self.gradients[needs, given] = Gradient(ready, inputs, self.walker, True)
         return found
 

@@ -24,7 +24,7 @@ from ..engines.common.evaluate import Sizes
 from ..engines.common.saved_tensors import own
 from ..engines.common.saved_tensors import saved as saved_tensors
 from ..errors import NoGradientError
-from ..program.backward import backward
+from ..program.loss_and_gradient import differentiate_program
 from . import autocast, forward_settings, saved_row_gradients
 from .backward_replay import Rewind, Saved
 from .frozen_pass import situation
@@ -106,7 +106,7 @@ class Program:
         wanted = tuple(k in self.tensors for k in range(len(inputs)))
         given = [tuple(k == n for k in range(count)) for n in range(count)]
         try:
-            found = [backward(self.steps.program, inputs, wanted, one) for one in given]
+            found = [differentiate_program(self.steps.program, inputs, wanted, one) for one in given]
         except NoGradientError:  # torch may have one
             return None
         return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)

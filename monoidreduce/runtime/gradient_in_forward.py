@@ -28,7 +28,7 @@ from ..errors import NoGradientError
 from ..plan import budget, panel_layout
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
-from ..program.loss_and_gradient import Total, total
+from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
 from . import autograd, gradient_programs, logit_rounding
 from . import forward_settings as asked
 
@@ -46,7 +46,7 @@ class _Context:
     sizes: Sizes
     engine: str
     make: panel.Maker
-    program: Total
+    program: LossAndGradient
     waiting: dict[str, Tensor] | None = field(default=None)
 
 
@@ -107,7 +107,7 @@ class Road:
 class _Plan:
     """A program of sums and gradients in one walk, whose panels ``step`` chooses; ``asked``: whose gradients."""
 
-    program: Total
+    program: LossAndGradient
     asked: tuple[Expr, ...]
     step: panel.Step
     sizes: Sizes
@@ -125,7 +125,9 @@ class _Plan:
         return found
 
 
-def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> Total | None:
+def planned(
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker
+) -> LossAndGradient | None:
     """The program of sums and gradients, where there is one and it is the better road."""
     found = _planned(outputs, inputs, sizes, make)
     return found.program if found is not None and found.pays() else None
@@ -139,7 +141,7 @@ def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes,
     if not asked or not is_wide(outputs, sizes) or not sizes.rows or not sizes.cols:
         return None
     try:
-        program = total(outputs, asked)
+        program = compile_loss_and_gradient(outputs, asked)
     except NoGradientError:  # an expression that only torch can differentiate, or none: the usual road will say
         return None
     if program is None:

@@ -17,7 +17,7 @@ from monoidreduce.plan import panel_layout as panels
 from monoidreduce.plan import row_blocks
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
-from monoidreduce.program.loss_and_gradient import total
+from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime.gradient_in_forward import inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -319,7 +319,7 @@ def test_what_is_taken_apart():
     def found(op, *args):
         outputs = op._prepare(args, {})[0].outputs
         inputs = inputs_of(outputs)
-        (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+        (walk,) = walks(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
         return row_factor.late(joint(walk, groups(walk)[0], False))
 
     apart = found(head, x, w, t, b)

@@ -19,9 +19,8 @@ from torch import Tensor
 from ...plan import budget, candidates, device_rates, plan_records, schedule, tiles
 from ...plan.op_counts import Case
 from ...plan.schedule import Choice
-from ...program.digest import digest
 from ...program.expression import Expr, index, size
-from ...program.lower import Fold
+from ...program.lower import Fold, digest_fold
 from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
@@ -146,7 +145,7 @@ def bare(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] 
     code = tile_walk.whole_code(fold, numbers)
     return Case(
         fold,
-        digest(fold),
+        digest_fold(fold),
         sizes.rows,
         sizes.cols,
         torch.Size(sizes.batch).numel(),

@@ -16,8 +16,7 @@ from ...errors import ArgumentError
 from ...plan import budget, cost, plan_records
 from ...plan.op_counts import Case
 from ...plan.schedule import Choice
-from ...program.digest import digest, lasts
-from ...program.lower import Fold, Lowered
+from ...program.lower import Fold, Lowered, digest_fold, is_digest_portable
 from ..common import matmul
 from ..common.evaluate import Sizes
 
@@ -33,7 +32,7 @@ def key_of_call(program: Lowered, given: Iterable[Any], sizes: Sizes, backward: 
     lengths = (torch.Size(sizes.batch).numel(), sizes.rows, sizes.cols)
     kinds = sorted({str(v.dtype)[6:] for v in given if isinstance(v, Tensor)})
     types = f"{', '.join(kinds)}, {'with' if backward else 'without'} gradients"
-    name = digest(Fold((), program.outputs))
+    name = digest_fold(Fold((), program.outputs))
     return _key(name, "call ", lengths, sorted(sizes.letters.items()), types, sizes.device)
 
 
@@ -65,7 +64,9 @@ def recalled(case: Case, device: torch.device) -> Choice | None:
 
 def keep(key: plan_records.Key, choice: Choice, measured: Mapping[str, Any]) -> bool:
     """Remember a winner; whether the next process will find it: not where a user's own class is part of the program."""
-    return plan_records.remember(plan_records.Record(key, choice.as_dict(), measured), lasting=lasts(key.program))
+    return plan_records.remember(
+        plan_records.Record(key, choice.as_dict(), measured), lasting=is_digest_portable(key.program)
+    )
 
 
 def fits(case: Case, choice: Choice) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...program.compile import Fed, offset_fold
 from ...program.expression import Expr
 from ...program.lower import Fold
-from ...program.offset import Fed, offset_fold
 from . import combine
 from .combine import State
 from .evaluate import Sizes

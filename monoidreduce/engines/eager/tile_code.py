@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...program.constructors import substitute
-from ...program.contract import Contraction, contractions, in_tiles, interval
+from ...program.contract import Contraction, contractions, interval, is_read_from_tiles
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
-from ...program.normal_form import hot_condition
+from ...program.normal_form import split_index_match
 from ...program.primitives import PRIMITIVES
 from ...program.reductions import KINDS
 
@@ -73,7 +73,7 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
         kind, over, params = r.attrs
         fields = substitute(r.args, replace)
         if kind == "pick":
-            if in_tiles(fold, r):
+            if is_read_from_tiles(fold, r):
                 reducers.append(Reducer(place, fields[1:2], ()))
             continue
         if KINDS[kind].idle(params, [interval(f, {}) for f in fields]):
@@ -155,7 +155,7 @@ def hot_sum(e: Expr) -> HotSum | None:
         return None
     for dense, hot in (e.args, e.args[::-1]) if e.op == "add" else (e.args,):
         if hot.op == "where" and dense.is_pair and hot.args[2].const == 0 and not hot.args[1].is_pair:
-            found, rest = hot_condition(hot.args[0])
+            found, rest = split_index_match(hot.args[0])
             plain = not hot.args[1].args and rest.const is True
             if plain and found is not None and found[1].feature is None and not found[1].args:
                 return HotSum(dense, found[0], found[1], hot.args[1], -1 if e.op == "sub" else 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...plan import tiles as plan
-from ...program.contract import conditions, in_tiles, interval, ranged
+from ...program.contract import conditions, interval, is_read_from_tiles, leaves_in_conditions
 from ...program.expression import Expr, index, size, topological
 from ...program.intervals import EITHER, NAN, known
 from ...program.lower import Fold
@@ -37,7 +37,7 @@ class FoldCode:
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
-        self.ranged = ranged(self.fold)
+        self.ranged = leaves_in_conditions(self.fold)
         under = topological([a for r in self.fold.reductions for a in (r.args[:1] if r.is_pair else r.args)])
         self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
         self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
@@ -86,7 +86,7 @@ class Chunk:
             length = self.rows.stop - self.rows.start if over == "cols" else sizes.cols
             if kept and place in kept:
                 self.accumulators.append(kept[place])
-            elif kind == "pick" and not in_tiles(code.fold, r):
+            elif kind == "pick" and not is_read_from_tiles(code.fold, r):
                 self.accumulators.append(None)
                 self.picked[place] = self._pick(r, length)
             else:

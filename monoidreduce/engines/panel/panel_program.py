@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...program.compile import compile_program
 from ...program.constructors import apply, substitute
-from ...program.contract import in_tiles
+from ...program.contract import is_read_from_tiles
 from ...program.expression import Expr, node, result, topological
 from ...program.lower import Fold, Lowered, Pass
 from ...program.reductions import KINDS, make
@@ -119,7 +119,7 @@ def _plain(p: Pass) -> Pass:
 def _stage(p: Pass) -> Stage:
     p = _plain(p)
     outputs = by_reduction(p.fold.reductions, p.results)
-    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
+    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not is_read_from_tiles(p.fold, r)]
     walked = [r for r in p.fold.reductions if r not in gathers]
     feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace: dict[Expr, Expr] = {}

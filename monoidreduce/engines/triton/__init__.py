@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import EngineError, FallbackWarning
 from ...plan import budget, tiles
 from ...program.constructors import ONE
-from ...program.contract import in_tiles
+from ...program.contract import is_read_from_tiles
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...program.reductions import KINDS
@@ -340,7 +340,7 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
+        picks = tuple(r for r in mine if r.attrs[0] == "pick" and not is_read_from_tiles(whole, r))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)

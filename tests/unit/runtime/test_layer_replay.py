@@ -23,7 +23,7 @@ def drawn(*shapes, seed=0):
 
 def fresh(layer):
     """A layer without what others in this process remember of it, and its outlines."""
-    made = checks.together.__wrapped__(layer.__wrapped__)
+    made = checks.public_layer(layer.__wrapped__)
     (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.Outlines)]
     return made, found
 
@@ -88,7 +88,7 @@ def test_calls_after_the_second_are_the_layer_itself(name):
 
 def test_where_labels_are_not_looked_at_losses_have_outlines(monkeypatch):
     """As on a GPU; the share of a row is counted in every call."""
-    monkeypatch.setattr(checks, "visible", lambda t: False)
+    monkeypatch.setattr(checks, "can_inspect", lambda t: False)
     for layer, options in (
         (ops.linear_cross_entropy, {}),
         (ops.linear_cross_entropy, {"reduction": "sum", "class_weights": torch.rand(7)}),
