@@ -12,10 +12,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reductions import KINDS, make
 from . import constructors
 from .expression import Expr, node
 from .lower import Fold
-from .reductions import KINDS, make
 from .reverse_mode import pull
 from .symbol import Symbol
 

@@ -12,13 +12,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reductions import kind_of, make, outputs_of
 from . import constructors
 from .compile import compile_program
 from .constructors import ONE, substitute
 from .expression import Expr, node, result, topological
 from .gradient import differentiate_fold
 from .lower import Lowered, Pass
-from .reductions import KINDS, make
 from .reverse_mode import pull
 
 
@@ -55,7 +55,7 @@ def compile_loss_and_gradient(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) 
         return None
     ((k, grads),) = found
     program = compile_program((*outputs, *(g for g in grads if g is not None)))
-    if any(r.attrs[0] == "pair" for p in program.passes for r in p.fold.reductions):  # as large as the pairs
+    if any(kind_of(r).per_pair for p in program.passes for r in p.fold.reductions):  # as large as the pairs
         return None
     return LossAndGradient(program, k, tuple(g is not None for g in grads))
 
@@ -95,11 +95,7 @@ def _sum_missing_axes(g: Expr, root: Expr, target: Expr) -> Expr:
 def list_pass_results(p: Pass) -> list[Expr]:
     """A pass's results as the program's own nodes."""
     reductions = substitute(p.fold.pure, dict(zip(p.fold.leaves, p.feeds, strict=True)))
-    made = [
-        result(r, k, feature, dtype)
-        for r in reductions
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-    ]
+    made = [result(r, k, feature, dtype) for r in reductions for k, (feature, dtype) in enumerate(outputs_of(r))]
     return [users[0] if users else m for users, m in zip(p.results, made, strict=True)]
 
 

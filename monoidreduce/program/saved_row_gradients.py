@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..reductions import make, outputs_of
 from .compile import compile_program
 from .constructors import ONE, apply, substitute
 from .contract import contractions
 from .expression import Expr, index, node, result
 from .lower import Fold
 from .normal_form import factors, number_factor
-from .reductions import KINDS, make
 from .reverse_mode import pull
 from .symbol import Symbol
 
@@ -85,7 +84,7 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     picked = vectors if pick is None else _linear_derivatives(pick.args[1], fold, places)
     if not vectors or any(picked.get(k, (ONE, ONE))[1] is not v for k, (_, v) in vectors.items()):
         return None
-    outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(_result_forms(r))]
+    outputs = [result(r, n, *form) for r in fold.reductions for n, form in enumerate(outputs_of(r))]
     wanted = [_softmax_mean_without(soft.args[0], v, target) for _, v in vectors.values()]
     wanted += [] if target is None else [_softmax_mean_without(soft.args[0], ONE, target)]
     made = _compile_one_fold(fold, (*outputs, *wanted), len(outputs))
@@ -98,15 +97,11 @@ def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold
     )
     place = outputs.index
     at = (
-        place(result(soft, 0, *_result_forms(soft)[0])),
-        -1 if pick is None else place(result(pick, 0, *_result_forms(pick)[0])),
+        place(result(soft, 0, *outputs_of(soft)[0])),
+        -1 if pick is None else place(result(pick, 0, *outputs_of(pick)[0])),
     )
     rest = None if target is None else kept[-1]
     return SavingFold(whole, feeds, own, more, means, rest, soft=at[0], pick=at[1], target=target)
-
-
-def _result_forms(r: Expr) -> Sequence[Any]:
-    return KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])
 
 
 def _is_number(pick: Expr) -> bool:

@@ -13,11 +13,11 @@ import torch
 from ..algebra import Monoid, Scalar
 from ..algebra.probe import probe
 from ..errors import ArgumentError, TraceError, UnreducedError
+from ..reductions import make
 from . import constructors
 from .advice import check_call
 from .draws import gumbel
 from .expression import Expr, const, index, size
-from .reductions import make
 from .symbol import Everywhere, Symbol, current_trace, expr_of
 
 row_index = Everywhere(index("row"))

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan, KernelStep
-from monoidreduce.engines.triton.kernels import elementwise, fold_kernel
-from monoidreduce.engines.triton.panel import row_kernel
-from monoidreduce.engines.triton.panel.lent_memory import Lent
+from monoidreduce.engines.triton.kernels import elementwise
+from monoidreduce.engines.triton.panel.arena import BorrowedTotals
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.loss_and_gradient import compile_loss_and_gradient
 from monoidreduce.runtime.gradient_in_forward import inputs_of
+from tests.support import internals
 from tests.support.comparison import Result, assert_error_rule, cast, run
 from tests.support.layers import BY_NAME, ZOO
 
@@ -27,19 +27,15 @@ PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
-    for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panel_layout, name, value)
-    monkeypatch.setattr(row_kernel, "PLANS", PLANS)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=4, MULTIPLE=4, MIN_SIDE=4)
+    internals.use_row_kernel_plans(monkeypatch, PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
 @pytest.fixture
 def used(monkeypatch):
     """The panels that kernels were run on."""
-    found = []
-    original = KernelStep.begin
-    monkeypatch.setattr(KernelStep, "begin", lambda self, panel: found.append(panel) or original(self, panel))
-    return found
+    return internals.watch_panels(monkeypatch)
 
 
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
@@ -116,20 +112,20 @@ def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, see
 
 def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
-    monkeypatch.setattr(panel_layout, "ADDS", 2)
+    internals.set_panel_sizes(monkeypatch, MAX_ROUNDINGS=2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
     inputs = inputs_of(outputs)
-    (walk,) = walks(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
+    (loop,) = split_into_loops(compile_loss_and_gradient(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
-    step = KernelStep(walk, sizes, {torch.bfloat16})
-    assert step.choose(20 * 60 * 2) == panel_layout.Panels(20, 60)
-    assert step.choose(8 * 60 * 2 + 60 * 2 * 4) == panel_layout.Panels(8, 60, wide=True)
-    assert step.choose(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
+    step = KernelStep(loop, sizes, {torch.bfloat16})
+    assert step.choose_layout(20 * 60 * 2) == panel_layout.PanelLayout(20, 60)
+    assert step.choose_layout(8 * 60 * 2 + 60 * 2 * 4) == panel_layout.PanelLayout(8, 60, float32_totals=True)
+    assert step.choose_layout(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
 
 
 def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
-    monkeypatch.setattr(panel_layout, "NARROW", 256)
+    internals.set_panel_sizes(monkeypatch, NARROW=256)
     layer = BY_NAME["scaled_attention"]
     q, k, v = torch.randn(5, 300), torch.randn(7, 300), torch.randn(7, 4)
     with mr.use(engine="triton"):
@@ -165,7 +161,7 @@ def test_what_is_not_written_yet_holds_the_rest(rows, cols, limit, lent, apart, 
         value = sum_of_rows(*given, target)
     with mr.use(engine="panel"), mr.budget(limit):
         grads = torch.autograd.grad(value * 0.3, given)
-    plan = used[-1].tail
+    plan = used[-1].in_place
     assert plan is not None and (plan.lent, plan.totals is None) == (lent, apart)
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain_sum, cast(args, torch.float64), target)
@@ -182,7 +178,7 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
     with mr.use(engine="panel"), mr.budget(399):
         grads = torch.autograd.grad(value * 0.3, given)
     found = used[-1].blocks
-    assert 1 < len(found) <= panel_layout.BLOCKS and found[-1].last == 40
+    assert 1 < len(found) <= panel_layout.PREFERRED_BLOCKS and found[-1].last == 40
     assert max(b.rows * b.cols * 2 for b in found) <= 399
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain, cast(args, torch.float64), target)
@@ -191,9 +187,9 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
 
 def test_blocks_of_rows_that_lend_nothing_keep_the_budget_too(used, seed, monkeypatch):
     """Where small tiles are looked for, in whole panels, the totals of a block lie apart, and are counted."""
-    made, zeros = [], Lent.zeros
+    made, zeros = [], BorrowedTotals.allocate
     monkeypatch.setattr(
-        Lent, "zeros", lambda own, count, lent, *how: made.append(lent) or zeros(own, count, lent, *how)
+        BorrowedTotals, "allocate", lambda own, count, lent, *how: made.append(lent) or zeros(own, count, lent, *how)
     )
     x, w = (torch.randn(40, 4).bfloat16().requires_grad_() for _ in range(2))
     with mr.use(engine="panel"), mr.skip_below(2**-40):
@@ -245,9 +241,7 @@ def three_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
 @pytest.mark.parametrize(("op", "kernels"), [(two_passes, 1), (three_passes, 2)], ids=["two passes", "three passes"])
 def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
     """Folds, the arithmetic between them and the weights of a gradient are one kernel; a sum of vectors ends it."""
-    launched = []
-    original = fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: launched.append(call.kernel.name) or original(call))
+    launched = internals.watch_launches(monkeypatch, lambda call: call.kernel.name)
     args = [torch.randn(s).requires_grad_() for s in ((14, 5), (37, 5))]
     with mr.use(engine="triton"), mr.budget(4 * 37 * 4 + 37 * 5 * 4):
         value = op.total(*args, torch.arange(14))

@@ -13,6 +13,7 @@ import torch
 
 from monoidreduce.engines.triton.launch import jit_module, parallel_compile
 from monoidreduce.engines.triton.launch.launch_cache import Kept
+from tests.support import internals
 
 CPU = torch.device("cpu")
 SHOWN = contextvars.ContextVar("shown", default="nothing")
@@ -55,11 +56,11 @@ def test_every_kernel_is_compiled_once_and_launched_in_its_order(layer):
 def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there():
     first, _ = together("head")
     assert set(done("compile", first, "compiling")) == {
-        "guess_peaks",
+        "guess_maxima",
         "write_guessed",
-        "pick_own",
-        "close_rows",
-        "write_spare",
+        "gather_label_logits",
+        "finish_rows",
+        "recompute_rows",
         "scale_rows",
         "complete_rows",
         "add_labels",
@@ -69,7 +70,7 @@ def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there()
 def test_a_kernel_that_cannot_be_compiled_is_met_by_its_launch():
     events, error = heard("head:write_spare")["head:write_spare"]
     assert error == "write_spare is broken"
-    assert [where for did, name, where in events if (did, name) == ("compile", "write_spare")] == [
+    assert [where for did, name, where in events if (did, name) == ("compile", "recompute_rows")] == [
         "compiling",
         "MainThread",
     ]
@@ -98,7 +99,7 @@ class Kernel:
 @pytest.fixture
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
-    monkeypatch.setattr(parallel_compile, "_may_wait", lambda device: True)
+    internals.compile_in_parallel(monkeypatch)
     monkeypatch.setattr(parallel_compile, "_launched", set())
 
 

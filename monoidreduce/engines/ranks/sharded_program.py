@@ -19,7 +19,7 @@ from ...program.compile import compile_program
 from ...program.expression import Expr
 from ...program.gradient import FoldGradient
 from ...program.lower import Fold, Lowered
-from ...program.reductions import KINDS
+from ...reductions import KINDS
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.saved_tensors import own, saved
 

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....program.expression import Expr, topological
-from ....program.reductions import KINDS as OUTPUTS
+from ....reductions import outputs_of
+from ....reductions.kernel_lines import Lines
+from ....reductions.softmax import SoftmaxLines
 from . import device_functions, philox, tile_ranges
 from . import float32_split_functions as pieces
 from . import k_loop as deep
 from . import reductions as kinds
 from .expressions import Values
 from .kernel_spec import TINY, Spec, padded
-from .reduction import Kind
 from .reductions import known
 
 CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")  # what ``launch.execute`` fixes when it compiles
@@ -138,12 +139,12 @@ def kernel(spec: Spec) -> Kernel:
     )
 
 
-def _guessing(reductions: list[Kind]) -> list[kinds.Soft]:
+def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
     """The softmaxes that need no running maximum in whole tiles."""
-    return [r for r in reductions if isinstance(r, kinds.Soft) and r.guesses]
+    return [r for r in reductions if isinstance(r, SoftmaxLines) and r.guesses]
 
 
-def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
+def _walk(v: Values, reductions: list[Lines], truths: dict[Expr, bool]) -> list[str]:
     """The loops. In whole tiles a guess stands in for a softmax's running maximum. The second loop has one, and takes
     all tiles where the guess proved too far off."""
     soft = _guessing(reductions)
@@ -159,7 +160,7 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
     return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
 
 
-def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
+def _guess(v: Values, soft: list[SoftmaxLines], truths: dict[Expr, bool]) -> list[str]:
     if not soft:
         return []
     v.loop(False)
@@ -183,7 +184,7 @@ def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[
     ]
 
 
-def _judged(spec: Spec, reductions: list[Kind], soft: list[kinds.Soft]) -> list[str]:
+def _judged(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) -> list[str]:
     """Where a guess was too far off, everything begins again, and all tiles are for the second loop."""
     if not soft:
         return []
@@ -206,7 +207,7 @@ _FAR = {  # no tile was for the first loop
 }
 
 
-def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
+def _turn(v: Values, reductions: list[Lines], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
 
     def step() -> None:
@@ -244,7 +245,7 @@ def _header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
 def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
     """The kernel's run-time parameters, in the order in which ``fold_kernel.py`` gives them; those not to specialize
     on."""
-    count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
     numbers = []
     for e in used:
@@ -313,7 +314,7 @@ def _range(spec: Spec) -> list[str]:
     ]
 
 
-def _waiting(reductions: list[Kind]) -> list[str]:
+def _waiting(reductions: list[Lines]) -> list[str]:
     """What is left to do after the last whole tile."""
     return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
 
@@ -352,7 +353,7 @@ def _ended(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
     return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []
 
 
-def _stores(reductions: list[Kind], v: Values) -> list[str]:
+def _stores(reductions: list[Lines], v: Values) -> list[str]:
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
     at = 0
