@@ -1,4 +1,4 @@
-"""What the layers check that their declarations cannot say: labels, options, ranks; and rows flattened and put back.
+"""Checks that the declarations of an op cannot express (labels, options, ranks), and helpers shared by the layers.
 
 Every mistake is raised here, before any work, with the name of the user's argument. Sizes, number types and devices
 that must agree are left to ``@mr.op``, which knows them from the declarations."""
@@ -28,18 +28,19 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """A choice by name."""
+    """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ArgumentError(detail=f"{name} was given {value!r}", fix=f"Use one of {', '.join(map(repr, choices))}")
 
 
 def reduction(value: str) -> None:
-    """A loss is averaged, added up or left per row."""
+    """Raise ArgumentError unless ``value`` is "mean", "sum" or "none"."""
     one_of("reduction", value, _REDUCTIONS)
 
 
 def whole(name: str, value: Any, least: int = -(2**63)) -> None:
-    """An integer that fits 64 bits, or a 0-dim tensor of integers (which is not looked at)."""
+    """Raise ArgumentError unless ``value`` is a 64-bit integer of at least ``least``, or a 0-dim integer tensor, whose
+    value is not read."""
     if type(value) is int and least <= value < 2**63:
         return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point() and not value.is_complex():
@@ -50,7 +51,7 @@ def whole(name: str, value: Any, least: int = -(2**63)) -> None:
 
 
 def positive(name: str, value: Any) -> None:
-    """A plain number must be above zero and finite; a 0-dim tensor is not looked at."""
+    """Raise ArgumentError unless ``value`` is finite and above 0, or a 0-dim tensor, whose value is not read."""
     if type(value) is float and 0 < value < math.inf:
         return
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
@@ -68,7 +69,7 @@ def describe_value(value: Any) -> str:
 
 
 def between(name: str, value: Any, least: float, most: float) -> None:
-    """A plain number in a closed range."""
+    """Raise ArgumentError unless ``value`` is a plain number from ``least`` to ``most``."""
     if type(value) is float and least <= value <= most and value < math.inf:
         return
     if not isinstance(value, numbers.Real) or not least <= float(value) <= most or math.isinf(value):
@@ -81,7 +82,7 @@ _MOST = 256
 
 
 def cache_check(check: Callable) -> Callable:
-    """A check that looks at types, shapes, devices and choices alone, done once for equal ones; its answer is kept."""
+    """Decorate a check that reads only types, shapes, devices and options: its answer is cached by these."""
     known: dict[tuple, Any] = {}
 
     @functools.wraps(check)
@@ -99,7 +100,7 @@ def cache_check(check: Callable) -> Callable:
 
 
 def _check_key(given: tuple) -> tuple | None:
-    """All that such a check depends on; None where that is not said cheaply."""
+    """What such a check depends on, as a key; None where there is no cheap key."""
     if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current() is not None:
         return None
     found: list[Any] = []
@@ -146,7 +147,7 @@ def head(x: Any, weight: Any, bias: Any, prefix: str = "") -> None:
 
 
 def per_class(name: str, value: Any, weight: Tensor) -> None:
-    """One number for each class."""
+    """Raise unless ``value`` is one number for each class."""
     tensor(name, value, "[V]", 1, 1)
     alike(**{"weight": weight, name: value})
     if len(value) != len(weight):
@@ -157,7 +158,7 @@ def per_class(name: str, value: Any, weight: Tensor) -> None:
 
 
 def per_row(name: str, value: Any, x: Tensor) -> None:
-    """One number for each row of x, of any real type."""
+    """Raise unless ``value`` is one real number for each row of x."""
     tensor(name, value, "[...]", 0)
     if value.shape != x.shape[:-1]:
         raise ShapeError(
@@ -170,7 +171,7 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
 
 
 def alike(**tensors: Tensor) -> None:
-    """One number type (outside autocast, which makes it so) and one device."""
+    """Raise unless the tensors have one dtype (autocast makes it so) and one device."""
     first, *rest = tensors.values()
     if any(t.dtype != first.dtype for t in rest) and autocast.region(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
@@ -186,7 +187,7 @@ def _one_device(tensors: dict[str, Tensor]) -> None:
 
 
 def classes(x: Tensor, weight: Tensor, target: Any) -> None:
-    """Class indices, one per row of x."""
+    """Raise unless ``target`` holds class indices, one per row of x."""
     tensor("target", target, "[...]", 0)
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DTypeError(
@@ -197,7 +198,7 @@ def classes(x: Tensor, weight: Tensor, target: Any) -> None:
 
 
 class Labels(NamedTuple):
-    """Class indices as int64 [M], whether they were looked at, and the rows that are not ignored (None: all)."""
+    """Class indices as int64 [M], whether their values were checked, and the rows not ignored (None: all)."""
 
     classes: Tensor
     seen: bool
@@ -205,7 +206,7 @@ class Labels(NamedTuple):
 
 
 def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Labels:
-    """Class indices below ``count``; each is looked at where looking is free (see :func:`can_inspect`).
+    """Class indices below ``count``; their values are checked where reading them is free (see :func:`can_inspect`).
 
     ``first``: where the target begins in what the user gave, for the message.
     """
@@ -238,9 +239,8 @@ def _out_of_range(flat: Tensor, target: Tensor, classes: int, ignore_index: Any,
 
 
 def can_inspect(t: Tensor) -> bool:
-    """Whether looking at values is free: a CPU has nothing to wait for, elsewhere it would be a synchronisation.
-
-    Under a compiler or a transform there is nothing to look at.
+    """True where reading values is free: on a CPU. Elsewhere it would be a host sync; under a compiler or a function
+    transform there are no values.
     """
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and plain([t])
 
@@ -255,12 +255,12 @@ def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
 
 
 def _distribution_shape(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
-    """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
+    """The shape of one distribution per row of x. In a ring, its classes are those of all ranks."""
     return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
-    """A given distribution over the classes for each row of x, in the same number type and place."""
+    """Raise unless ``probs`` is a distribution over the classes for each row of x, of its dtype and device."""
     tensor(name, probs, "[..., V]", 1)
     if probs.shape != _distribution_shape(x, weight, probs):
         raise ShapeError(
@@ -304,7 +304,7 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
 
 
 def is_undivided() -> bool:
-    """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
+    """True where a call is not sharded: this process has all rows and columns."""
     return agreement.current() is None
 
 
@@ -336,20 +336,20 @@ def reduce_loss(loss: Tensor, how: Reduction, weights: Tensor | None = None) -> 
 
 
 def integers(name: str, value: Tensor) -> None:
-    """Numbers that count or name something."""
+    """Raise DTypeError unless ``value`` holds integers."""
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise DTypeError(detail=f"{name} is {str(value.dtype)[6:]}", fix="Give integers")
 
 
 def floating(**tensors: Any) -> None:
-    """Tensors of floating numbers; what is no tensor is left to the op."""
+    """Raise DTypeError for tensors that are not floating; what is no tensor is left to the op."""
     for name, t in tensors.items():
         if isinstance(t, Tensor) and not t.is_floating_point():
             raise DTypeError(detail=f"{name} is {str(t.dtype)[6:]}", fix="Give floating numbers")
 
 
 def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not left out: every other costs each call a little time."""
+    """The options that are set: each one passed on costs every call a little time."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 

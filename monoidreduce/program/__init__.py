@@ -1,4 +1,4 @@
-"""The traced pair program: expressions, the table of primitives, tracing, gradients, normal form, passes.
+"""The traced pair program: expressions, the table of primitives, tracing, and the compiler (``compile.py``).
 
 Knows nothing of tiles, devices or engines. May import ``errors`` and ``algebra``.
 """

@@ -1,4 +1,4 @@
-"""From outputs to passes: which reductions run together, and what is hoisted out of them.
+"""The last passes of the compiler: which reductions run together, and what is hoisted out of them.
 
 A reduction whose fields live on pairs belongs to a pass; its level is one more than the deepest pass that its fields
 use, so there are as few passes as the dependencies allow. Every maximal one-sided subexpression (``F.normalize(x)``,
@@ -34,8 +34,8 @@ class Fold:
     leaves: tuple[Expr, ...]
     reductions: tuple[Expr, ...]
     scales: tuple[Expr, ...] = ()  # a number that each reduction's result is multiplied by at the end; none, or all
-    raised: bool = False  # whether vectors are returned in the type in which they were added up: more is made of them
-    exact: bool = False  # whether 16-bit products stay as exact as they are, here and in gradients, wherever they lie
+    raised: bool = False  # return vectors in the accumulator's type, since they are used in further arithmetic
+    exact: bool = False  # never round products to 16 bits, here or in the gradient, even where they are stored
 
     @functools.cached_property
     def scaled(self) -> tuple[tuple[Expr, Expr], ...]:
@@ -44,7 +44,7 @@ class Fold:
 
     @functools.cached_property
     def pure(self) -> tuple[Expr, ...]:
-        """The reductions with their scales inside: the same numbers, as the gradient sees them."""
+        """The reductions with their scales moved inside: the form that is differentiated."""
         return tuple(
             r if s is constructors.ONE else constructors.rebuild(r, (constructors.apply("mul", r.args[0], s),))
             for r, s in self.scaled
@@ -80,11 +80,11 @@ class Lowered:
 
     @property
     def exact(self) -> bool:
-        """Whether products of a pass stay as exact as they are."""
+        """True where some pass must not round its products to 16 bits."""
         return any(p.fold.exact for p in self.passes)
 
     def having(self, exact: bool) -> Lowered:
-        """The same, with all products as exact as they are where that is asked for."""
+        """The same program; with ``exact`` no pass rounds its products to 16 bits."""
         passes = (replace(p, fold=replace(p.fold, exact=True)) for p in self.passes)
         return replace(self, passes=tuple(passes)) if exact else self
 
@@ -144,7 +144,7 @@ def _merge_soft(outputs: tuple[Expr, ...], levels: dict[Expr, int], level: int) 
 
 
 def _is_fed(e: Expr) -> bool:
-    """What a pass is given: what lives on one side, and what is given per pair."""
+    """True for what is computed before a pass: one-sided values, and arguments given per pair."""
     return not e.is_pair or e.op in ("input", "leaf")
 
 
@@ -249,7 +249,7 @@ _LOCAL = "own-"
 
 @functools.lru_cache(maxsize=4096)
 def digest_fold(fold: Fold) -> str:
-    """The name of a fold, node by node."""
+    """A name for a fold, equal for equal folds: the hash of its nodes, written out one by one."""
     parts = (fold.leaves, fold.reductions, fold.scales)
     order = topological([e for part in parts for e in part])
     number = {e: k for k, e in enumerate(order)}
@@ -261,7 +261,7 @@ def digest_fold(fold: Fold) -> str:
 
 
 def is_digest_portable(name: str) -> bool:
-    """Whether a name means the same fold in another process: not where a user's own class is part of it."""
+    """True where a digest means the same fold in every process: no class of the user's is part of it."""
     return not name.startswith(_LOCAL)
 
 

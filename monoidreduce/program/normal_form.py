@@ -1,4 +1,4 @@
-"""Normal form: sums split so that every engine gets the cheapest equal form.
+"""Normal form: sums and softmax means rewritten into the equal form that is cheapest for every engine.
 
 A sum of vectors becomes ``outer × Σ number × vector`` (a product of matrices), factors that do not depend on the
 folded axis leave the sum, those that depend on it alone join the vector, and a sum against ``index == t`` becomes a
@@ -19,9 +19,9 @@ from .expression import Expr, const, size, topological
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
 
-_MANY = 64  # factors of a product, from which on it is not written out
+_MANY = 64  # a product of more factors than this is not written out
 _MANY_HOTS = 8
-_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # what may have values at one index inside
+_HOT_INSIDE = ("add", "sub", "neg", "mul", "where")  # operations that split_index_matches looks into
 
 
 def normalize(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -106,8 +106,8 @@ def _normal_sum(e: Expr, over: str) -> Expr:
 
 
 def _sum_groups(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr | None, Expr | None, Expr]]:
-    """Every part's sum, with what it is multiplied by outside; those of several products of matrices that end in one
-    vector are one sum, so that an engine adds them up in one place (the gradient of a row that two products share)."""
+    """Yield the sum of each part with its outer factors. Several matrix products that end in one vector become one
+    sum, so that an engine has one accumulator for them (the gradient of a row that two products share)."""
     groups: dict[tuple, list[Part]] = {}
     for key, mid in parts.items():
         r, outer, inner = key
@@ -124,7 +124,7 @@ def _sum_groups(parts: dict[Part, Expr], over: str) -> Iterator[tuple[Expr, Expr
 
 
 def _outer_inner(u: Expr | None, v: Expr | None, over: str) -> tuple[Expr | None, Expr | None]:
-    """The vector that leaves the sum and the one that stays; a vector of neither side leaves it."""
+    """The vector that is moved out of the sum, and the one that stays in it."""
     outer, inner = (u, v) if over == "cols" else (v, u)
     if inner is not None and not _varies_along(inner, over):
         outer, inner = (inner if outer is None else apply("mul", outer, inner)), None
@@ -256,7 +256,7 @@ def _plain_sum(mid: Expr, vector: Expr | None, over: str) -> Expr:
 
 
 def _stays_whole(mid: Expr, vector: Expr | None) -> bool:
-    """Whether mid × vector is of pairs, and not zero at all of them but one index."""
+    """True where mid × vector is per pair and not just non-zero at one index."""
     whole = mid if vector is None else apply("mul", mid, vector)
     return whole.is_pair and split_index_matches(mid)[0] is not None
 
@@ -317,7 +317,7 @@ def _split_node(e: Expr, found: dict[Expr, tuple[Expr | None, list[Hot]]]) -> tu
 
 
 def _merge_matches(hots: list[Hot]) -> list[Hot]:
-    """Those at one place added up where they are many: values that are shared would come again and again."""
+    """Add up the values at equal places where there are many: shared values would be written out repeatedly."""
     if len(hots) <= _MANY_HOTS:
         return hots
     sums: dict[tuple[str, Expr], Expr] = {}

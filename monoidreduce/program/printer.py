@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..reductions import kind_of
 from .expression import Expr, topological
 from .lower import Lowered
 
@@ -21,7 +22,6 @@ _INFIX = {  # sign and precedence, as in Python
     "pow": ("**", 8),
 }  # fmt: skip
 _PREFIX = {"neg": ("-", 7), "logical_not": ("~", 7)}
-_RESULTS = {"best": ("value", "index"), "topk": ("values", "indices"), "moments": ("mean", "m2")}
 
 
 def format_outputs(outputs: Iterable[Expr | None], known: Mapping[Expr, str] | None = None) -> str:
@@ -102,17 +102,8 @@ def _node_text(e: Expr, texts: Mapping[Expr, tuple[str, int]]) -> tuple[str, int
 
 def _result_suffix(reduction: Expr, k: int) -> str:
     """How the k-th result of a reduction is written: ``.index``; nothing where there is only one."""
-    kind = reduction.attrs[0]
-    if kind in ("sum", "pick", "pair"):
-        return ""
-    means = len(reduction.args) - 1
-    if kind == "soft":
-        named = ("logsumexp", *(f"mean{n}" for n in range(1, means + 1)), "log_total", "peak")
-    elif kind == "user":
-        named = tuple(reduction.attrs[2][0].fields())
-    else:
-        named = _RESULTS.get(kind, ())
-    return f".{named[k]}" if k < len(named) else f".{k}"
+    names = kind_of(reduction).result_names(reduction.args, reduction.attrs[2])
+    return f".{names[k]}" if len(names) > 1 else ""
 
 
 def _in_parentheses(arg: tuple[str, int], least: int) -> str:

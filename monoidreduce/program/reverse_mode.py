@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of expressions.
 
-Cotangents walk from the roots to the leaves through the table's derivatives; where an argument is a number and its
-user a vector, the cotangent is summed over features at once. Rows and columns are summed when a leaf is reached
-(``gradient.py``).
+Cotangents are propagated from the roots to the leaves with the derivatives of the primitives table. Where an argument
+is a number and its user a vector, the cotangent is summed over features at once. Rows and
+columns are summed when a leaf is reached (``gradient.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .symbol import Symbol
 
 
 def pull(seeds: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[Expr | None]:
-    """Cotangents of ``wrt`` (each pulled through to, not past) given cotangents of some roots."""
+    """The cotangents of ``wrt``, given ``seeds``: roots with their cotangents. Propagation stops at each of ``wrt``."""
     cotangent: dict[Expr, Expr] = {}
     targets = set(wrt)
 

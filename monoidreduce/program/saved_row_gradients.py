@@ -1,10 +1,10 @@
-"""Row gradients that need no second walk: what they are made of is folded in the forward.
+"""Row gradients without a second pass over the columns: the forward folds what they need.
 
 Of a logsumexp over columns the gradient of a row's vector is g Σ_j p_j v_j, with p the softmax and v_j = ∂s_j/∂x: the
-cotangent, one number, times a mean that the forward can keep beside the logsumexp, from the same exponentials. Two
-products are done instead of three, and only the column gradients are left for the backward.
+cotangent, one number, times a mean that the forward can save beside the logsumexp, from the same exponentials. This
+takes two matrix products instead of three, and leaves only the column gradients to the backward.
 
-A loss also subtracts the logit of one column t. There softmax and one-hot nearly cancel, so the mean leaves t out; with
+A loss also subtracts the logit of one column t. Softmax and one-hot nearly cancel there, so the mean leaves t out; with
 r = Σ_{j≠t} p_j, which keeps the digits of 1 - p_t, the gradient is g Σ_{j≠t} p_j v_j + (g + h - g r) v_t, where h is
 the cotangent of the logit at t. Where v = c u with numbers c that leave the sums, each of the three meets its own.
 """
@@ -43,14 +43,14 @@ class Mean:
 
 @dataclass(frozen=True, eq=False)
 class SavingFold:
-    """A fold that keeps more, and what gradients make of it: one object for a fold and what is asked.
+    """A fold that also saves what the gradients of rows need, and how gradients are computed from it.
 
-    What is kept comes to gradients as leaves ``E0``, ``E1``, ..., beside P and g as ``gradient.py`` names them."""
+    The saved results are leaves ``E0``, ``E1``, ..., of the gradient, beside P and g of ``gradient.py``."""
 
     fold: Fold
     feeds: tuple[int, ...]  # which of the plain fold's leaves it takes
     own: tuple[int, ...]  # which of its results are the plain fold's
-    more: tuple[int, ...]  # and which are kept
+    more: tuple[int, ...]  # and which are saved for gradients
     means: tuple[Mean, ...]
     rest: Expr | None  # the weight of all columns but the target, where there is one
     soft: int  # the place of the logsumexp among the plain fold's results
@@ -59,16 +59,16 @@ class SavingFold:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the leaves that stand for what is kept."""
+        """The names of the leaves that stand for the saved results."""
         return tuple(f"E{k}" for k in range(len(self.more)))
 
 
 @functools.lru_cache(maxsize=1024)
 def fold_saving_row_gradients(fold: Fold, asked: tuple[bool, ...]) -> SavingFold | None:
-    """The fold that also keeps what the gradients of rows' vectors need; ``asked``: the leaves whose is wanted.
+    """The fold that also saves what the gradients of rows' vectors need; ``asked``: the leaves that want a gradient.
 
-    None where there is no such form: it has one logsumexp, of a logit that is linear in these vectors, and beside it
-    at most one column's logit. Nor where a number of rows, or of no side, asks for a gradient: that takes a walk over
+    None unless the fold is one logsumexp, of a logit that is linear in these vectors, with at most one column's logit
+    beside it. None too where a number per row, or a plain number, asks for a gradient: that takes a pass over the
     columns anyway."""
     places = [k for k, e in enumerate(fold.leaves) if asked[k] and not e.cols]
     kinds = [r.attrs[0] for r in fold.reductions]
@@ -174,7 +174,7 @@ def row_gradients(form: SavingFold, given: tuple[bool, ...]) -> tuple[tuple[int,
 
 
 def _as_symbol(e: Expr) -> Any:
-    """What torch's functions and operators take for a tensor."""
+    """An expression as a symbol, for torch's functions and operators."""
     return Symbol(e)
 
 

@@ -131,7 +131,7 @@ def _mul(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 
 def _is_mask(e: Expr) -> bool:
-    """Whether an expression is 0 where a condition does not hold, and not nested too deep for a factor to go inside."""
+    """True for ``where(c, x, 0)`` that is not nested too deeply for a factor to be moved inside."""
     if e.op != "where" or not is_constant(e.args[2], 0):
         return False
     nested = 0
@@ -141,7 +141,7 @@ def _is_mask(e: Expr) -> bool:
 
 
 def _can_multiply_first(a: Expr, b: Expr) -> bool:
-    """Whether two numbers are multiplied once, outside the pairs; a ``decay`` stays beside its exponential."""
+    """True where two numbers can be multiplied once, outside the pairs. A ``decay`` stays beside its exponential."""
     if a.is_pair or a.feature is not None or a.dtype != "float" or "decay" in (a.op, b.op):
         return False
     return not ((a.rows and b.cols) or (a.cols and b.rows))
@@ -190,7 +190,7 @@ def _where(args: tuple[Expr, ...], attrs: tuple) -> Expr | None:
 
 
 def _can_join_conditions(c: Expr) -> bool:
-    """Whether a condition may become one with another: both are known of whole tiles, and neither is a gather's."""
+    """True where a condition can be joined with another: its range on a tile is known, and it is not a gather's."""
     gathers = c.op == "eq" and any(a.op in ("row_index", "col_index") for a in c.args)
     return c.feature is None and not gathers and _has_known_range(c)
 
