@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 from typing import Any, Literal, NamedTuple, no_type_check
@@ -181,9 +180,6 @@ def attention(
     return result if layout is None else layout.merged(result)
 
 
-_attend = inspect.unwrap(attention)
-
-
 @checks.public_layer
 def attention_decode(
     q: Tensor,
@@ -221,7 +217,7 @@ def attention_decode(
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         checks.tensor(name, t, "[B, heads, length, features]", 4, 4)
     checks.tensor("lengths", lengths, "[B]", 1, 1)
-    return _attend(
+    return attention(
         q,
         k_cache,
         v_cache,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
-from ..engines.common import matmul
 from ..engines.ranks import agreement
 from ..errors import ArgumentError
 from ..runtime import layer_replay
+from ..runtime.fused_expressions import label_share, label_share_kernel
 from . import checks, heads
 from . import language as mr
 
@@ -298,7 +297,7 @@ def _fold_against_labels(
     return sums, kept
 
 
-_share = layer_replay.step(matmul.share, matmul.sharer)
+_share = layer_replay.step(label_share, label_share_kernel)
 
 
 def _select_rows(y: Tensor, kept: Tensor | None) -> Tensor:
@@ -368,9 +367,6 @@ def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
     return checks.reduce_numbers(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
-_linear_cross_entropy = inspect.unwrap(linear_cross_entropy)
-
-
 @checks.public_layer
 def cross_entropy_given(
     x: Tensor,
@@ -396,4 +392,4 @@ def cross_entropy_given(
     """
     checks.head(x, weight, bias)
     checks.probabilities("probs", x, weight, probs)
-    return _linear_cross_entropy(x, weight, probs, bias=bias, reduction=reduction)
+    return linear_cross_entropy(x, weight, probs, bias=bias, reduction=reduction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
@@ -178,9 +177,6 @@ def _as_float32(t: Any) -> Any:
     return t.float() if isinstance(t, Tensor) and t.is_floating_point() and t.dtype.itemsize == 2 else t
 
 
-_softmin_layer = inspect.unwrap(softmin)
-
-
 class Sinkhorn(NamedTuple):
     """What :func:`sinkhorn` returns: the cost of transport, and the potentials of both sides.
 
@@ -228,12 +224,9 @@ def sinkhorn_step(
         checks.tensor(name, t, "[..., M or N]", 1)
     checks.floating(g=g, log_a=log_a, log_b=log_b)
     checks.positive("eps", eps)
-    f = _softmin_layer(x, y, log_b + g / eps, eps=eps, cost=cost)
+    f = softmin(x, y, log_b + g / eps, eps=eps, cost=cost)
     with agreement.swapped():
-        return f, _softmin_layer(y, x, log_a + f / eps, eps=eps, cost=cost)
-
-
-_sinkhorn_step = inspect.unwrap(sinkhorn_step)
+        return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
 @checks.public_layer
@@ -282,15 +275,15 @@ def sinkhorn(
     with torch.no_grad():
         g = torch.zeros_like(log_b)
         for _ in range(int(iterations)):
-            f, new = _sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
+            f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
             still = bool(tolerance) and float(agreement.greatest("cols", _largest_change(new, g))) <= tolerance
             g = new
             if still:
                 break
         to_x, to_y = log_a + f / eps, log_b + g / eps
-    f = _softmin_layer(x, fixed_y, to_y, eps=eps, cost=cost)
+    f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
     with agreement.swapped():
-        g = _softmin_layer(y, fixed_x, to_x, eps=eps, cost=cost)
+        g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
     return Sinkhorn(agreement.over("rows", (a * f).sum(-1)) + agreement.over("cols", (b * g).sum(-1)), f, g)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,14 +18,7 @@ from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
 from tests.support.rank_cases import Case, part
 
-
-class _Patch:
-    """Enough of monkeypatch for tiles: set once, for the life of the process."""
-
-    setattr = staticmethod(setattr)
-
-
-use_small_tiles(_Patch(), 16, 32)  # type: ignore[arg-type]
+use_small_tiles(pytest.MonkeyPatch(), 16, 32)  # never undone: set once, for the life of the process
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:
