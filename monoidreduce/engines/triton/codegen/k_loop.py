@@ -17,7 +17,7 @@ from ....program.lower import Fold
 from .kernel_spec import WIDEST, Spec
 
 if TYPE_CHECKING:
-    from .expressions import Values
+    from .expressions import ExpressionWriter
 
 DEPTH = 64  # features at a time
 STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
@@ -78,7 +78,7 @@ def draws(spec: Spec) -> bool:
     return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
-def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
+def in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
     """The lines of one tile: its products whole, then a step for each strip of its columns."""
     found = {}
     for e in topological(v.spec.fold.reductions):
@@ -104,14 +104,14 @@ def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
     return lines
 
 
-def product(v: Values, kept: Expr, folded: Expr) -> str:
+def product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     """The lines that walk a product's features; the name that holds it."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found
     total = v.bind((kept, folded, "deep"), "tl.zeros([KEPT, FOLDED], tl.float32)", True)
     if kept in v.spec.box_of and folded in v.spec.box_of:
-        blocks = [v.boxed(kept, "tile * KEPT", "d"), v.boxed(folded, "start", "d")]
+        blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks)
     else:
         _by_pointers(v, kept, folded, total)
@@ -132,7 +132,7 @@ def _dot(total: str, blocks: list[str]) -> str:
     return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total})"
 
 
-def _by_pointers(v: Values, kept: Expr, folded: Expr, total: str) -> None:
+def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str) -> None:
     width = v.spec.width(kept.feature)
     lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
     sides = [_vectors(v, e, side, lane) for e, side in ((kept, "kept"), (folded, "folded"))]
@@ -143,7 +143,7 @@ def _by_pointers(v: Values, kept: Expr, folded: Expr, total: str) -> None:
         v.inside.append(_dot(total, [_block(v, *side, str(whole), mask) for side in sides]))
 
 
-def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
+def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     """Where the vectors of a tile begin (what lies beyond the end reads the last), their stride, their type."""
     name, outside = str(e.attrs[0]), side == "kept" or v.masked
     at = f"tl.minimum({side}_at, {side}_size - 1)" if outside else f"{side}_at"
@@ -151,6 +151,6 @@ def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _block(v: Values, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
+def _block(v: ExpressionWriter, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
     text = f"tl.load({vectors} + {at} * {stride}{mask})"
     return text if kind == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"

@@ -22,7 +22,7 @@ from . import device_functions, philox, tile_ranges
 from . import float32_split_functions as pieces
 from . import k_loop as deep
 from . import reductions as kinds
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec, padded
 from .reduction import Kind
 from .reductions import known
@@ -76,7 +76,7 @@ class Kernel:
 @functools.lru_cache(maxsize=1024)
 def kernel(spec: Spec) -> Kernel:
     """Write the kernel of a spec; raises Unsupported where there is none."""
-    v = Values(spec)
+    v = ExpressionWriter(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     truths = tile_ranges.preferred(spec.fold) if spec.bounds else {}
     walk = _walk(v, reductions, truths)
@@ -143,7 +143,7 @@ def _guessing(reductions: list[Kind]) -> list[kinds.Soft]:
     return [r for r in reductions if isinstance(r, kinds.Soft) and r.guesses]
 
 
-def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
+def _walk(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
     """The loops. In whole tiles a guess stands in for a softmax's running maximum. The second loop has one, and takes
     all tiles where the guess proved too far off."""
     soft = _guessing(reductions)
@@ -159,7 +159,7 @@ def _walk(v: Values, reductions: list[Kind], truths: dict[Expr, bool]) -> list[s
     return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
 
 
-def _guess(v: Values, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
+def _guess(v: ExpressionWriter, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
     if not soft:
         return []
     v.loop(False)
@@ -206,7 +206,7 @@ _FAR = {  # no tile was for the first loop
 }
 
 
-def _turn(v: Values, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
+def _turn(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop: what one tile adds to every reduction."""
 
     def step() -> None:
@@ -352,7 +352,7 @@ def _ended(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
     return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []
 
 
-def _stores(reductions: list[Kind], v: Values) -> list[str]:
+def _stores(reductions: list[Kind], v: ExpressionWriter) -> list[str]:
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
     at = 0

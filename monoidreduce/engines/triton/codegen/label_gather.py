@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....program.expression import Expr, topological
 from ....program.primitives import PRIMITIVES
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
 
 
@@ -19,10 +19,10 @@ def matches(value: Expr, spec: Spec) -> bool:
     return True
 
 
-class Matched(Values):
-    """Values in blocks ``[KEPT, 1]``: each kept index with the one place that it names."""
+class Matched(ExpressionWriter):
+    """ExpressionWriter in blocks ``[KEPT, 1]``: each kept index with the one place that it names."""
 
-    def __init__(self, host: Values, name: str, target: Expr):
+    def __init__(self, host: ExpressionWriter, name: str, target: Expr):
         super().__init__(host.spec)
         self.host, self.prefix = host, name
         self.target = self.bind("target", host.number(target), False, f"{name}_target")

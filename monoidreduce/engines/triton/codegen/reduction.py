@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....program.expression import Expr
-from .expressions import Values
+from .expressions import ExpressionWriter
 
 
 class Kind:
@@ -16,7 +16,7 @@ class Kind:
 
     guessing = False  # whether this loop has a guess of a softmax's maximum
 
-    def __init__(self, place: int, reduction: Expr, scale: Expr, v: Values):
+    def __init__(self, place: int, reduction: Expr, scale: Expr, v: ExpressionWriter):
         self.place, self.reduction, self.scale, self.v = place, reduction, scale, v
         self.kind, self.over, self.params = reduction.attrs
         self.name = f"{self.kind}{place}"

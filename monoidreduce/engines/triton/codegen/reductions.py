@@ -16,7 +16,7 @@ from ....program.expression import Expr, const, node, topological
 from ....program.symbol import Symbol, expr_of
 from .accumulators import Total, factored
 from .exponents import LOG2E, literal
-from .expressions import Values, is_one
+from .expressions import ExpressionWriter, is_one
 from .kernel_spec import Unsupported
 from .label_gather import Matched, matches
 from .reduction import Kind
@@ -357,7 +357,7 @@ class User(Kind):
         sides = [{n: _plain(f"{side}_{n}") for n in self.fields} for side in "ab"]
         a, b = (monoid(**{n: Symbol(e) for n, e in side.items()}) for side in sides)
         combined = monoid.combine(a, b)
-        inner = Values(self.v.spec)
+        inner = ExpressionWriter(self.v.spec)
         inner.scalars = True
         inner.outer |= {e: str(e.attrs[0]) for side in sides for e in side.values()}
         results = [inner.number(apply("cast", expr_of(getattr(combined, n)), to="float")) for n in self.fields]
@@ -405,7 +405,7 @@ KINDS: dict[str, type[Kind]] = {
 }
 
 
-def make(place: int, reduction: Expr, scale: Expr, v: Values) -> Kind:
+def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Kind:
     kind = KINDS.get(reduction.attrs[0])
     if kind is None:
         raise Unsupported(f"{reduction.attrs[0]} has no kernel")

@@ -11,7 +11,7 @@ from typing import Any
 from ....program.expression import Expr
 from . import reductions
 from .exponents import LOG2E
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .label_gather import matches
 from .reduction import Kind
 
@@ -117,7 +117,7 @@ class LanePick(reductions.Pick):
         self.direct = matches(self.reduction.args[1], self.v.spec)
 
 
-def make(place: int, reduction: Expr, v: Values) -> Kind:
+def make(place: int, reduction: Expr, v: ExpressionWriter) -> Kind:
     """A reduction in a kernel that owns one row."""
     own: dict[str, type[Kind]] = {"soft": LaneSoft, "best": LaneBest, "pick": LanePick}
     kind = own.get(reduction.attrs[0], reductions.KINDS.get(reduction.attrs[0]))

@@ -19,7 +19,7 @@ from ...common import batching
 from ...common.evaluate import Form, Room, Sizes
 from ...common.one_sided import Side
 from ..codegen import kernel_text
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
 from ..launch.launch_replay import Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan
@@ -41,7 +41,7 @@ def {name}({signature}):
 '''
 
 
-class _Lines(Values):
+class _Lines(ExpressionWriter):
     """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
 
     def number(self, e: Expr) -> str:

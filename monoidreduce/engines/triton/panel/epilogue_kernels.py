@@ -23,7 +23,7 @@ from ....program.expression import Expr, topological
 from ....program.reductions import KINDS
 from ..codegen import k_loop, kernel_text, reductions
 from ..codegen.exponents import LOG2E, literal
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.label_gather import Matched
 from . import label_kernels as own
@@ -109,11 +109,11 @@ def _every_tile(lines: list[str], flatten: bool) -> list[str]:
     ]
 
 
-def _write_known(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _write_known(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight), _STORE)
 
 
-def _written(v: Values, task: Task, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
+def _written(v: ExpressionWriter, task: Task, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
     name = v.inner[_key(task)]
     first = [line for line in first if not (k_loop.rounds(v.spec) and line == k_loop.rounded(name))]  # but by halves
@@ -131,7 +131,12 @@ _HALF = ["half_lane = tl.arange(0, HALF).to(INT)", "half_at = start + tl.arange(
 
 
 def _halves(
-    v: Values, task: Task, weigh: Callable[[int], str], store: str, places: list[str] = _HALF, count: int = HALVES
+    v: ExpressionWriter,
+    task: Task,
+    weigh: Callable[[int], str],
+    store: str,
+    places: list[str] = _HALF,
+    count: int = HALVES,
 ) -> list[str]:
     """What is made of each half of a tile's product, or of each strip of ``count``, and how it is written, if it is."""
     lines = []
@@ -158,7 +163,7 @@ _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", 
 _IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
 
 
-def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _write_spare(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     weight = v.full(task.weight)
     mask = "(own > 0)[:, None] & folded_in[None, :]"
     place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
@@ -174,19 +179,19 @@ def _write_spare(v: Values, task: Task, first: list[str]) -> tuple[list[str], li
     ]
 
 
-def _soft(v: Values, task: Task) -> tuple[str, str, str]:
+def _soft(v: ExpressionWriter, task: Task) -> tuple[str, str, str]:
     """The name of the softmax, of its logits, and the text that multiplies them."""
     soft = _TileSoft(0, task.folds[0], reductions.ONE, v)
     return (soft.name, *soft._logit(task.folds[0].args[0]))
 
 
-def _guess_peaks(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _guess_peaks(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     _, s, factor = _soft(v, task)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
     return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *first, *v.before, *v.inside, store]
 
 
-def _guessed(v: Values, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
+def _guessed(v: ExpressionWriter, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
     """``store``: how weights are written, if they are."""
     n, s, factor = _soft(v, task)
     _measure(v, n, f"tl.max({s}, 1){factor}")
@@ -200,7 +205,7 @@ def _guessed(v: Values, task: Task, first: list[str], store: str) -> tuple[list[
 _GUESSED = ["out_box", "guesses", "tops", "sums", "tops_r"]
 
 
-def _measure(v: Values, n: str, most: str) -> None:
+def _measure(v: ExpressionWriter, n: str, most: str) -> None:
     """The greatest logit of a tile's rows, and what its exponents are measured from."""
     guess = v.bind(f"{n} guess", "tl.load(guesses + kept_at, mask=kept_in, other=0.0)", False, f"{n}_guess")
     v.inside += [
@@ -213,13 +218,13 @@ def _measure(v: Values, n: str, most: str) -> None:
     ]
 
 
-def _summed(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+def _summed(v: ExpressionWriter, task: Task, n: str, exponent: str, adds: str) -> str:
     """The exponentials of some columns, which are added to the totals."""
     v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
     return ""
 
 
-def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
+def _early(v: ExpressionWriter, task: Task, n: str, exponent: str, adds: str) -> str:
     """The same, and the weights."""
     assert task.late is not None
     _summed(v, task, n, exponent, adds)
@@ -227,7 +232,7 @@ def _early(v: Values, task: Task, n: str, exponent: str, adds: str) -> str:
     return v.full(task.late.early)
 
 
-def _close_rows(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _close_rows(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
     late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
     there = None if late.target is None else Matched(v, "own", late.target)
@@ -299,7 +304,7 @@ _TOTAL = [
     f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
 ]
 
-_Writer = Callable[[Values, Task, list[str]], tuple[list[str], list[str]]]
+_Writer = Callable[[ExpressionWriter, Task, list[str]], tuple[list[str], list[str]]]
 _WRITERS: dict[str, _Writer] = {
     "write_known": _write_known,
     "write_spare": _write_spare,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from .row_factor import Late, Own
 
 PLACES = [
@@ -41,7 +41,7 @@ def sides(product: Expr) -> tuple[Expr, Expr]:
     return (x, y) if x.rows else (y, x)
 
 
-def cut(v: Values) -> list[str]:
+def cut(v: ExpressionWriter) -> list[str]:
     """What was bound since the last time."""
     found, v.before = v.before, []
     return found

@@ -9,12 +9,12 @@ Among the other pairs (``epilogue_kernels.py``) what stands there would take reg
 from __future__ import annotations
 
 from ..codegen import k_loop
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.label_gather import Matched
 from .epilogue_task import PLACES, Task, cut, product, sides
 
 
-def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _pick_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     """The product at each row's own column, feature by feature."""
     assert task.late is not None and task.late.target is not None
     target = v.number(task.late.target)
@@ -25,7 +25,7 @@ def _pick_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[
     return ["picked"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *lines]
 
 
-def _match_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _match_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     """The product there."""
     assert task.late is not None and task.late.target is not None
     lines = _units_own(v, task, Matched(v, "own", task.late.target))
@@ -33,7 +33,7 @@ def _match_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list
     return ["picked"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *lines]
 
 
-def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
+def _weigh_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     """The weight at each row's own column."""
     assert task.own is not None
     there = Matched(v, "own", task.own.target)
@@ -51,7 +51,7 @@ def _weigh_own(v: Values, task: Task, first: list[str]) -> tuple[list[str], list
     return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *lines]
 
 
-def _units_own(v: Values, task: Task, there: Matched) -> list[str]:
+def _units_own(v: ExpressionWriter, task: Task, there: Matched) -> list[str]:
     """The product at each row's own column, by the matrix units.
 
     They multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be what it is
@@ -64,7 +64,7 @@ def _units_own(v: Values, task: Task, there: Matched) -> list[str]:
     return lines + ([k_loop.rounded("product")] if k_loop.rounds(v.spec) else [])
 
 
-def _features(v: Values, task: Task, some: str) -> list[str]:
+def _features(v: ExpressionWriter, task: Task, some: str) -> list[str]:
     """A loop over the features of rows and of the columns ``own``, some at a time."""
     multiplied = sides(product(task))
     x, y = (str(e.attrs[0]) for e in multiplied)

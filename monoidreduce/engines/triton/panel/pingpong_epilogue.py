@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 
 from ..codegen import kernel_text
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..schedules import pingpong_template
 from ..schedules.pingpong_template import OTHERS, TILE
@@ -44,7 +44,7 @@ _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
 _STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
-def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[str]]:
+def _write_known(v: ExpressionWriter, task: Task, strips: int) -> tuple[list[str], list[str]]:
     def weigh(k: int) -> str:
         if task.own is None:
             return v.full(task.weight)
@@ -59,7 +59,7 @@ def _write_known(v: Values, task: Task, strips: int) -> tuple[list[str], list[st
     return ["out_box"], epilogue_kernels._halves(v, task, weigh, _STORE, _HALF, strips)
 
 
-def _guessed(v: Values, task: Task, strips: int, store: str) -> tuple[list[str], list[str]]:
+def _guessed(v: ExpressionWriter, task: Task, strips: int, store: str) -> tuple[list[str], list[str]]:
     made: list[tuple[str, str]] = []
 
     def logits(k: int) -> str:
@@ -80,7 +80,7 @@ def _guessed(v: Values, task: Task, strips: int, store: str) -> tuple[list[str],
     return epilogue_kernels._GUESSED, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 
-_WRITERS: dict[str, Callable[[Values, Task, int], tuple[list[str], list[str]]]] = {
+_WRITERS: dict[str, Callable[[ExpressionWriter, Task, int], tuple[list[str], list[str]]]] = {
     "write_known": _write_known,
     "write_guessed": functools.partial(_guessed, store=_STORE),
     "sum_guessed": functools.partial(_guessed, store=""),

@@ -22,7 +22,7 @@ from ....program.lower import Fold
 from ....program.reductions import KINDS
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, kernel_text, warp_reductions
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reduction import Kind
 from ..kernels import fold_kernel
@@ -69,7 +69,7 @@ class Plain:
 Written = Work | Plain
 
 
-class RowValues(Values):
+class RowValues(ExpressionWriter):
     """A row's own numbers, where they are compared with the columns' index, in the index's type: half the work."""
 
     def _text(self, e: Expr) -> str:

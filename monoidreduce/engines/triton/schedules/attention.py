@@ -23,7 +23,7 @@ from ..codegen import kernel_text, tile_ranges
 from ..codegen.accumulators import factored
 from ..codegen.dropout import Toss, toss
 from ..codegen.exponents import literal
-from ..codegen.expressions import Values, is_one
+from ..codegen.expressions import ExpressionWriter, is_one
 from ..codegen.kernel_spec import Spec
 from ..codegen.reductions import Soft, known, make
 from ..launch import jit_module
@@ -205,7 +205,7 @@ def _ringed(spec: Spec) -> tuple[Expr, ...]:
     return tuple(e for e in numbers if spec.type_of[e] in ("float32", "int32"))[:_RINGS]
 
 
-class _Values(Values):
+class _Values(ExpressionWriter):
     """Numbers of pairs whose product was made before them."""
 
     ringed: tuple[Expr, ...] = ()

@@ -16,7 +16,7 @@ import torch
 from ....program.expression import Expr, topological
 from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen import reductions as kinds
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..codegen.reduction import Kind
 from ..launch import jit_module
@@ -114,7 +114,7 @@ def _first_own(v: _Values, reductions: list[Kind]) -> list[str]:
     return [f"next_own = {pingpong_template.next_own(name, 'begin * FOLDED')}" for name in own]
 
 
-class _Values(Values):
+class _Values(ExpressionWriter):
     """Numbers of pairs whose product was made before them."""
 
     def product(self, x: object, y: object) -> str:

@@ -12,7 +12,7 @@ from ....program.expression import Expr, topological
 from ..codegen import tile_ranges
 from ..codegen.dropout import parted
 from ..codegen.exponents import literal
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.kernel_text import Kernel
 from ..codegen.reductions import known
@@ -21,7 +21,7 @@ from .template_lines import inside, name, scalars, visits
 from .warp_group_split import OWNED, WIDTH, Part, folded_numbers, sides
 
 
-class _Values(Values):
+class _Values(ExpressionWriter):
     """Numbers of pairs whose scores were made before them, and of folded indices that were fetched the turn before."""
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):

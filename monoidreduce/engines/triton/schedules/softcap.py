@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....program.expression import Expr
-from ..codegen.exponents import LOG2E, literal
+from ..codegen.exponents import LOG2E, factor_out, literal
 from ..codegen.reductions import Soft
 
 Made = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
@@ -79,10 +79,10 @@ class Bend:
 def bend(soft: Soft, logit: Expr) -> Bend | None:
     """The tanh of a logit that is one, times numbers; None for any other."""
     v = soft.v
-    whole, factor, numbers = v._taken_out(logit, positive=True)
+    whole, factor, numbers = factor_out(logit, v.spec, positive=True)
     if whole.op != "tanh" or not whole.is_pair:
         return None
-    core, inner, more = v._taken_out(whole.args[0], positive=False)
+    core, inner, more = factor_out(whole.args[0], v.spec, positive=False)
     if not all(v.spec.is_number(e) for e, _ in [*numbers, *more]):
         return None
     text = v.factor(factor * LOG2E, *numbers)

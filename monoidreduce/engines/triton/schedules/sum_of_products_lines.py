@@ -12,7 +12,7 @@ from ....program.expression import Expr
 from ..codegen import tile_ranges
 from ..codegen.dropout import Toss, parted
 from ..codegen.exponents import literal
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reductions import known
 from . import sum_of_products_template
@@ -23,7 +23,7 @@ _ROOM = 224 * 1024  # bytes of shared memory
 _BLOCK = OWNED * WIDTH * 2  # and of a block of vectors
 
 
-class _Values(Values):
+class _Values(ExpressionWriter):
     """Numbers of pairs whose products were made before them."""
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
