@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from monoidreduce.engines import triton
-from monoidreduce.engines.triton.codegen import k_loop, kernel_text
+from monoidreduce.engines.triton.codegen import compiler, k_loop
 from monoidreduce.engines.triton.kernels import exponent_shift, fold_kernel, row_kernels, split_combine, topk_rows
 from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import (
@@ -61,7 +61,7 @@ def exact_products(monkeypatch):
         return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
     written = (
-        kernel_text.kernel,
+        compiler.compile_fold,
         epilogue_kernels.kernel,
         epilogue.epilogue,
         pingpong.kernel,

@@ -7,7 +7,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.codegen import compiler, kernel_text
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import float32_split
 from tests.support.comparison import assert_error_rule, cast, run
@@ -24,19 +24,19 @@ EXACT = """def piece_times(a, b, acc):
 def split(monkeypatch):
     """Everything is for the matrix units; whether each kernel that was made multiplies pieces."""
     found = []
-    library, real = {**kernel_text._library(), "piece_times": EXACT}, fold_kernel.Launch.prepare
+    library, real = {**kernel_text.device_function_sources(), "piece_times": EXACT}, fold_kernel.Launch.prepare
 
     def prepare(self, *given):
         real(self, *given)
         found.append(self.spec.pieces)
 
-    monkeypatch.setattr(kernel_text, "_library", lambda: library)
+    monkeypatch.setattr(kernel_text, "device_function_sources", lambda: library)
     monkeypatch.setattr(float32_split, "MANY", 0)
     monkeypatch.setattr(engine, "_READY", {})
     monkeypatch.setattr(fold_kernel.Launch, "prepare", prepare)
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
     yield found
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
 
 
 @pytest.fixture(params=[("ieee", 0), ("tf32x3", 1)], ids=["ieee, loads", "tf32x3, copies"])

@@ -15,7 +15,7 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text, reductions
+from monoidreduce.engines.triton.codegen import compiler, reductions
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import descriptors as boxes
 from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
@@ -171,7 +171,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     monkeypatch.setattr(reductions, "_MOST", 2.0**14)
     monkeypatch.setattr(reductions, "_ABOVE", 0)
     monkeypatch.setattr(engine, "_READY", {})
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
     gen = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
     k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
@@ -179,11 +179,11 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
     seen = []
-    real = kernel_text.kernel
+    real = compiler.compile_fold
     with (
         use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))),
         mr.use(engine="triton"),
-        mock.patch.object(kernel_text, "kernel", lambda s: seen.append(real(s)) or real(s)),
+        mock.patch.object(compiler, "compile_fold", lambda s: seen.append(real(s)) or real(s)),
     ):
         # a cap's gradient nearly cancels: 1.9e-2 to 2.1e-2, as NumPy rounds powers on this CPU or that
         _close(op, args, extra, 2.5e-2 if op is capped else 4e-3)
@@ -191,7 +191,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     assert any("near = " in text for text in texts)
     assert any("_box.load" in text for text in texts) == boxes
     assert any("_late + 0.0" in text for text in texts) == boxes
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
 
 
 @pytest.mark.parametrize("shape", ["heads", "grouped", "strided", "ragged", "empty"])
@@ -223,11 +223,11 @@ def test_numbers_have_boxes(options, length, monkeypatch):
     args = [torch.randn(2, 3, length, 32, generator=gen).half().requires_grad_() for _ in range(3)]
     documents = torch.arange(length) // 11
     given = {"documents": dict(documents=documents, causal=True), "dropout": dict(dropout_p=0.3, seed=5)}[options]
-    seen, real = [], kernel_text.kernel
+    seen, real = [], compiler.compile_fold
     with (
         use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))),
         mr.use(engine="triton"),
-        mock.patch.object(kernel_text, "kernel", lambda s: seen.append(real(s)) or real(s)),
+        mock.patch.object(compiler, "compile_fold", lambda s: seen.append(real(s)) or real(s)),
     ):
         _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
     texts = "".join(kernel.text for kernel in seen)

@@ -23,7 +23,7 @@ from monoidreduce.engines.common import unchanged_tensors
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.eager import tile_code
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text, tile_ranges
+from monoidreduce.engines.triton.codegen import compiler, tile_ranges
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
@@ -299,7 +299,7 @@ def _text(op, f):
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return kernel_text.kernel(fold_kernel.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
+    return compiler.compile_fold(fold_kernel.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):

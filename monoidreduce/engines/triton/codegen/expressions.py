@@ -483,8 +483,8 @@ class ExpressionWriter:
         self.inside, self.inner = lines, names
 
     def _distance(self, e: Expr) -> str:
-        """A squared distance from norms and a split product (``schedules/float32_split.py``); close pairs are recomputed
-        from whole vectors."""
+        """A squared distance from norms and a split product (``float32_split.py``); close pairs are recomputed from
+        whole vectors."""
         pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
         text = self._primitive(e, [self.argument(a, "float") for a in e.args])
         name = self.bind((e, "square"), text, True)

@@ -95,12 +95,13 @@ class _Lines(ExpressionWriter):
 def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.Kernel:
     lines = _Lines(spec)
     stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
-    names, unspecialized = kernel_text._arguments(spec, list(spec.fold.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
-    opening = [line for line in kernel_text._opening(spec) if not line.startswith("folded_lane")]
+    opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
     body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
     text = "\n".join(f"    {line}" for line in body)
-    helpers, constants = "\n".join(kernel_text._copied(text)), [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
+    helpers = "\n".join(kernel_text.copy_device_functions(text))
+    constants = [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
     signature = ", ".join([*names, *constants])
     name = "total" if total else "side"
     whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)

@@ -22,7 +22,7 @@ from ....program.lower import Fold
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Form, Room, Sizes, form
-from ..codegen import k_loop, kernel_text, tile_ranges
+from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
@@ -65,8 +65,8 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     """
     if kernel.staged:
         return {} if kernel.alone else attention.options()
-    small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.state_width <= 64
-    limited = kernel.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
+    small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
+    limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
 
 
@@ -102,26 +102,26 @@ class Launch:
         sizes = self.sizes
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         count = torch.Size(self.batch).numel()
-        plainly = kernel_text.kernel(replace(self.spec, split=False, boxes=()))
+        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
         ready = spec_from_tensors.converted(values, self.before, self.batch, sizes)
         boxed = (*plainly.folded, *k_loop.vectors(self.spec))
         found = descriptors.of(self.spec, boxed, ready, len(self.batch)) if descriptors.on(sizes.device) else ()
-        many = plainly.deep or count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
+        many = plainly.traits.k_loop or count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
         many &= any(b is not None for b in found)
         turns = self._turns(replace(self.spec, boxes=found), count) if many else None
         family = spec_from_tensors.family(sizes.device)
         self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
+        self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.traits.k_loop else 0
         self.parts = parts(
             self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
         )
-        takers = (pingpong,) if plainly.deep else (attention, sum_of_products)
+        takers = (pingpong,) if plainly.traits.k_loop else (attention, sum_of_products)
         by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         found = descriptors.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
-        self.kernel = (self._by_turns() if by_turns else None) or kernel_text.kernel(self.spec)
+        self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
         self.grid = self.tiles * count * self.parts
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         self.merged = any(self.before)  # whether calls need leaves with merged batch
@@ -180,7 +180,7 @@ class Launch:
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
-        if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
+        if self.kernel.staged and self.kernel.traits.k_loop and self.blocks[1] > TILE:
             e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
             self.boxes.append(
                 (place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
@@ -193,9 +193,9 @@ class Launch:
             return (self.blocks[1],)
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
         width = padded(width) if self.spec.pieces else width
-        if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
+        if self.kernel.staged and self.kernel.traits.k_loop and not self.spec.folds(e):
             length //= 2  # each group has its own
-        length = min(length, TILE) if self.kernel.staged and self.kernel.deep else length
+        length = min(length, TILE) if self.kernel.staged and self.kernel.traits.k_loop else length
         return length, k_loop.DEPTH if width > WIDEST else width
 
     def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:

@@ -68,13 +68,15 @@ def kernel(name: str, task: Task, spec: Spec, masked: bool) -> kernel_text.Kerne
     ]
     whole = "\n".join(text)
     return kernel_text.Kernel(
-        name, "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), "", whole, ""]), tuple(used)
+        name,
+        "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), "", whole, ""]),
+        tuple(used),
     )
 
 
 def _signature(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
     """A kernel's arguments, and those not to specialize on."""
-    names, unspecialized = kernel_text._arguments(spec, used, 0)
+    names, unspecialized = kernel_text.list_arguments(spec, used, 0)
     count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
     return [*outs, *names[count:]], unspecialized
 

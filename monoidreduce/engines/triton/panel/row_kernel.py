@@ -21,7 +21,7 @@ from ....program.expression import Expr, index, reduce_node, topological
 from ....program.lower import Fold
 from ....program.reductions import KINDS
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, kernel_text, warp_reductions
+from ..codegen import compiler, k_loop, kernel_text, warp_reductions
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reduction import Kind
@@ -63,7 +63,7 @@ class Plain:
     fold: Fold
 
     def write(self, spec: Spec) -> kernel_text.Kernel:
-        return kernel_text.kernel(spec)
+        return compiler.compile_fold(spec)
 
 
 Written = Work | Plain
@@ -100,7 +100,7 @@ class _Writer:
     def __init__(self, spec: Spec):
         self.spec, self.v = spec, RowValues(spec)
         self.body = [
-            *kernel_text._opening(spec),
+            *kernel_text.write_prologue(spec),
             "whole = folded_size // FOLDED",
             "out_at = tl.cast(tile * KEPT, tl.int64)",
         ]
@@ -144,7 +144,9 @@ class _Writer:
         ]
 
     def _walk(self, kinds: Sequence[Kind]) -> list[str]:
-        return self._loops(*(list(kernel_text._turn(self.v, list(kinds), {}, masked)) for masked in (False, True)))
+        return self._loops(
+            *(list(kernel_text.write_tile_body(self.v, list(kinds), {}, masked)) for masked in (False, True))
+        )
 
     def write(self, weights: tuple[Expr, ...]) -> None:
         """One walk that writes numbers per pair. Every tile is read whole before any of it is written over."""
@@ -177,7 +179,7 @@ class _Writer:
         spec = self.spec
         under = set(topological(spec.fold.reductions))
         used = [e for e in spec.fold.leaves if e in under]
-        names, unspecialized = kernel_text._arguments(spec, used, 0)
+        names, unspecialized = kernel_text.list_arguments(spec, used, 0)
         count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
         arguments = ", ".join([*self.outs, *names[count:]]) + ","
         function = [
@@ -188,8 +190,8 @@ class _Writer:
             "):",
             *(f"    {line}" if line else "" for line in self.body),
         ]
-        whole = kernel_text._own("\n".join(self.helpers)) + "\n".join(function)
-        text = "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), whole, ""])
+        whole = kernel_text.decorate_functions("\n".join(self.helpers)) + "\n".join(function)
+        text = "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), whole, ""])
         return kernel_text.Kernel("sweep_rows", text, tuple(used))
 
 

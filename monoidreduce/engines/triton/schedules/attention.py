@@ -19,7 +19,7 @@ import torch
 from ....plan.default_tiles import STAGED, Tile
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
-from ..codegen import kernel_text, tile_ranges
+from ..codegen import compiler, kernel_text, tile_ranges
 from ..codegen.accumulators import factored
 from ..codegen.dropout import Toss, toss
 from ..codegen.exponents import literal
@@ -112,7 +112,7 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.K
     found = leaves(spec)
     if found is None:
         return None
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
     v = _Values(spec)
@@ -137,7 +137,7 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.K
     at = v.pointer(found.kept)
     arithmetic = "\n".join([*v.before, *(line for _, lines in turns.values() for line in lines)])
     fields = _fields(spec, found, near and soft.sloped) | _state(soft, bent) | _rings(spec, v)
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     names += NAMES if bent else ()
     fields |= {name: inside(lines, by) for name, (by, lines) in turns.items()}
     fields |= {
@@ -159,13 +159,13 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.K
     fields["sides"] = "\n".join(attention_template.SIDE.format(**fields, side=k) for k in range(_GROUPS))
     fields["judged"] = attention_template.JUDGED.format(**fields) if near else ""
     body = attention_template.KERNEL.format(**fields)
-    helpers = kernel_text._copied(body)
+    helpers = kernel_text.copy_device_functions(body)
     if re.search(r"tl\.(philox|PropagateNan)", "\n".join([body, *helpers])):  # words that Gluon has not
         return None
     text = "\n".join(
-        [kernel_text._header(spec, list(plain.leaves), attention_template.IMPORTS), *in_gluon(helpers), body]
+        [kernel_text.write_header(spec, list(plain.leaves), attention_template.IMPORTS), *in_gluon(helpers), body]
     )
-    return replace(plain, text=text, guesses=False, staged=True, made=bent.made() if bent else ())
+    return replace(plain, text=text, staged=True, made=bent.made() if bent else ())
 
 
 def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
@@ -251,7 +251,7 @@ def _turn(
     logit, value = (known(a, truths) for a in soft.reduction.args)
     if near and first:
         soft.guess((logit,))
-    v.inside.append(f"# {kernel_text._described(soft.reduction)}")
+    v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
     by.weigh() if by else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
     weight = factored(c).weight

@@ -176,7 +176,7 @@ def kernel(narrow: str, over: str, add: bool) -> kernel_text.Kernel:
         ask="\n" + inside(ask, 8) if add else "",
         pieces=inside(_written(narrow, add), 8),
     )
-    helpers = in_gluon(kernel_text._copied(body))
+    helpers = in_gluon(kernel_text.copy_device_functions(body))
     says = f'"""Sums of {narrow} vectors with weights, over {over}."""\n\n'
     name = body[body.rindex("def ") + 4 :].split("(")[0]
     return kernel_text.Kernel(name, says + "\n".join([_IMPORTS, *helpers, body]), (), staged=True)

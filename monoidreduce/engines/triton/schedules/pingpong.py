@@ -14,7 +14,7 @@ import re
 import torch
 
 from ....program.expression import Expr, topological
-from ..codegen import k_loop, kernel_text, tile_ranges
+from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen import reductions as kinds
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
@@ -63,13 +63,13 @@ def kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
         return None
     if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     v = _Values(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     folded_by = TILE + OTHERS if wide else TILE
     turns = [_turn(v, reductions, folded_by, masked) for masked in (False, True)]
     v.loop(False)
-    stores = kernel_text._stores(reductions, v)
+    stores = kernel_text.write_stores(reductions, v)
     fields = {
         "opening": (4, _opening(spec)),
         "before": (4, v.before),
@@ -80,7 +80,7 @@ def kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     }
     if plain.shifts or any(r.helpers for r in reductions):
         return None
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     signature = [*names, "others_box"] if wide else names, unspecialized
     return pingpong_template.rendered(
         pingpong_template.FOLDS[folded_by], plain, spec, (kept, folded), signature, fields
@@ -101,10 +101,10 @@ def _numbers(spec: Spec) -> bool:
 def _turn(v: _Values, reductions: list[Kind], folded: int, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, kinds.Pick)]
-    lines = _laid(kernel_text._turn(v, [r for r in reductions if r not in picks], {}, masked))
+    lines = _laid(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
     found = pingpong_template.in_strips(lines, folded, masked)
     for pick in picks:
-        lines = _laid(kernel_text._turn(v, [pick], {}, False))  # places beyond the end are no one's own
+        lines = _laid(kernel_text.write_tile_body(v, [pick], {}, False))  # places beyond the end are no one's own
         found = pingpong_template.where_met(v.own_place(pick.reduction.args[0]), lines, folded) + found
     return found
 

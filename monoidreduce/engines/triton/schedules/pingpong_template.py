@@ -345,8 +345,8 @@ def rendered(
         blocks=-(-width // k_loop.DEPTH),
         **fields,
     )
-    helpers = in_gluon(kernel_text._copied(body))
+    helpers = in_gluon(kernel_text.copy_device_functions(body))
     if _STRANGE.search("\n".join([*fields.values(), *helpers])):
         return None
-    whole = "\n".join([kernel_text._header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
-    return replace(plain, text=whole, guesses=False, staged=True)
+    whole = "\n".join([kernel_text.write_header(spec, list(plain.leaves), _IMPORTS), *helpers, body])
+    return replace(plain, text=whole, staged=True)

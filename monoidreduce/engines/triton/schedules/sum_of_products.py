@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from ....plan.default_tiles import Tile
-from ..codegen import kernel_text
+from ..codegen import compiler, kernel_text
 from ..codegen.kernel_spec import Spec
 from . import (
     attention,
@@ -76,38 +76,42 @@ def kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
         return None
     if found[0].alone:
         return _alone(spec, found[0], even)
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     text = Text(spec, found, names, even)
     groups = [Group(text, k).rendered() for k in range(len(found))]
     arithmetic = "\n".join(line for _, lines in groups for line in lines)
     if text.toss is not None and "coin(" in arithmetic:  # words that come two by two are others
         return kernel(spec, False)
-    helpers = kernel_text._copied("\n".join([arithmetic, *text.opening()]))
+    helpers = kernel_text.copy_device_functions("\n".join([arithmetic, *text.opening()]))
     if text.depth < 2 or _STRANGE.search("\n".join([arithmetic, *helpers])):
         return None
     own = {"name": plain.name, "unspecialized": repr(unspecialized), "groups": "".join(body for body, _ in groups)}
     body = sum_of_products_template.KERNEL.format(**text.fields() | own)
     whole = "\n".join(
-        [kernel_text._header(spec, list(plain.leaves), attention_template.IMPORTS), *in_gluon(helpers), body]
+        [kernel_text.write_header(spec, list(plain.leaves), attention_template.IMPORTS), *in_gluon(helpers), body]
     )
-    return replace(plain, text=whole, guesses=False, staged=True)
+    return replace(plain, text=whole, staged=True)
 
 
 def _alone(spec: Spec, part: Part, even: bool) -> kernel_text.Kernel | None:
     """The kernel of a group that is an instance by itself."""
-    plain = kernel_text.kernel(spec)
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), len(plain.shifts))
+    plain = compiler.compile_fold(spec)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
     text = single_warpgroup_lines.Text(spec, part, plain, names)
     if spec.line or not text.clear(even):
         return None
     body = text.rendered(unspecialized)
-    helpers = kernel_text._copied("\n".join(text.arithmetic))
+    helpers = kernel_text.copy_device_functions("\n".join(text.arithmetic))
     if _STRANGE.search("\n".join([*text.arithmetic, *helpers])) or any("coin(" in line for line in text.arithmetic):
         return None
     whole = "\n".join(
-        [kernel_text._header(spec, list(plain.leaves), single_warpgroup_template.IMPORTS), *in_gluon(helpers), body]
+        [
+            kernel_text.write_header(spec, list(plain.leaves), single_warpgroup_template.IMPORTS),
+            *in_gluon(helpers),
+            body,
+        ]
     )
-    return replace(plain, text=whole, guesses=False, staged=True, alone=True)
+    return replace(plain, text=whole, staged=True, alone=True)

@@ -27,7 +27,7 @@ def in_gluon(helpers: Iterable[str]) -> list[str]:
 
 def scalars(spec: Spec) -> list[str]:
     """How any kernel begins, but for what has a layout, or is of a group's own tile."""
-    return [line for line in kernel_text._opening(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
+    return [line for line in kernel_text.write_prologue(spec) if not re.search("KEPT|FOLDED|kept_in", line)]
 
 
 def fetched(spec: Spec, leaves: Sequence[Expr], each: int) -> list[str]:
@@ -52,5 +52,5 @@ def visits(spec: Spec) -> tuple[dict[str, str], list[str]]:
     other = "first + rest + tl.where(rest < before, 0, whole) + tl.where(rest < before + between, 0, again)"
     other = other.replace("rest", "(turn - wholes)")
     place = {"at_whole": whole, "at_other": other, "at_any": f"tl.where(turn < wholes, {whole}, {other})"}
-    ranges = [*kernel_text._range(spec), "wholes = whole + again"]
+    ranges = [*kernel_text.write_tile_range(spec), "wholes = whole + again"]
     return place, [*ranges, "visits = tl.maximum(wholes + before + between + last - again_last, 1)"]
