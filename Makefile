@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.stamp
 MAKEFLAGS += -j2  # types and the site are checked at the same time
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test ranks lint types docs docs-serve bench release-check clean
+.PHONY: help setup demo test ranks lint types docs docs-serve bench size release-check clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -49,15 +49,19 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-# Warnings are errors (mkdocs.yml). The variable silences an advertisement of mkdocs-material's successor.
+# Warnings are errors (mkdocs.yml), but not with --quiet, which hides and does not count them. The variable silences an
+# advertisement of mkdocs-material's successor.
 docs: $(STAMP)  ## the documentation site, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-serve: $(STAMP)  ## the site on a local port, rebuilt as you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: $(STAMP)  ## measure on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu
+
+size: $(STAMP)  ## files and lines by package
+	@$(BIN)/python -m docs.size
 
 release-check: $(STAMP)  ## wheel and sdist, installed into fresh environments without and with Triton, and tried there
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[release]' --no-build-isolation

@@ -1,12 +1,16 @@
-"""Put the newest results into the pages: every number there comes from a results file, by this script.
+"""Fill the tables of README.md and docs/ from the newest files of benchmarks/results: ``python -m benchmarks.readme``.
 
-``<!-- results: KIND -->`` is filled with the newest table of that kind, as the benchmark wrote it; ``<!-- results:
-KIND, short -->`` with one row for each work, all contenders side by side.
+A page marks the place of a table with a comment. This script writes the lines between it and ``<!-- end results -->``:
+
+- ``<!-- results: KIND -->``: the newest table of that kind, as the benchmark wrote it;
+- ``<!-- results: KIND, short -->``: one row per case, all contenders side by side;
+- ``<!-- results: headline -->``: the README's table, selected cases beside the best peer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +23,15 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: ([\w-]+)(, short)? -->\n.*?<!-- end results -->", re.S)
 OURS = "ours"
+HEADLINE = "headline"
 
 
 class Entry(NamedTuple):
-    """What one contender took for one work: milliseconds (forward, then both, or what there is) and megabytes."""
+    """Time and memory of one contender in one case.
+
+    ``times`` are milliseconds: of the forward, then of forward and backward, or the one that was measured. ``extra``
+    is in megabytes.
+    """
 
     work: str
     who: str
@@ -30,9 +39,47 @@ class Entry(NamedTuple):
     extra: float | None
 
 
+class Headline(NamedTuple):
+    """One row of the README's table: which case of which results, and how to name it.
+
+    ``who`` is our entry. ``within`` limits peers to those that hold at most so many megabytes.
+    """
+
+    kind: str
+    work: str
+    label: str
+    who: str = OURS
+    within: float | None = None
+
+
+HEADLINES = (
+    Headline("gpu", "attention full 4×16×4096×128", "attention, 64 heads, 4096 × 4096, D 128"),
+    Headline("gpu", "attention causal 4×16×4096×128", "the same, causal"),
+    Headline("gpu", "attention causal 1×16×16384×128", "causal attention, 16 heads, 16384 × 16384, D 128"),
+    Headline("gpu", "attention, sliding window 1024", "attention, sliding window 1024"),
+    Headline("gpu", "SwiGLU 16384×16384 D128", "SwiGLU, 16384 rows × 16384 hidden units, D 128"),
+    Headline("gpu", "contrastive N32768 D128", "contrastive loss, batch 32768, D 128"),
+    Headline("gpu-wide", "cross-entropy g M8192 D2304 V256000, random", "linear cross-entropy, 8192 × 256000, D 2304"),
+    Headline(
+        "gpu-wide",
+        "cross-entropy g M8192 D2304 V256000, random",
+        "the same in 64 MB, beside the best below 100 MB",
+        "ours 64MB",
+        100,
+    ),
+    Headline("gpu-wide", "Gumbel sampling M1024 D4096 V128256", "sampling, 1024 rows, vocabulary 128256, D 4096"),
+    Headline("gpu", "10 nearest N100000 D64 float32", "10 nearest neighbours, 100000 points, D 64, float32"),
+    Headline("cpu", "attention float32 1 × 16384 × 16384, D 64", "CPU: attention, 16384 × 16384, D 64"),
+    Headline(
+        "cpu", "linear cross-entropy float32 4096 × 1024 × 131072", "CPU: linear cross-entropy, 4096 × 131072, D 1024"
+    ),
+    Headline("cpu", "Gaussian sum float32 20000 × 20000, D 64", "CPU: Gaussian kernel sum, 20000 × 20000, D 64"),
+)
+
+
 def pages() -> list[Path]:
     """The pages that show results."""
-    every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in every if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
@@ -42,12 +89,14 @@ def newest(kind: str) -> Path | None:
 
 
 def filled(text: str) -> str:
-    """A page's text with each block replaced by what the newest results of its kind say."""
+    """A page's text with each block replaced by the newest results of its kind."""
 
     def table(match: re.Match[str]) -> str:
         kind, short = match.group(1), match.group(2) or ""
         found, body = newest(kind), "Not measured yet.\n"
-        if found is not None:
+        if kind == HEADLINE:
+            body = headline()
+        elif found is not None:
             results = json.loads(found.read_text(encoding="utf-8"))
             whole = WHOLE.get(kind, lambda _: found.with_suffix(".md").read_text(encoding="utf-8"))
             body = shortened(kind, found) if short else whole(results)
@@ -74,27 +123,39 @@ def _gpu(results: dict[str, Any]) -> Iterator[Entry]:
 
 def _wide(results: dict[str, Any]) -> Iterator[Entry]:
     for row in results["rows"]:
-        who = OURS if row["who"].startswith(f"{OURS} ") else row["who"]  # of every budget
-        if isinstance(row.get("ms"), int | float) and who not in (
-            "the products alone, again",
-            "the forward's product alone",
-        ):
-            yield Entry(row["work"], who, (row["ms"],), row.get("MB"))
+        if isinstance(row.get("ms"), int | float):
+            yield Entry(row["work"], row["who"], (row["ms"],), row.get("MB"))
+
+
+def _wide_short(results: dict[str, Any]) -> Iterator[Entry]:
+    """As ``_wide``; every budget of ours is ours, and repeated references are left out."""
+    for entry in _wide(results):
+        who = OURS if entry.who.startswith(f"{OURS} ") else entry.who
+        if who not in ("the products alone, again", "the forward's product alone"):
+            yield entry._replace(who=who)
+
+
+def _wide_both(results: dict[str, Any]) -> Iterator[Entry]:
+    """As ``_wide``, with the time of the forward first where it was measured."""
+    for row, entry in zip((r for r in results["rows"] if "ms" in r), _wide(results), strict=True):
+        forward = row.get("forward ms")
+        yield entry if forward is None else entry._replace(times=(forward, *entry.times))
 
 
 SHORT: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Entry]], str]] = {
     "cpu": (_cpu, "forward / forward and backward (or forward alone)"),
     "gpu": (_gpu, "forward / forward and backward (or forward alone)"),
     "gpu-works": (_gpu, "forward / forward and backward (or forward alone)"),
-    "gpu-wide": (_wide, "loss and gradients"),
+    "gpu-wide": (_wide_short, "loss and gradients"),
 }
+ENTRIES = {"cpu": _cpu, "gpu": _gpu, "gpu-wide": _wide_both}
 
 
 WHOLE: dict[str, Callable[[dict[str, Any]], str]] = {"stream": stream_gpu.summary}  # where the table is too long
 
 
 def shortened(kind: str, path: Path) -> str:
-    """One row for each work: ours, and everybody else in one cell."""
+    """One row per case: ours, and everybody else in one cell."""
     results = json.loads(path.read_text(encoding="utf-8"))
     entries, meaning = SHORT[kind]
     works: dict[str, list[Entry]] = {}
@@ -115,9 +176,59 @@ def shortened(kind: str, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def headline() -> str:
+    """The README's table: each case of HEADLINES beside its fastest peer."""
+    lines = [
+        "| case | ours, ms | best peer, ms | ours ÷ peer | extra memory: ours / peer |",
+        "|---|---|---|---|---|",
+    ]
+    sources: dict[str, str] = {}
+    for row in HEADLINES:
+        path = newest(row.kind)
+        if path is None:
+            continue
+        results = json.loads(path.read_text(encoding="utf-8"))
+        where = results["environment"]
+        machine = f"{where['machine']}; {where['versions']}; {where['date']}"
+        sources.setdefault(path.stem, machine)
+        entries = [e for e in ENTRIES[row.kind](results) if e.work == row.work]
+        ours = next(e for e in entries if e.who == row.who)
+        peer = best_peer(entries, row.within)
+        ours, peer = _padded(ours, len(peer.times)), _padded(peer, len(ours.times))
+        ratio = " / ".join(_ratio(a, b) for a, b in zip(ours.times, peer.times, strict=True))
+        memory = f"{_megabytes(ours.extra)} / {_megabytes(peer.extra)}"
+        lines.append(f"| {row.label} | {_times(ours)} | {peer.who} {_times(peer)} | {ratio} | {memory} |")
+    said = "\n".join(f"- `{name}`: {machine}" for name, machine in sources.items())
+    return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def best_peer(entries: list[Entry], within: float | None = None) -> Entry:
+    """The peer with the least time for all that was asked, among those that hold at most ``within`` megabytes."""
+    peers = [e for e in entries if not e.who.startswith(OURS) and "product" not in e.who]
+    if within is not None:
+        peers = [e for e in peers if e.extra is not None and e.extra <= within]
+    return min(peers, key=lambda e: e.times[-1])
+
+
+def _padded(entry: Entry, length: int) -> Entry:
+    """The entry with NaN for a forward that was not measured by itself."""
+    return entry._replace(times=(math.nan,) * (length - len(entry.times)) + entry.times)
+
+
+def _ratio(a: float, b: float) -> str:
+    return "–" if math.isnan(a / b) else f"{a / b:.2f}"
+
+
 def _shown(entry: Entry) -> str:
-    times = " / ".join(f"{t:.3g}" if t < 100 else f"{t:.0f}" for t in entry.times)
-    return times if entry.extra is None else f"{times} ({entry.extra:.0f} MB)"
+    return _times(entry) if entry.extra is None else f"{_times(entry)} ({entry.extra:.0f} MB)"
+
+
+def _times(entry: Entry) -> str:
+    return " / ".join("–" if math.isnan(t) else f"{t:.3g}" if t < 100 else f"{t:.0f}" for t in entry.times)
+
+
+def _megabytes(extra: float | None) -> str:
+    return "–" if extra is None else f"{extra:.0f} MB"
 
 
 def main() -> None:

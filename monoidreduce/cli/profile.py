@@ -4,105 +4,126 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import figures, files, options, pictures, report_profile, subject, terminal, trial
-from .command import Answer, Command
-from .environment import surroundings
-from .memory import Profile
-from .numbers import short
-from .subject import Subject
-from .target import users_code
+from . import report, workload
+from .command import LAYER_OPTIONS, OUT, Answer, OutputFolder, command, dtype_name, target_at_a_size
+from .measure import MemoryProfile, Runner, describe_environment, reason_dense_does_not_fit
+from .target import report_user_errors
+from .terminal import format_mb, format_ratio, print_paths, print_table, show_progress
+from .workload import Workload
 
 POINTS = 240  # of a timeline in JSON, each the highest of its span
 
 
-def run(target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any) -> Answer:
+@command("profile", *target_at_a_size("float32"), OUT, *LAYER_OPTIONS)
+def profile(
+    target: str, rows: int, cols: int, dtype: torch.dtype, out: Path, device: torch.device, **given: Any
+) -> Answer:
     """Draw a layer's memory over time, ours and the dense form's.
 
     Every allocation and release of torch's allocator during one forward and backward. The layer is FILE.py:NAME or
     a ready-made one (see bench --help). Writes profile.html, profile.png and profile.json.
     """
-    layer = subject.resolved(target, **given)
-    pictures.require()
-    folder = files.folder(out)
+    layer = workload.find(target, **given)
+    report.require_matplotlib()
+    folder = OutputFolder(out)
     start = time.perf_counter()
-    profiles, skipped = _measured(layer, rows, cols, dtype, device)
-    environment, seconds = surroundings(device), time.perf_counter() - start
-    what = f"{layer.name} ({rows} × {cols}, {str(dtype)[6:]})"
+    profiles, skipped = _measure(layer, rows, cols, dtype, device)
+    environment, seconds = describe_environment(device), time.perf_counter() - start
+    kind = dtype_name(dtype)
+    title = f"{layer.name} ({rows} × {cols}, {kind})"
     matrix = rows * cols * dtype.itemsize * (given["batch"] or 1)
     data = {
-        "layer": layer.name, "rows": rows, "cols": cols, "dtype": str(dtype)[6:], "matrix_bytes": matrix,
-        "environment": vars(environment), "skipped": skipped, **{who: as_data(p) for who, p in profiles.items()},
+        "layer": layer.name, "rows": rows, "cols": cols, "dtype": kind, "matrix_bytes": matrix,
+        "environment": vars(environment), "skipped": skipped, **{who: to_data(p) for who, p in profiles.items()},
     }  # fmt: skip
-    command = f"monoidreduce profile {target} --rows {rows} --cols {cols} --dtype {str(dtype)[6:]}"
-    dense = f"<code>{escape(layer.written)}</code>" if layer.by_hand else "Every pair computed, and kept for autograd."
-    page = report_profile.render(what, dense, profiles, matrix, environment, seconds, command, skipped)
-    written = [
-        files.write(folder / "profile.html", page),
-        files.write(folder / "profile.png", pictures.timelines(what, profiles)),
-        files.write(folder / "profile.json", json.dumps(data, indent=2)),
-    ]
+    command_line = f"monoidreduce profile {target} --rows {rows} --cols {cols} --dtype {kind}"
+    origin = report.Origin(environment, seconds, command_line)
+    written = folder.write(
+        {
+            "profile.html": render_page(title, layer, profiles, matrix, skipped, origin),
+            "profile.png": report.draw_memory_png(title, profiles),
+            "profile.json": json.dumps(data, indent=2),
+        }
+    )
     data["files"] = [str(path) for path in written]
-    return Answer(data, lambda console: _show(console, what, profiles, matrix, skipped, written))
+
+    def show(console: Any) -> None:
+        console.print(title, style="bold")
+        numbers = {who: (p.extra, p.largest, p.peak.total) for who, p in profiles.items()}
+        cells = [(who, *map(format_mb, sizes)) for who, sizes in numbers.items()]
+        print_table(console, ("MB", "extra", "largest", "in all"), cells, right=(1, 2, 3))
+        note = f"extra: the peak beyond inputs and gradients. One matrix of pairs: {format_mb(matrix)} MB."
+        console.print(note, style="dim")
+        if skipped:
+            console.print(f"dense form not run: {skipped}", style="yellow")
+        print_paths(console, written)
+
+    return Answer(data, show)
 
 
-def _measured(
-    layer: Subject, rows: int, cols: int, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Profile], str]:
-    """The profiles of ours and of the dense form, or why there is none of the latter."""
+def _measure(
+    layer: Workload, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, MemoryProfile], str]:
+    """The profiles "ours" and "naive" or, if the dense form is not run, the reason."""
     args = layer.inputs(rows, cols, dtype, device)
-    skipped = trial.too_large(rows * cols, args, device) if layer.dense else "there is none beside it in the file"
-    calls = {"ours": layer.call}
-    if layer.dense and not skipped:
-        calls["naive"] = layer.dense
+    calls, skipped = {"ours": layer.call}, "there is none beside it in the file"
+    if layer.dense:
+        skipped = reason_dense_does_not_fit(rows * cols, args, device)
+        calls |= {} if skipped else {"naive": layer.dense}
     found = {}
-    with terminal.progress(2 * len(calls)) as begin, users_code(layer.file):
+    with show_progress(2 * len(calls)) as begin, report_user_errors(layer.file):
         for who, call in calls.items():
-            begin(f"{who}: first run")  # which traces, plans, and may allocate for good
-            runner = trial.Trial(call, args, device)
-            runner.once()
+            begin(f"{who}: first run")  # which traces, plans and may fill caches
+            runner = Runner(call, args, device)
+            runner.run()
             begin(f"{who}: memory")
-            found[who] = runner.profiled()
+            found[who] = runner.profile_memory()
     return found, skipped
 
 
-def as_data(profile: Profile) -> dict[str, Any]:
+def to_data(profile: MemoryProfile) -> dict[str, Any]:
     """A profile as plain data: the peaks, and the highest moment of each of POINTS spans."""
-    points = [
-        {"seconds": at, "gradients": m.gradients, "kept": m.kept, "temporary": m.temporary}
-        for at, m in figures.spans(profile, POINTS)
-    ]
     return {
         "extra_bytes": profile.extra,
         "peak_bytes": profile.peak.total,
         "largest_bytes": profile.largest,
         "forward_seconds": profile.forward_end,
         "seconds": profile.end,
-        "timeline": points,
+        "timeline": [{**vars(m), "seconds": at} for at, m in report.highest_moments(profile, POINTS)],
     }
 
 
-def _show(
-    console: Any, what: str, profiles: dict[str, Profile], matrix: int, skipped: str, written: list[Path]
-) -> None:
-    console.print(what, style="bold")
-    mb = lambda count: short(count / 1e6)
-    rows = [(who, mb(p.extra), mb(p.largest), mb(p.peak.total)) for who, p in profiles.items()]
-    terminal.table(console, ("MB", "extra", "largest", "in all"), rows, right=(1, 2, 3))
-    console.print(f"extra: the peak beyond inputs and gradients. One matrix of pairs: {mb(matrix)} MB.", style="dim")
-    if skipped:
-        console.print(f"dense form not run: {skipped}", style="yellow")
-    for path in written:
-        console.print(str(path), soft_wrap=True, markup=False)
-
-
-COMMAND = Command(
-    "profile",
-    run,
-    (options.TARGET, options.ROWS, options.COLS, options.dtype("float32"), options.out(), *options.SUBJECT),
-)
+def render_page(
+    title: str,
+    layer: Workload,
+    profiles: Mapping[str, MemoryProfile],
+    matrix: int,
+    skipped: str,
+    origin: report.Origin,
+) -> str:
+    """The page. ``profiles`` has "ours", and "naive" unless ``skipped`` says why not; ``matrix`` is in bytes."""
+    ours, naive = profiles["ours"], profiles.get("naive")
+    share = f"{100 * ours.extra / matrix:.3g} %"
+    tiles = [
+        (f"{format_mb(ours.extra)} MB", "at the peak", "beyond inputs and gradients"),
+        (share, "of one matrix of pairs", f"which takes {format_mb(matrix)} MB"),
+    ]
+    if naive is not None:
+        ratio = format_ratio(naive.extra / max(1, ours.extra))
+        tiles.append((ratio, "less than the dense form", "peak of extra memory"))
+    code = f"<code>{escape(layer.dense_code)}</code>"
+    dense = code if layer.dense_is_handwritten else "Every pair computed, and kept for autograd."
+    words = {"ours": ("MonoidReduce", "Tiles of pairs, never all of them."), "naive": ("dense", dense)}
+    sides = [(p, f"Memory of {layer.name}, {words[who][0]}", words[who][1]) for who, p in profiles.items()]
+    parts = [
+        f"<p>The dense form was not run: {escape(skipped)}.</p>" if skipped else "",
+        report.make_memory_section(title, sides),
+    ]
+    return report.make_page(f"memory of {layer.name}", f"Memory of {title}", "", tiles, parts, origin)

@@ -9,9 +9,7 @@ if not torch.cuda.is_available():
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines import triton as engine
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import float32_split
+from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run, there
 from tests.support.float32_split_cases import WORKS, gaussian, near, shapes
 
@@ -22,17 +20,9 @@ if torch.cuda.get_device_capability() < (9, 0):
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
     """Also small problems are split; whether each kernel that was made multiplies pieces."""
-    found = []
-    real = fold_kernel.Launch.prepare
-
-    def prepare(self, *given):
-        real(self, *given)
-        found.append(self.spec.pieces)
-
-    monkeypatch.setattr(float32_split, "MANY", 0)
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(fold_kernel.Launch, "prepare", prepare)
-    return found
+    internals.set_pair_thresholds(monkeypatch, float32_split=0)
+    internals.forget_launches(monkeypatch)
+    return internals.watch_prepared(monkeypatch, lambda launch: launch.spec.pieces)
 
 
 def on_gpu(make, seed):

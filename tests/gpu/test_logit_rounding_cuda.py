@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.panel import epilogue, panel_replay
-from monoidreduce.engines.triton.panel.arena import Room
-from monoidreduce.engines.triton.panel.kernel_step import KernelStep
+from monoidreduce.engines.triton.panel import epilogue
 from monoidreduce.plan import budget
+from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 
 HOPPER = torch.cuda.is_available() and epilogue.on(torch.device("cuda"))
@@ -21,12 +20,10 @@ SIZES = [(1000, 8003, 520), (2048, 2048, 768), (600, 4096, 4096)]
 def held(request, monkeypatch):
     """Once as predicted, once where gradients go by the vendor's products: the types of the pairs that panels held, and
     the one that those of gradients should have."""
-    found, begin, fuses = [], KernelStep.begin, Room.fuses
-    monkeypatch.setattr(panel_replay, "_KINDS", {})  # nothing is run as another test's walk was
-    monkeypatch.setattr(panel_replay, "_ONCE", {})
-    monkeypatch.setattr(KernelStep, "begin", lambda step, panel: found.append(step.pairs) or begin(step, panel))
+    internals.forget_panel_recordings(monkeypatch)
+    found = internals.watch_panels(monkeypatch, lambda step, panel: step.pairs)
     if not request.param:
-        monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))
+        internals.use_vendor_gradients(monkeypatch)
     return found, torch.bfloat16 if request.param else torch.float32
 
 

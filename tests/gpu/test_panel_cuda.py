@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines.triton.panel import panel_replay
 from monoidreduce.plan import budget
+from tests.support import internals
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -90,8 +91,7 @@ def test_weights_measured_from_a_guess(kind):
 @pytest.mark.parametrize("limit", ["2MB", "64MB", "300MB"])
 def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeypatch):
     """Walked, heard, run: the same bits each time, on other numbers too, and no more memory."""
-    monkeypatch.setattr(panel_replay, "_KINDS", {})
-    monkeypatch.setattr(panel_replay, "_ONCE", {})
+    internals.forget_panel_recordings(monkeypatch)
     x, w, target = head(1000, 1104, 32003, True)
 
     def loss(x, w):
@@ -100,7 +100,7 @@ def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeyp
 
     def walked(x, w):
         with monkeypatch.context() as patch:
-            patch.setattr(panel_replay, "repeated", lambda walked, *given: walked(*given))
+            internals.replace_panel_replay(patch)
             return extra(lambda: pulled(loss, x, w)), pulled(loss, x, w)
 
     bytes_walked, first = walked(x, w)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import attention
+from tests.support import internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check
 
 HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
@@ -31,9 +30,8 @@ def test_repeats_bit_for_bit():
 
 def test_column_gradients_over_panels(monkeypatch):
     """Walked, heard and run as it was written down: the same, and as near as torch."""
-    seen, real = [], fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: seen.append(call.kernel.name) or real(call))
-    monkeypatch.setattr(contraction, "_READY", {})
+    seen = internals.watch_launches(monkeypatch, lambda call: call.kernel.name)
+    internals.forget_contractions(monkeypatch)
     gen = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 768, generator=gen).bfloat16().cuda().requires_grad_() for n in (4096, 70000))
     label = torch.randint(70000, (4096,), generator=gen).cuda()

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import attention
+from tests.support import internals
 from tests.support.pingpong_cases import (
     SIZES,
     by_turns,
@@ -34,16 +33,16 @@ LARGER = [*SIZES, (1025, 4097, 1032), (3000, 20001, 776), (1000, 5003, 2056), (4
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The names of the kernels by turns that are launched for the first time."""
-    found, real = [], fold_kernel.execute
+    """The names of the ping-pong kernels that are launched for the first time."""
+    found = []
 
-    def execute(call):
+    def execute(launch, call):
         if call.kernel.staged:
             found.append(call.kernel.name)
-        return real(call)
+        return launch(call)
 
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(fold_kernel, "execute", execute)
+    internals.forget_launches(monkeypatch)
+    internals.replace_launch(monkeypatch, execute)
     return found
 
 

@@ -9,13 +9,13 @@ import torch
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, autotune, explain
-from monoidreduce.engines import triton
 from monoidreduce.engines.auto import planner, tuned_plans
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import candidates, plan_records, tiles
+from monoidreduce.plan import plan_records, tiles
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.tuning import trial, tuner
+from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.wrong_kernels import GUESSED, wrong
 
@@ -103,7 +103,7 @@ def test_peak_memory_is_as_predicted(name):
 
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.forget_launches(monkeypatch)
     with jit_module.watched() as kernels:
         attention(*drawn(512, 512, 512))
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
@@ -113,7 +113,7 @@ def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
 def test_a_wrong_kernel_never_wins(change, monkeypatch):
     args = drawn(1000, 1500, 1500)
     candidate = Choice("flash", (("cols", (64, 128, 4, 2, 1)),))
-    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: [candidate] if over == "cols" else [])
+    internals.set_candidates(monkeypatch, lambda case, over=None: [candidate] if over == "cols" else [])
     with wrong(KernelPlan(64, 128), change) as made:
         (found,) = attention.tune(*args, backward=False, quiet=True).folds
     assert made and found.winner == found.safe

@@ -11,10 +11,9 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import ops
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import attention
+from tests.support import internals
 from tests.support.warp_specialised_attention_cases import (
     BY_TURNS,
     CAPPED,
@@ -37,10 +36,8 @@ PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels that are launched for the first time."""
-    found, real = [], fold_kernel.execute
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: found.append(call.kernel) or real(call))
-    return found
+    internals.forget_launches(monkeypatch)
+    return internals.watch_launches(monkeypatch, lambda call: call.kernel)
 
 
 @pytest.mark.parametrize("case", CASES[PART::PARTS], ids=repr)

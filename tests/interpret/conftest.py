@@ -14,18 +14,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engines import triton
 from monoidreduce.engines.triton.codegen import compiler, k_loop
-from monoidreduce.engines.triton.kernels import exponent_shift, fold_kernel, row_kernels, split_combine, topk_rows
-from monoidreduce.engines.triton.launch import encoded_descriptors, jit_module, launch_cache
-from monoidreduce.engines.triton.panel import (
-    epilogue,
-    epilogue_kernels,
-    label_corrections,
-    panel_replay,
-    sparse_contraction,
-)
+from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk_rows
+from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
+from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, label_corrections, sparse_contraction
 from monoidreduce.engines.triton.schedules import float32_split, pingpong
+from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
 
@@ -79,35 +73,34 @@ def exact_products(monkeypatch):
 def by_address(monkeypatch):
     """Kernels are launched again as on a GPU, with addresses in place of tensors; how often."""
     made = []
-    real, small = _unseen(fold_kernel.execute), _unseen(launch_cache.Kernels._first)
 
-    def execute(call):
-        real(call)
+    def execute(launch, call):
+        run = _unseen(launch)
+        run(call)
 
         def again(*arguments):
             made.append(call.kernel.name)
             given = (_at(a, like) for a, like in zip(arguments, call.arguments, strict=True))
-            real(replace(call, arguments=tuple(given)))
+            run(replace(call, arguments=tuple(given)))
 
         return again
 
-    def first(self, *how):
-        name, grid, like, *constants = how
-        small(self, *how)
-        return lambda *arguments: small(self, name, grid, [*map(_at, arguments, like)], *constants)
+    def first(launch, kernels, name, grid, like, *constants):
+        run = _unseen(launch)
+        run(kernels, name, grid, like, *constants)
+        return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
-    monkeypatch.setattr(launch_cache.Kernels, "_first", first)
+    internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
     for kernels in (label_corrections._run, *(module._kernels for module in small_ones)):
         monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
-    monkeypatch.setattr(panel_replay, "_KINDS", {})
-    monkeypatch.setattr(panel_replay, "_ONCE", {})
+    internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    monkeypatch.setattr(fold_kernel, "execute", execute)
-    monkeypatch.setattr(jit_module, "repeats", lambda device: True)
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.replace_launch(monkeypatch, execute)
+    internals.relaunch_on_any_device(monkeypatch)
+    internals.forget_launches(monkeypatch)
     return made
 
 

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.panel.kernel_step import KernelStep
-from monoidreduce.plan import in_place_layout, panel_layout
+from monoidreduce.plan import in_place_layout
 from tests.interpret.test_epilogue_kernels import (
     FAR,
     SMALL,
@@ -21,6 +19,7 @@ from tests.interpret.test_epilogue_kernels import (
     pulled,
     vectors,
 )
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 ROWS = 10**6  # of which fewer are not worth a panel: there are none
@@ -30,17 +29,9 @@ PLANS = SMALL | dict.fromkeys(("write_known", "write_guessed", "sum_guessed", "w
 @pytest.fixture(autouse=True)
 def used(monkeypatch, tmp_path_factory, exact_products):
     """Small tiles and panels; the kernels that were launched, and the plans of the panels."""
-    found, plans = [], []
-    launch, begin = epilogue._Ready._launch, KernelStep.begin
-    monkeypatch.setattr(
-        epilogue._Ready, "_launch", lambda self, name, *given: found.append(name) or launch(self, name, *given)
-    )
-    monkeypatch.setattr(KernelStep, "begin", lambda self, panel: plans.append(panel) or begin(self, panel))
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(epilogue, "PLANS", PLANS)
-    monkeypatch.setattr(epilogue, "SHALLOW", {})
-    for name, value in {"FEW": ROWS, "LONG": ROWS, "ROUND": 4, "MOST": 128}.items():
-        monkeypatch.setattr(panel_layout, name, value)
+    found, plans = internals.watch_epilogue_kernels(monkeypatch), internals.watch_panels(monkeypatch)
+    internals.use_epilogue_plans(monkeypatch, PLANS)
+    internals.set_panel_sizes(monkeypatch, FEW=ROWS, LONG=ROWS, ROUND=4, MOST=128)
     for name, value in {"_ROUND": 64, "_LEAST": 4, "_MORE": 8}.items():
         monkeypatch.setattr(in_place_layout, name, value)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
@@ -129,8 +120,8 @@ def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     function = lambda x, w: head.total(x, w, target, bias)
     got = pulled(function, (x, w), 4000)
     assert stowed(used)
-    monkeypatch.setattr(epilogue, "on", lambda device: False)
-    monkeypatch.setattr(panel_layout, "FEW", 4)
+    internals.pretend_device(monkeypatch, epilogue=False)
+    internals.set_panel_sizes(monkeypatch, FEW=4)
     expected = pulled(function, (x, w), "10MB")
     alike(got, expected)
 
@@ -167,11 +158,11 @@ class Begun(Exception):
 def test_where_it_is_of_no_use(op, rows, seed, used, monkeypatch):
     """Columns whose gradients are small beside their pairs, and weights that do not come apart."""
 
-    def begun(step, panel):
+    def begun(begin, step, panel):
         raise Begun(panel)
 
     x, w, target = vectors(rows, 700, 264)
-    monkeypatch.setattr(KernelStep, "begin", begun)
+    internals.replace_panel_begin(monkeypatch, begun)
     with pytest.raises(Begun) as found:
         pulled(lambda x, w: op.total(x, w, target), (x, w), 40_000 if rows == 700 else 4000)
     panel = found.value.args[0]

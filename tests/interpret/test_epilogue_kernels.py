@@ -10,15 +10,15 @@ import monoidreduce as mr
 from monoidreduce.engines.panel.panel_program import walks
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import parallel_compile
-from monoidreduce.engines.triton.panel import epilogue, row_factor
+from monoidreduce.engines.triton.panel import row_factor
 from monoidreduce.engines.triton.panel.fuse_stages import groups, joint
 from monoidreduce.engines.triton.panel.label_corrections import Rest
 from monoidreduce.plan import panel_layout as panels
-from monoidreduce.plan import row_blocks
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
 from monoidreduce.program.loss_and_gradient import total
 from monoidreduce.runtime.gradient_in_forward import inputs_of
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
@@ -38,21 +38,10 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def used(monkeypatch, tmp_path_factory, exact_products):
     """These products stand in for the vendor's, in small tiles; the kernels that were launched."""
-    found = []
-    original = epilogue._Ready._launch
-
-    def launch(self, name, *args):
-        found.append(name)
-        original(self, name, *args)
-
-    monkeypatch.setattr(epilogue._Ready, "_launch", launch)
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(epilogue, "PLANS", SMALL)
-    monkeypatch.setattr(epilogue, "SHALLOW", {})
-    monkeypatch.setattr(panels, "FEW", 4)
-    monkeypatch.setattr(panels, "ROUND", 4)
+    internals.use_epilogue_plans(monkeypatch, SMALL)
+    internals.set_panel_sizes(monkeypatch, FEW=4, ROUND=4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    return found
+    return internals.watch_epilogue_kernels(monkeypatch)
 
 
 @mr.op
@@ -124,7 +113,7 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     assert panels > 1
     used.clear()
     added, add = [], Rest.add
-    monkeypatch.setattr(parallel_compile, "_may_wait", lambda device: True)
+    internals.compile_in_parallel(monkeypatch)
     monkeypatch.setattr(
         Rest, "add", lambda *given: added.append(parallel_compile._waiting.get() is not None) or add(*given)
     )
@@ -205,7 +194,7 @@ def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
     function = lambda x, w: head.total(x, w, target, bias)
     got = pulled(function, (x, w), "10MB")
     assert used == GUESSED
-    monkeypatch.setattr(epilogue, "on", lambda device: False)
+    internals.pretend_device(monkeypatch, epilogue=False)
     expected = pulled(function, (x, w), "10MB")
     alike(got, expected)
 
@@ -227,7 +216,7 @@ def test_known_weights_in_a_few_bytes(seed, used):
 @pytest.fixture
 def recomputed(monkeypatch):
     """No rows are few enough to keep their pairs."""
-    monkeypatch.setattr(panels, "FEW", 10**6)
+    internals.set_panel_sizes(monkeypatch, FEW=10**6)
 
 
 def weighed(x, w, target, bias, limit):
@@ -281,7 +270,7 @@ def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatc
     firsts = [0, *(last for last, _, _ in plan)]
     found = tuple(panels.Block(first, *own) for first, own in zip(firsts, plan, strict=False))
     given = panels.Panels(max(b.rows for b in found), min(b.cols for b in found), outer="rows", blocks=found)
-    monkeypatch.setattr(row_blocks, "blocks", lambda *how: given)
+    internals.replace_row_blocks(monkeypatch, lambda choose, *how: given)
     x, w, _ = vectors(rows, cols, 264)
     loss = lambda x, w: own_index(x, w).sum()
     whole = pulled(loss, (x, w), "10MB")

@@ -5,11 +5,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import compiler, kernel_text
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import float32_split
+from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run
 from tests.support.float32_split_cases import WORKS, gaussian, shapes
 
@@ -23,19 +22,12 @@ EXACT = """def piece_times(a, b, acc):
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
     """Everything is for the matrix units; whether each kernel that was made multiplies pieces."""
-    found = []
-    library, real = {**kernel_text.device_function_sources(), "piece_times": EXACT}, fold_kernel.Launch.prepare
-
-    def prepare(self, *given):
-        real(self, *given)
-        found.append(self.spec.pieces)
-
+    library = {**kernel_text.device_function_sources(), "piece_times": EXACT}
     monkeypatch.setattr(kernel_text, "device_function_sources", lambda: library)
-    monkeypatch.setattr(float32_split, "MANY", 0)
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(fold_kernel.Launch, "prepare", prepare)
+    internals.set_pair_thresholds(monkeypatch, float32_split=0)
+    internals.forget_launches(monkeypatch)
     compiler.compile_fold.cache_clear()
-    yield found
+    yield internals.watch_prepared(monkeypatch, lambda launch: launch.spec.pieces)
     compiler.compile_fold.cache_clear()
 
 
@@ -149,7 +141,7 @@ def test_vectors_of_which_more_is_made_are_left_whole(split):
 def test_where_vectors_are_split(split, monkeypatch):
     """Where pairs are many and memory is not bounded; products of TF32 are for who asks for them."""
     x, y = shapes((9, 16), (11, 16))(torch.Generator().manual_seed(0))
-    monkeypatch.setattr(float32_split, "MANY", 100)
+    internals.set_pair_thresholds(monkeypatch, float32_split=100)
     with mr.use(engine="triton", precision="tf32"):
         ops.knn(y, x.repeat(2, 1), 2)
     with mr.use(engine="triton"):

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines import panel
-from monoidreduce.engines.triton import KernelPlan, KernelStep, use_plan
+from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import device_functions, k_loop
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import kernel_plan
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -25,8 +25,8 @@ def kernels_only(monkeypatch, tmp_path_factory):
     def refuse(*args, **kwargs):
         raise AssertionError("a panel was used")
 
-    monkeypatch.setattr(KernelStep, "begin", refuse)
-    monkeypatch.setattr(panel.TorchStep, "begin", refuse)
+    internals.replace_panel_begin(monkeypatch, refuse)
+    internals.replace_panel_begin(monkeypatch, refuse, kernels=False)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -121,8 +121,7 @@ def test_samples_are_those_of_every_engine(features, plans, seed):
 
 def test_one_fold_walks_tiles_and_features_in_one_loop(monkeypatch, seed):
     """Where tensor descriptors copy; two folds at once have no registers for it."""
-    texts, execute = [], fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    texts = internals.watch_launches(monkeypatch, lambda call: call.kernel.text)
     x, w = vectors(12, 90, 264, seed)
     with mr.use(engine="triton", strict=True):
         for plans in (PLANS, BOXED):

@@ -6,16 +6,13 @@ import torch
 import monoidreduce as mr
 from monoidreduce import chunks
 from monoidreduce.engines import panel
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton import KernelPlan, KernelStep
-from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.panel.arena import Room
 from monoidreduce.errors import BudgetError
-from monoidreduce.plan import panel_layout
 from monoidreduce.program.lower import lower
 from monoidreduce.runtime import logit_rounding, torch_operator
+from tests.support import internals
 from tests.support.logit_rounding_cases import compare, head, made, ours, plain, pulled, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -47,11 +44,9 @@ def best(x: mr.Row["d"], w: mr.Col["d"]):
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch, tmp_path_factory, exact_products):
     """Generated products stand in for the vendor's, in small tiles."""
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(epilogue, "PLANS", SMALL)
-    monkeypatch.setattr(epilogue, "SHALLOW", {})
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(panel_layout, "ROUND", 4)
+    internals.use_epilogue_plans(monkeypatch, SMALL)
+    internals.forget_launches(monkeypatch)
+    internals.set_panel_sizes(monkeypatch, ROUND=4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
         one._plans.kept.clear()
@@ -61,21 +56,13 @@ def hopper(monkeypatch, tmp_path_factory, exact_products):
 @pytest.fixture
 def steps(monkeypatch):
     """The types of the pairs of all panels that are held."""
-    found, begin = [], KernelStep.begin
-
-    def begun(self, panel):
-        found.append(self.pairs)
-        begin(self, panel)
-
-    monkeypatch.setattr(KernelStep, "begin", begun)
-    return found
+    return internals.watch_panels(monkeypatch, lambda step, panel: step.pairs)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
     """What was predicted does not come true: gradients go by the vendor's products."""
-    fuses = Room.fuses
-    monkeypatch.setattr(Room, "fuses", lambda room: not room.walk.exact and fuses(room))
+    internals.use_vendor_gradients(monkeypatch)
 
 
 def zeros(*shapes, asks=True):
@@ -100,7 +87,7 @@ def test_whose_products_stay_exact(monkeypatch):
     assert stays(meant, x, w, *zeros((9, 300))) == [True], "a mean of vectors, whose forward does not round its logits"
     assert stays(best, x, w) == [False], "it has no gradient, and is not rounded anyway"
     assert stays(head, *zeros((5, 64), (9, 64)), label) == [False], "narrow features have kernels without panels"
-    monkeypatch.setattr(epilogue, "on", lambda device: False)
+    internals.pretend_device(monkeypatch, epilogue=False)
     assert stays(head, x, w, label) == [False], "an older GPU"
 
 
@@ -221,8 +208,7 @@ def test_columns_in_chunks():
 
 def test_panels_in_torch_hold_float32_too(monkeypatch):
     monkeypatch.setattr(matmul, "raise_16bit", lambda device, dtype: False)
-    seen, begin = [], panel.TorchStep.begin
-    monkeypatch.setattr(panel.TorchStep, "begin", lambda step, found: seen.append(step.kind) or begin(step, found))
+    seen = internals.watch_panels(monkeypatch, lambda step, panel: step.kind, kernels=False)
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
     for program in (
@@ -237,17 +223,14 @@ def test_panels_in_torch_hold_float32_too(monkeypatch):
 def test_texts_differ_by_the_rounding_alone(monkeypatch):
     """And kernels that were written for one are not run for the other."""
     texts = {}
-    execute = fold_kernel.execute
     x, w, target = made(20, 40, 264)
     for marks in (True, False):
-        made_here = texts.setdefault(marks, [])
-        monkeypatch.setattr(
-            fold_kernel, "execute", lambda call, made=made_here: made.append(call.kernel) or execute(call)
-        )
-        monkeypatch.setattr(epilogue, "on", lambda device, marks=marks: marks)
-        head._plans.kept.clear()
-        with mr.use(engine="triton"), torch.no_grad():
-            head(x, w, target)
+        with monkeypatch.context() as patch:
+            texts[marks] = internals.watch_launches(patch, lambda call: call.kernel)
+            internals.pretend_device(patch, epilogue=marks)
+            head._plans.kept.clear()
+            with mr.use(engine="triton"), torch.no_grad():
+                head(x, w, target)
     exactly, rounded = (next(k.text for k in texts[marks] if k.name == "fold_over_cols") for marks in (True, False))
     lines = [line for line in rounded.splitlines() if "as a panel would hold it" not in line]
     assert len(lines) < len(rounded.splitlines()) and lines == exactly.splitlines()

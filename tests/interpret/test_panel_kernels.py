@@ -9,13 +9,13 @@ from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.panel.panel_program import walks
 from monoidreduce.engines.triton import KernelPlan, KernelStep
-from monoidreduce.engines.triton.kernels import elementwise, fold_kernel
-from monoidreduce.engines.triton.panel import row_kernel
+from monoidreduce.engines.triton.kernels import elementwise
 from monoidreduce.engines.triton.panel.lent_memory import Lent
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.loss_and_gradient import total
 from monoidreduce.runtime.gradient_in_forward import inputs_of
+from tests.support import internals
 from tests.support.comparison import Result, assert_error_rule, cast, run
 from tests.support.layers import BY_NAME, ZOO
 
@@ -27,19 +27,15 @@ PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
-    for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panel_layout, name, value)
-    monkeypatch.setattr(row_kernel, "PLANS", PLANS)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=4, ROUND=4, SMALLEST=4)
+    internals.use_row_kernel_plans(monkeypatch, PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
 @pytest.fixture
 def used(monkeypatch):
     """The panels that kernels were run on."""
-    found = []
-    original = KernelStep.begin
-    monkeypatch.setattr(KernelStep, "begin", lambda self, panel: found.append(panel) or original(self, panel))
-    return found
+    return internals.watch_panels(monkeypatch)
 
 
 @pytest.mark.parametrize("layer", [pytest.param(layer, id=layer.name) for layer in ZOO])
@@ -116,7 +112,7 @@ def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, see
 
 def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
-    monkeypatch.setattr(panel_layout, "ADDS", 2)
+    internals.set_panel_sizes(monkeypatch, ADDS=2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
     inputs = inputs_of(outputs)
@@ -129,7 +125,7 @@ def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
 
 
 def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
-    monkeypatch.setattr(panel_layout, "NARROW", 256)
+    internals.set_panel_sizes(monkeypatch, NARROW=256)
     layer = BY_NAME["scaled_attention"]
     q, k, v = torch.randn(5, 300), torch.randn(7, 300), torch.randn(7, 4)
     with mr.use(engine="triton"):
@@ -245,9 +241,7 @@ def three_passes(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row):
 @pytest.mark.parametrize(("op", "kernels"), [(two_passes, 1), (three_passes, 2)], ids=["two passes", "three passes"])
 def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
     """Folds, the arithmetic between them and the weights of a gradient are one kernel; a sum of vectors ends it."""
-    launched = []
-    original = fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: launched.append(call.kernel.name) or original(call))
+    launched = internals.watch_launches(monkeypatch, lambda call: call.kernel.name)
     args = [torch.randn(s).requires_grad_() for s in ((14, 5), (37, 5))]
     with mr.use(engine="triton"), mr.budget(4 * 37 * 4 + 37 * 5 * 4):
         value = op.total(*args, torch.arange(14))

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder, operation_replay
-from monoidreduce.engines.triton.panel import epilogue, panel_replay, row_kernel
+from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder
+from monoidreduce.engines.triton.launch import operation_replay as reel
+from monoidreduce.engines.triton.panel import panel_replay
 from monoidreduce.plan import budget, panel_layout, row_blocks
 from monoidreduce.runtime.live_memory import Alive
 from tests.interpret.test_epilogue_kernels import SMALL
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
@@ -30,13 +31,9 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
-
-    for name, value in {"FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panel_layout, name, value)
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(epilogue, "PLANS", SMALL)
-    monkeypatch.setattr(epilogue, "SHALLOW", {})
-    monkeypatch.setattr(row_kernel, "PLANS", {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
+    internals.set_panel_sizes(monkeypatch, FEW=4, ROUND=4, SMALLEST=4)
+    internals.use_epilogue_plans(monkeypatch, SMALL)
+    internals.use_row_kernel_plans(monkeypatch, {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
 
@@ -44,14 +41,7 @@ def small(monkeypatch, tmp_path_factory, exact_products):
 def ran(monkeypatch, by_address):
     """The reels that were run."""
     found = []
-
-    class Counted(operation_replay.Reel):
-        def __init__(self, *how):
-            super().__init__(*how)
-            run = self.run
-            self.run = lambda *given: found.append(self) or run(*given)
-
-    monkeypatch.setattr(operation_replay, "Reel", Counted)
+    internals.watch_panel_replays(monkeypatch, lambda run, reel, *given: found.append(reel) or run(*given))
     return found
 
 
@@ -74,7 +64,7 @@ def pulled(op, args, limit, *rest):
 def walked(monkeypatch, run):
     """The same, walked each time."""
     with monkeypatch.context() as patch:
-        patch.setattr(panel_replay, "repeated", lambda walked, *given: walked(*given))
+        internals.replace_panel_replay(patch)
         return run()
 
 
@@ -106,10 +96,10 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
 
 def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
     """Blocks of rows, whose totals lie in their gradients and those of later rows."""
-    monkeypatch.setattr(panel_layout, "FEW", 128)
+    internals.set_panel_sizes(monkeypatch, FEW=128)
     monkeypatch.setattr(row_blocks, "MORE", 16)
-    used, choose = [], row_blocks.blocks
-    monkeypatch.setattr(row_blocks, "blocks", lambda *given: used.append(choose(*given)) or used[-1])
+    used = []
+    internals.replace_row_blocks(monkeypatch, lambda choose, *given: used.append(choose(*given)) or used[-1])
     run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
     run(0), run(1)
     assert not ran
@@ -135,18 +125,12 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
         peaks[name].append(alive.peak)
         return found
 
-    class Watched(operation_replay.Reel):
-        def __init__(self, *how):
-            super().__init__(*how)
-            run = self.run
-            self.run = lambda *given: watched("run", lambda: run(*given), given)
-
-    monkeypatch.setattr(operation_replay, "Reel", Watched)
+    internals.watch_panel_replays(monkeypatch, lambda run, reel, *given: watched("run", lambda: run(*given), given))
     for _ in range(3):
         pulled(op, vectors(*sizes), limit, 0.7)
     tensors = lambda inputs: [v for v in inputs.values() if isinstance(v, torch.Tensor)]
     plain = lambda walked, *given: watched("walked", lambda: walked(*given), tensors(given[1]))
-    monkeypatch.setattr(panel_replay, "repeated", plain)
+    internals.replace_panel_replay(monkeypatch, plain)
     pulled(op, vectors(*sizes), limit, 0.7)
     assert len(peaks["run"]) == len(peaks["walked"]) >= 2
     assert all(0 < run <= walked for run, walked in zip(peaks["run"], peaks["walked"], strict=True))
@@ -185,7 +169,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
     args = vectors(*sizes)
 
     def free(size):
-        monkeypatch.setattr(matmul, "free_memory", lambda device: size * budget._SHARE)
+        internals.pretend_free_memory(monkeypatch, size * budget._SHARE)
 
     def both():
         given = [a.detach().requires_grad_() for a in args]
@@ -244,8 +228,8 @@ def written(function, *args):
     """A function of tensors as a reel."""
     listener, found = heard(function, *args)
     assert not listener.lost
-    given = {f"x{k}": operation_replay.whole(f"x{k}", t) for k, t in enumerate(args)}
-    return operation_replay.Reel(listener.steps, given, listener.noted(found), listener.held, args[0].device)
+    given = {f"x{k}": reel.whole(f"x{k}", t) for k, t in enumerate(args)}
+    return reel.Reel(listener.steps, given, listener.noted(found), listener.held, args[0].device)
 
 
 def shared(x, y):

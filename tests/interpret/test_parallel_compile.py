@@ -13,6 +13,7 @@ import torch
 
 from monoidreduce.engines.triton.launch import jit_module, parallel_compile
 from monoidreduce.engines.triton.launch.launch_cache import Kept
+from tests.support import internals
 
 CPU = torch.device("cpu")
 SHOWN = contextvars.ContextVar("shown", default="nothing")
@@ -98,7 +99,7 @@ class Kernel:
 @pytest.fixture
 def waits(monkeypatch):
     """As on a GPU, of which nothing was asked yet."""
-    monkeypatch.setattr(parallel_compile, "_may_wait", lambda device: True)
+    internals.compile_in_parallel(monkeypatch)
     monkeypatch.setattr(parallel_compile, "_launched", set())
 
 

@@ -12,12 +12,12 @@ import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton.kernels import fold_kernel, row_kernels
-from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
 from monoidreduce.plan.environment import Variable
 from monoidreduce.plan.schedule import follow
 from monoidreduce.runtime import frozen_pass, gradient_programs
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -72,9 +72,9 @@ def pretended(monkeypatch):
     def again(name):
         return lambda *arguments: made.append(name)
 
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: again(call.kernel.name))
-    monkeypatch.setattr(jit_module, "repeats", lambda device: True)
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.replace_launch(monkeypatch, lambda launch, call: again(call.kernel.name))
+    internals.relaunch_on_any_device(monkeypatch)
+    internals.forget_launches(monkeypatch)
     with mr.use(engine="triton"):
         yield made
 

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.engines.triton.panel import epilogue
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, best, calls, contrastive, drawn
 from tests.support.pingpong_cases import (
     SIZES,
@@ -32,16 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path_factory, exact_products):
-    """Kernels by turns run on the machine, as three processors would; those that did."""
-    found = []
-
-    monkeypatch.setattr(engine, "_READY", {})
-    monkeypatch.setattr(epilogue, "on", lambda device: True)
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
+    """Ping-pong kernels run on the simulator, as on three multiprocessors; the launches that did."""
+    internals.pretend_device(monkeypatch, epilogue=True, processors=3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    with gluon_simulator.instead_of(fold_kernel, found), mr.use(engine="triton"):
-        yield found
+    with mr.use(engine="triton"):
+        yield gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -131,7 +122,7 @@ def test_which_products_are_made_by_turns(op, make, which):
     ids=["labels", "few features", "a later Triton", "a bias"],
 )
 def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
-    monkeypatch.setattr(jit_module, "version", lambda: version)
+    internals.pretend_triton_version(monkeypatch, version)
     other = torch.zeros(256, dtype=torch.int64 if op is head else torch.bfloat16)
     found = [call for call in calls(Case("any", op, lambda t: (*vectors(t, (256, 256), D), other)), 90)]
     assert [call.plan.block_folded for call in found if call.kernel.name == "fold_over_cols"] == [192 if wide else 128]
@@ -142,7 +133,7 @@ def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
 )
 def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
     """By the compiler's schedule where a later Triton would spill, and narrow ones read too much."""
-    monkeypatch.setattr(jit_module, "version", lambda: version)
+    internals.pretend_triton_version(monkeypatch, version)
     epilogue.epilogue.cache_clear()  # what was ready for another Triton
     label = torch.zeros(256, dtype=torch.int64)
     for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_known")):

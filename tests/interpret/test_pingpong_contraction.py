@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from monoidreduce.engines.common import matmul
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
@@ -19,14 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoi
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path_factory):
-    """Kernels by turns run on the machine, as three processors would; those that did."""
-    found = []
-    monkeypatch.setattr(contraction, "_READY", {})
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 3)
+    """Contraction kernels run on the simulator, as on three multiprocessors; the launches that did."""
+    internals.forget_contractions(monkeypatch)
+    internals.pretend_device(monkeypatch, processors=3)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
-    with gluon_simulator.instead_of(fold_kernel, found):
-        yield found
+    return gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize(("over", "add"), KINDS)
@@ -61,5 +56,5 @@ def test_what_no_descriptor_can_copy_is_the_vendors(change, seen, monkeypatch):
     elif change == "unaligned":
         out = torch.zeros(1500, 769, dtype=torch.bfloat16)[:, 1:]
     else:
-        monkeypatch.setattr(attention, "on", lambda device: False)
+        internals.pretend_device(monkeypatch, warp_specialised=False)
     assert not contraction.into(out, weights, vectors, False) and not seen

@@ -11,9 +11,9 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton.kernels import exponent_shift
-from monoidreduce.engines.triton.schedules import spec_from_tensors
-from monoidreduce.runtime import forward_replay, saved_row_gradients
+from monoidreduce.runtime import forward_replay
 from tests.interpret.test_program_replay import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
+from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MADE = [*FORWARD, "side", "fold_over_cols", "shift", "fold_over_rows"]
@@ -22,8 +22,7 @@ MADE = [*FORWARD, "side", "fold_over_cols", "shift", "fold_over_rows"]
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Everything counts as many."""
-    monkeypatch.setattr(spec_from_tensors, "MANY", 0)
-    monkeypatch.setattr(saved_row_gradients, "MANY", 0)
+    internals.set_pair_thresholds(monkeypatch, many=0, saved_row_gradients=0)
     with mr.use(engine="triton"):
         yield
 

@@ -5,8 +5,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.runtime import saved_row_gradients as road
+from tests.support import internals
 from tests.support import saved_row_gradient_cases as cases
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
 
@@ -32,7 +31,7 @@ def drawn(name, dtype, seed=0):
 def test_kept_gradients_in_float64(name, monkeypatch):
     op, _, args = drawn(name, torch.float64)
     got = run(op, args)
-    monkeypatch.setattr(road, "form", lambda *_: None)
+    internals.replace_saved_row_gradients(monkeypatch, lambda *_: None)
     assert_equal(got, run(op, args))
 
 
@@ -46,8 +45,7 @@ def test_the_error_rule(name, dtype):
 
 def test_one_walk_in_the_forward_and_one_in_the_backward(monkeypatch):
     """What is kept is added up, and returned, in float32; kernels of one side walk over nothing."""
-    made, real = [], fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: (made.append(call), real(call))[1])
+    made = internals.watch_launches(monkeypatch)
     walks = lambda: [c for c in made if c.kernel.name.startswith("fold")]
     x, y = (torch.randn(40, 16).half().requires_grad_() for _ in range(2))
     out = cases.contrastive(x, y)

@@ -16,11 +16,10 @@ from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import compiler, reductions
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import descriptors as boxes
-from monoidreduce.engines.triton.schedules import kernel_plan, spec_from_tensors
+from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.runtime import registry, torch_operator
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, run
 from tests.support.layers import BY_NAME
 
@@ -75,8 +74,8 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     with planned(), mr.use(engine="triton"):
         *_, (fold, leaves, sizes) = autotune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
-    monkeypatch.setattr(boxes, "on", lambda device: True)
-    monkeypatch.setattr(spec_from_tensors, "VERY_MANY", 0)
+    internals.pretend_device(monkeypatch, descriptors=True)
+    internals.set_pair_thresholds(monkeypatch, very_many=0)
     monkeypatch.setitem(kernel_plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
 
     def columns(asked=None):
@@ -167,10 +166,10 @@ def _close(op, args, extra, bound):
 def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
     the interpreter gets bfloat16 wrong and float16 ends there."""
-    monkeypatch.setattr(spec_from_tensors, "_GUESSED", (torch.float16,))
+    internals.guess_maximum_for(monkeypatch, torch.float16)
     monkeypatch.setattr(reductions, "_MOST", 2.0**14)
     monkeypatch.setattr(reductions, "_ABOVE", 0)
-    monkeypatch.setattr(engine, "_READY", {})
+    internals.forget_launches(monkeypatch)
     compiler.compile_fold.cache_clear()
     gen = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
@@ -178,13 +177,9 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     args = [t.half().requires_grad_() for t in (q.abs() * size**0.5 * 0.3, k * size**0.5, v)]
     extra = {attention: (0.25,), sloped: (size / 20,)}.get(op, ())
     args += [(10 + torch.arange(70.0) / 7).half().requires_grad_()] if op is capped else []
-    seen = []
-    real = compiler.compile_fold
-    with (
-        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))),
-        mr.use(engine="triton"),
-        mock.patch.object(compiler, "compile_fold", lambda s: seen.append(real(s)) or real(s)),
-    ):
+    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, parts=parts, boxes=boxes))
+    with use_plan(plans), mr.use(engine="triton"), monkeypatch.context() as patch:
+        seen = internals.watch_generated_kernels(patch)
         # a cap's gradient nearly cancels: 1.9e-2 to 2.1e-2, as NumPy rounds powers on this CPU or that
         _close(op, args, extra, 2.5e-2 if op is capped else 4e-3)
     texts = [kernel.text for kernel in seen]
@@ -217,18 +212,15 @@ def test_boxes_whatever_the_strides(shape):
 @pytest.mark.parametrize("options", ["documents", "dropout"])
 def test_numbers_have_boxes(options, length, monkeypatch):
     """Those along the folded axis, and the shifts of exponents where their rows begin on 16 bytes."""
-    monkeypatch.setattr(spec_from_tensors, "MANY", 0)
-    monkeypatch.setattr(engine, "_READY", {})
+    internals.set_pair_thresholds(monkeypatch, many=0)
+    internals.forget_launches(monkeypatch)
     gen = torch.Generator().manual_seed(8)
     args = [torch.randn(2, 3, length, 32, generator=gen).half().requires_grad_() for _ in range(3)]
     documents = torch.arange(length) // 11
     given = {"documents": dict(documents=documents, causal=True), "dropout": dict(dropout_p=0.3, seed=5)}[options]
-    seen, real = [], compiler.compile_fold
-    with (
-        use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))),
-        mr.use(engine="triton"),
-        mock.patch.object(compiler, "compile_fold", lambda s: seen.append(real(s)) or real(s)),
-    ):
+    plans = dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=True))
+    with use_plan(plans), mr.use(engine="triton"), monkeypatch.context() as patch:
+        seen = internals.watch_generated_kernels(patch)
         _close(lambda *a: mr.ops.attention(*a, **given), args, (), 4e-3)
     texts = "".join(kernel.text for kernel in seen)
     assert ("shift0_box.load" in texts) == (length % 4 == 0)
@@ -275,10 +267,11 @@ def test_the_k_best_in_a_kernel(dtype, parts):
         assert torch.equal(got[1], exact[1])
 
 
-def test_a_launch_is_made_once_and_takes_other_tensors():
+def test_a_launch_is_made_once_and_takes_other_tensors(monkeypatch):
+    internals.forget_launches(monkeypatch)
     gen = torch.Generator().manual_seed(11)
     draw = lambda: [torch.randn(40, 16, generator=gen) for _ in range(3)]
-    with planned(), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+    with planned(), mr.use(engine="triton"):
         first = draw()
         attention(*first, 0.5)
         with mock.patch.object(engine, "Ready", side_effect=AssertionError("planned again")):
@@ -306,30 +299,32 @@ def test_a_smaller_plan_has_bounds_of_its_own(monkeypatch):
     """A kernel that does not fit is planned anew with other tiles: what was found for the first ones is not theirs."""
     layer = BY_NAME["document_attention"]
     args = layer.make(90, 90, torch.Generator().manual_seed(13), torch.float64)
-    real, failed = fold_kernel.execute, []
+    failed = []
 
     class OutOfResources(Exception):
         pass
 
-    def once(call):
+    def once(launch, call):
         if call.kernel.name != "side" and call.kernel.text not in failed:
             failed.append(call.kernel.text)
             raise OutOfResources
-        return real(call)
+        return launch(call)
 
-    monkeypatch.setattr(fold_kernel, "execute", once)
+    internals.replace_launch(monkeypatch, once)
+    internals.forget_launches(monkeypatch)
     large = dict.fromkeys(("cols", "rows"), KernelPlan(16, 64, 4, 1))
-    with use_plan(large), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+    with use_plan(large), mr.use(engine="triton"):
         got = run(layer.op, args)
     assert failed
     with mr.use(engine="eager"):
         assert_equal(got, run(layer.op, args), rtol=1e-9, atol=1e-9)
 
 
-def test_an_unaligned_tensor_is_planned_anew():
+def test_an_unaligned_tensor_is_planned_anew(monkeypatch):
+    internals.forget_launches(monkeypatch)
     flat = torch.randn(40 * 16 + 1)
     q, k, v = flat[:-1].view(40, 16), flat[1:].view(40, 16), flat[:-1].view(40, 16)
-    with planned(), mr.use(engine="triton"), mock.patch.object(engine, "_READY", {}):
+    with planned(), mr.use(engine="triton"):
         attention(q, q, v, 0.5)
         attention(q, k, v, 0.5)
         assert len(engine._READY) == 2
@@ -347,11 +342,12 @@ def test_strict_refuses_what_has_no_kernel():
         many(x, y)
 
 
-def test_precisions():
+def test_precisions(monkeypatch):
+    internals.forget_launches(monkeypatch)
     with pytest.raises(EngineError, match="ieee, tf32, tf32x3"), mr.use(precision="double"):
         pass
     x = [torch.randn(20, 16) for _ in range(3)]
-    with planned(), mock.patch.object(engine, "_READY", {}):
+    with planned():
         for precision in ("ieee", "tf32", "tf32x3"):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)

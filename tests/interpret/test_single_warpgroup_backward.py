@@ -4,7 +4,6 @@ They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.
 ``tests/gpu`` runs the same cases there.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen.dropout import parted, tossed
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention, warp_group_split
+from monoidreduce.engines.triton.schedules import warp_group_split
 from monoidreduce.program import constructors
 from tests.support import gluon_simulator
 from tests.support.aot_compile import Case, calls
@@ -97,13 +95,10 @@ def test_weights_that_coins_decide_on():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Column gradients are by an instance of four warps, and run on the machine; what ran there is given."""
-    seen = []
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(engine, "_READY", {})
+    """Column gradients have kernels of one warp group, which run on the simulator; the launches that did."""
     plans = {"cols": KernelPlan(128, 64, 4, 2, parts=1, boxes=2), "rows": ALONE}
-    with gluon_simulator.instead_of(fold_kernel, seen), use_plan(plans):
-        yield seen
+    with use_plan(plans):
+        yield gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
@@ -125,17 +120,7 @@ def test_against_float64(options, rows, cols, alone):
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, alone, monkeypatch):
     """Else it would prove nothing."""
-    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    real = gluon_simulator.execute
-
-    def execute(call):
-        if call.kernel.alone:
-            changed, count = re.subn(text, instead, call.kernel.text)
-            assert count
-            call = replace(call, kernel=replace(call.kernel, text=changed))
-        return real(call)
-
-    monkeypatch.setattr(gluon_simulator, "execute", execute)
+    gluon_simulator.change_kernels(monkeypatch, text, instead, where=lambda call: call.kernel.alone, patience=0.5)
     with pytest.raises((AssertionError, TypeError), match=message):
         pulled("triton", torch.bfloat16, {}, 200, 300)
 

@@ -10,8 +10,7 @@ from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import skip_small_tiles
 from monoidreduce.engines.triton.kernels import topk, topk_rows
 from monoidreduce.engines.triton.panel import sparse_contraction
-from monoidreduce.plan import panel_layout
-from monoidreduce.plan.schedule import Choice
+from tests.support import internals
 
 # the interpreter computes both sides of a where, and NumPy tells of each infinity met there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,8 +85,7 @@ def test_nan_and_infinity_are_kept():
 @pytest.mark.parametrize("limit", ["60kB", "2MB"])
 def test_a_loss_in_panels(limit, monkeypatch):
     """The same tiles, and so the same gradients, as the tiles of torch on one panel; in many, within the bound."""
-    for name, value in {"NARROW": 0, "FEW": 4, "ROUND": 4, "SMALLEST": 4}.items():
-        monkeypatch.setattr(panel_layout, name, value)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=4, ROUND=4, SMALLEST=4)
     torch.manual_seed(0)
     w, target = torch.randn(70, 12), torch.randint(70, (40,))
     x = (w[target] * 1.5 + 0.2 * torch.randn(40, 12)).requires_grad_()
@@ -103,7 +101,7 @@ def test_a_loss_in_panels(limit, monkeypatch):
 @pytest.mark.parametrize("length", [300, 515])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
-    monkeypatch.setattr(topk_rows, "_STRIP", 16)
+    internals.set_topk_strip(monkeypatch, 16)
     torch.manual_seed(0)
     x = torch.randn(4, length + 8)[:, :length].to(dtype)
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
@@ -123,7 +121,7 @@ def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
 def test_the_k_best_are_those_of_a_stable_sort(dtype, monkeypatch, seed):
     """The first of equals, NaN before all, zeros whatever their signs, negative rows."""
-    monkeypatch.setattr(topk_rows, "_STRIP", 16)
+    internals.set_topk_strip(monkeypatch, 16)
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(6, 1101, generator=gen).to(dtype)
     x[1] -= 20
@@ -140,7 +138,7 @@ def test_the_k_best_are_those_of_a_stable_sort(dtype, monkeypatch, seed):
 @pytest.mark.parametrize("limit", [None, 4000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
-    monkeypatch.setattr(panel_layout, "NARROW", 0)
+    internals.set_panel_sizes(monkeypatch, NARROW=0)
     torch.manual_seed(0)
     x, w = torch.randn(7, 300).to(dtype), torch.randn(411, 300).to(dtype)
     calls = []
@@ -158,9 +156,8 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
 def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
     """The planner is asked once for products of one kind: then the host does only what finds them."""
     asked, original = [], planner.perform
-    monkeypatch.setattr(planner, "perform", lambda *a: asked.append(a) or original(*a))
-    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
-    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))  # as on a GPU
+    internals.replace_planned_run(monkeypatch, lambda *a: asked.append(a) or original(*a))
+    internals.plan_panels(monkeypatch)
     for seed in range(3):
         torch.manual_seed(seed)
         x, w = torch.randn(7, 300), torch.randn(411, 300)
@@ -173,8 +170,7 @@ def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
 @pytest.mark.parametrize("limit", [None, 4000])
 def test_the_k_best_products_again_are_what_was_heard(by_address, limit, monkeypatch):
     """A product and two launches for each panel; rows that are the columns too are another kind of call."""
-    monkeypatch.setattr(planner, "_by_kernels", lambda device: True)
-    monkeypatch.setattr(planner, "_chosen", lambda *a: (Choice("panel"), Choice("panel")))
+    internals.plan_panels(monkeypatch)
     done, original = [], topk.of_product
     monkeypatch.setattr(topk, "of_product", lambda *a, **k: done.append(a) or original(*a, **k))
     for turn in range(6):

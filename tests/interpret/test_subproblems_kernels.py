@@ -5,7 +5,7 @@ import torch
 
 from monoidreduce.engines import eager, triton
 from monoidreduce.engines.common import subproblem
-from monoidreduce.runtime import registry
+from tests.support import internals
 from tests.support.comparison import assert_equal, run
 from tests.support.layers import BY_NAME
 
@@ -30,6 +30,6 @@ def test_a_cut_run_by_kernels_is_the_whole(name, seed, monkeypatch):
         part = subproblem.Part(*PIECES, (sizes.rows, sizes.cols))
         return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, kernel))
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", folder)
+    internals.replace_eager_engine(monkeypatch, folder)
     assert_equal(run(layer.op, args), expected, rtol=1e-4, atol=1e-5)
     assert kernels

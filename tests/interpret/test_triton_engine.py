@@ -11,7 +11,6 @@ import random
 import stat
 import threading
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -19,16 +18,16 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import eager, triton
-from monoidreduce.engines.common import unchanged_tensors
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.eager import tile_code
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen import compiler, tile_ranges
-from monoidreduce.engines.triton.kernels import fold_kernel
+from monoidreduce.engines.triton.kernels import fold_kernel as launch
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.program.expression import index
-from monoidreduce.runtime import registry, torch_operator
+from monoidreduce.runtime import torch_operator
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, run
 from tests.support.golden_files import compare
 from tests.support.layers import BY_NAME, ZOO
@@ -205,17 +204,16 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
     layer = BY_NAME[name]
     args = draw(layer, 70, 150, seed)
     found = []
-    original = tile_ranges.bounds
 
-    def spy(fold, over, values, lengths, blocks, device):
-        edges = original(fold, over, values, lengths, blocks, device)
+    def spy(bounds, fold, over, values, lengths, blocks, device):
+        edges = bounds(fold, over, values, lengths, blocks, device)
         found.append((fold, over, values, lengths, blocks, edges))
         return edges
 
     with pytest.MonkeyPatch.context() as patch, kernels():
-        patch.setattr(tile_ranges, "bounds", spy)
-        patch.setattr(unchanged_tensors, "_kept", OrderedDict())
-        patch.setattr(triton, "_READY", {})  # a launch keeps what indices alone decide
+        internals.watch_tile_ranges(patch, spy)
+        internals.forget_tile_ranges(patch)
+        internals.forget_launches(patch)  # a launch keeps what indices alone decide
         run(layer.op, args)
     checked = 0
     for fold, which, values, lengths, blocks, edges in found:
@@ -241,12 +239,13 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
 def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch):
     """And is the same."""
     layer, threads, here = BY_NAME[name], [], threading.get_ident()
-    original = tile_ranges.bounds
-    monkeypatch.setattr(tile_ranges, "bounds", lambda *given: threads.append(threading.get_ident()) or original(*given))
+    internals.watch_tile_ranges(
+        monkeypatch, lambda bounds, *given: threads.append(threading.get_ident()) or bounds(*given)
+    )
 
     def folded(run_fold):
-        monkeypatch.setattr(unchanged_tensors, "_kept", OrderedDict())
-        monkeypatch.setattr(triton, "_READY", {})
+        internals.forget_tile_ranges(monkeypatch)
+        internals.forget_launches(monkeypatch)
         threads.clear()
         return [t for call in folds for t in run_fold(*call)]
 
@@ -299,7 +298,7 @@ def _text(op, f):
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return compiler.compile_fold(fold_kernel.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
+    return compiler.compile_fold(launch.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
@@ -335,7 +334,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
     args = draw(layer, 9, 12, seed)
     if has_no_kernel(layer, args):
         return
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: None)
+    internals.replace_launch(monkeypatch, lambda launch, call: None)
     triton._told.clear()
     with kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
@@ -368,7 +367,7 @@ def test_random_programs(shard, monkeypatch):
     def run_or_fall_back(fold, leaves, sizes):
         return triton.run(fold, leaves, sizes, fallback=eager.run)
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", run_or_fall_back)  # the engine that programs are checked by
+    internals.replace_eager_engine(monkeypatch, run_or_fall_back)  # the engine that programs are checked by
     tiny = KernelPlan(16, 16, 4, 1)
     with use_plan({"cols": tiny, "rows": tiny}):
         for k in range(10):
@@ -385,9 +384,8 @@ def test_random_programs(shard, monkeypatch):
     ],
 )
 def test_float32_is_divided_exactly_where_the_divisor_differs(name, dtype, exact, seed, monkeypatch):
-    texts, execute = [], fold_kernel.execute
-    monkeypatch.setattr(triton, "_READY", {})
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: texts.append(call.kernel.text) or execute(call))
+    internals.forget_launches(monkeypatch)
+    texts = internals.watch_launches(monkeypatch, lambda call: call.kernel.text)
     with mr.use(engine="triton"):
         BY_NAME[name].op(*BY_NAME[name].args(5, 9, seed, dtype))
     assert texts and any("tl.div_rn(" in text for text in texts) == exact

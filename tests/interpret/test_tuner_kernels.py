@@ -11,14 +11,13 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import jit_module, launch_cache
-from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.runtime import kernel_memory_estimate
 from monoidreduce.runtime.dry_run import Noted
 from monoidreduce.runtime.live_memory import Alive
 from monoidreduce.tuning import trial
+from tests.support import internals
 from tests.support.wrong_kernels import CHANGES, GUESSED, wrong
 
 SAFE = Choice("flash", (("cols", (16, 16, 4, 1, 1)),))
@@ -33,7 +32,7 @@ def attention(q: Row["f"], k: Col["f"], v: Col["d"]):
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
-    monkeypatch.setattr(triton, "_READY", {})
+    internals.forget_launches(monkeypatch)
 
 
 def perform(choice, fold, leaves, sizes):
@@ -58,7 +57,7 @@ WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.floa
 
 @pytest.mark.parametrize(("change", "dtype"), WRONG, ids=str)
 def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
-    monkeypatch.setattr(spec_from_tensors, "_GUESSED", (torch.float16,))  # the interpreter multiplies no bfloat16
+    internals.guess_maximum_for(monkeypatch, torch.float16)  # the interpreter multiplies no bfloat16
     given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:
@@ -79,7 +78,7 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
 @pytest.mark.parametrize("many", [100 * 90, 100 * 90 + 1])
 def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     """Kernels of many pairs are other ones: what is checked is what will run, and is compiled once."""
-    monkeypatch.setattr(spec_from_tensors, "MANY", many)
+    internals.set_pair_thresholds(monkeypatch, many=many)
     args = [a.half() for a in call(100)[1]]
     with mr.use(engine="auto"):
         fold, leaves, sizes = autotune.recorded(attention, args, {}, backward=True).folds[-1]
@@ -104,10 +103,9 @@ def pooling(x: Row["d"], y: Col["d"]):
 @pytest.mark.parametrize(("op", "columns"), [(attention, 2), (gated, 3), (pooling, 1)], ids=lambda p: str(p))
 def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     """Several kernels one after the other, each cut into parts; gathers before them."""
-    execute, first = fold_kernel.execute, launch_cache.Kernels._first
-    # the interpreter holds on
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: (execute(call), gc.collect())[0])
-    monkeypatch.setattr(launch_cache.Kernels, "_first", lambda *given: (first(*given), gc.collect())[0])
+    collected = lambda launch, *given: (launch(*given), gc.collect())[0]  # the interpreter holds on to tensors
+    internals.replace_launch(monkeypatch, collected)
+    internals.replace_fixed_kernel_launch(monkeypatch, collected)
     torch.manual_seed(0)
     args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[70] * columns)]
     cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))

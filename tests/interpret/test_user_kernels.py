@@ -7,9 +7,8 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.errors import ArgumentError, EngineError, NoGradientError, ShapeError
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support import user_kernel_cases as tiles
 from tests.support.doc_pages import BLOCK
 from tests.support.user_kernel_cases import LAYERS, inputs
@@ -89,8 +88,7 @@ def test_nothing_to_fold():
 
 
 def test_only_what_needs_a_gradient_gets_a_kernel(monkeypatch, seed):
-    ran, real = [], fold_kernel.execute
-    monkeypatch.setattr(fold_kernel, "execute", lambda call: ran.append(call.kernel.name) or real(call))
+    ran = internals.watch_launches(monkeypatch, lambda call: call.kernel.name)
     x, p, q = inputs("mlp", 20, 20, torch.float64)
     LAYERS["mlp"].kernels.apply(x, p.requires_grad_(), q)[0].sum().backward()
     assert ran == ["fold_over_cols", "gradient_over_rows"] and p.grad is not None

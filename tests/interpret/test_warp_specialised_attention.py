@@ -15,12 +15,10 @@ import torch
 import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import attention
 from monoidreduce.plan.default_tiles import STAGED
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare
 from tests.support.warp_specialised_attention_cases import (
@@ -173,13 +171,12 @@ def test_a_distance_is_a_line_in_whole_tiles(options, count):
 
 @pytest.fixture
 def by_turns(monkeypatch, request):
-    """Attention's forward runs by turns, on the machine, in tiles of as many columns as are asked for, or as a plan
-    says; that it did is looked at."""
+    """Attention's forward is warp-specialised and runs on the simulator, in tiles of as many columns as the parameter
+    says, or by that plan; checks at the end that one launch did."""
     asked = getattr(request, "param", 128)
-    seen, wide = [], asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(engine, "_READY", {})
-    with gluon_simulator.instead_of(fold_kernel, seen), use_plan({"cols": wide}), mr.use(engine="triton"):
+    wide = asked["cols"] if isinstance(asked, dict) else replace(BY_TURNS["cols"], block_folded=asked)
+    seen = gluon_simulator.simulate(monkeypatch)
+    with use_plan({"cols": wide}), mr.use(engine="triton"):
         yield
     assert len(seen) == 1
 
@@ -202,7 +199,7 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
 
 @pytest.mark.parametrize(("length", "count", "tile"), [(4096, 64, STAGED), (4096, 8, STAGED), (64, 132, None)])
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
-    monkeypatch.setattr(attention, "on", lambda device: True)
+    internals.pretend_device(monkeypatch, warp_specialised=True)
     monkeypatch.setattr(attention, "processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
         assert attention.tile(spec, torch.device("cpu"), length, count) == tile
@@ -230,22 +227,9 @@ def test_nan_and_infinity_stay_in_their_rows(options, by_turns):
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkeypatch):
     """Else it would prove nothing."""
-    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    broken(monkeypatch, text, instead)
+    gluon_simulator.change_kernels(monkeypatch, text, instead, patience=0.5)
     with pytest.raises((AssertionError, TypeError), match=message):
         check(TRIED[4], "cpu")
-
-
-def broken(monkeypatch, pattern, instead):
-    """What matches in a kernel's text is replaced before it runs."""
-    real = gluon_simulator.execute
-
-    def execute(call):
-        text, count = re.subn(pattern, instead, call.kernel.text)
-        assert count
-        return real(replace(call, kernel=replace(call.kernel, text=text)))
-
-    monkeypatch.setattr(gluon_simulator, "execute", execute)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +242,7 @@ def broken(monkeypatch, pattern, instead):
 )
 def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, pattern, instead, by_turns, monkeypatch):
     (case,) = (c for c in TRIED if c.name == name)
-    broken(monkeypatch, pattern, instead)
+    gluon_simulator.change_kernels(monkeypatch, pattern, instead)
     with pytest.raises(AssertionError):
         check(case, "cpu")
 
@@ -274,6 +258,6 @@ def test_a_polynomial_stands_in_for_tanh_where_its_total_is_looked_at(name, patt
 )
 def test_the_tile_on_both_sides_is_met_first(name, pattern, instead, by_turns, monkeypatch):
     """And the others by the side on which they lie: else a line would be wrong."""
-    broken(monkeypatch, pattern, instead)
+    gluon_simulator.change_kernels(monkeypatch, pattern, instead)
     with pytest.raises(AssertionError):
         check_slanted(name, "cpu")

@@ -4,7 +4,6 @@ They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.
 ``tests/gpu`` runs the same cases there.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines import triton as engine
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import attention, spec_from_tensors, warp_group_split
+from monoidreduce.engines.triton.schedules import warp_group_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
-from tests.support import gluon_simulator
+from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import Case, calls
 from tests.support.golden_files import compare
 from tests.support.warp_specialised_mlp_cases import (
@@ -190,12 +187,9 @@ def test_what_a_score_is_multiplied_by(weight, factor):
 
 @pytest.fixture
 def by_groups(monkeypatch):
-    """Kernels are grouped, and run on the machine; what ran there is given."""
-    seen = []
-    monkeypatch.setattr(attention, "on", lambda device: True)
-    monkeypatch.setattr(engine, "_READY", {})
-    with gluon_simulator.instead_of(fold_kernel, seen), use_plan(BY_GROUPS):
-        yield seen
+    """Kernels are warp-specialised, and run on the simulator; the launches that did."""
+    with use_plan(BY_GROUPS):
+        yield gluon_simulator.simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -285,23 +279,13 @@ def test_a_score_is_made_of_what_is_summed(rows, cols, by_groups):
 )
 def test_the_machine_sees_a_broken_turn(text, instead, message, by_groups, monkeypatch):
     """Else it would prove nothing."""
-    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    real = gluon_simulator.execute
-
-    def execute(call):
-        if call.plan == RELAY:
-            changed, count = re.subn(text, instead, call.kernel.text)
-            assert count
-            call = replace(call, kernel=replace(call.kernel, text=changed))
-        return real(call)
-
-    monkeypatch.setattr(gluon_simulator, "execute", execute)
+    gluon_simulator.change_kernels(monkeypatch, text, instead, where=lambda call: call.plan == RELAY, patience=0.5)
     with pytest.raises((AssertionError, TypeError), match=message):
         check(CASES[5], "cpu")
 
 
 def test_taken_where_they_keep_a_device_busy(monkeypatch):
-    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 132)
+    internals.pretend_device(monkeypatch, processors=132)
     assert grouped(launched(n=16384)) == [("fold_over_cols", 128), ("fold_over_cols", 128), ("fold_over_rows", 64)]
     assert grouped(launched(n=7000)) == [("fold_over_rows", 64)]  # 110 of 132 are busy, or 55
     plain = lambda n: grouped(launched(torch.no_grad()(ops.mlp), count=3, n=n))

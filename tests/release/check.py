@@ -28,7 +28,8 @@ def build(folder: Path) -> dict[str, Path]:
 
 def contents(found: dict[str, Path]) -> None:
     """Both hold the package, all of it, and nothing that belongs to the repository alone."""
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "monoidreduce").rglob("*.py")} | {"monoidreduce/py.typed"}
+    package = {str(p.relative_to(ROOT)) for p in (ROOT / "monoidreduce").rglob("*.py")}
+    package |= {"monoidreduce/py.typed", "monoidreduce/cli/style.css"}
     in_wheel = set(zipfile.ZipFile(found["wheel"]).namelist())
     with tarfile.open(found["sdist"]) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}

@@ -17,23 +17,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines import triton as engine
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.launch import descriptors, jit_module
-from monoidreduce.engines.triton.panel import contraction, epilogue
-from monoidreduce.engines.triton.schedules import attention as staged
-from monoidreduce.engines.triton.schedules import float32_split, spec_from_tensors
+from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.engines.triton.panel import contraction
 from monoidreduce.engines.triton.schedules import kernel_plan as plan
 from monoidreduce.plan import default_tiles
-from monoidreduce.runtime import saved_row_gradients
-from tests.support import user_kernel_cases
+from tests.support import internals, user_kernel_cases
 
 FAMILIES = {c: default_tiles.family(c // 10, c % 10) for c in (80, 89, 90)}
 
@@ -260,38 +256,30 @@ class Compiled:
     lean: bool
 
 
-def _nothing(*given: object) -> None:
-    """A product of the vendor's, of which nobody looks at the numbers."""
-
-
 def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.Call]:
     """The launches of a case, forward and backward, none of them made."""
     import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
 
-    found: list[fold_kernel.Call] = []
     args = [
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in case.make(case.dtype)
     ]
-    with (
-        mock.patch.object(fold_kernel, "execute", found.append),
-        mock.patch.object(jit_module, "load", lambda *text: mock.MagicMock()),  # the kernels that no program writes
-        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # lets tensors on the CPU through; nothing runs
-        mock.patch.multiple(matmul, panel_into=_nothing, contract_into=_nothing),  # slow in 16 bits on a CPU
-        mr.use(engine="triton"),
-        mock.patch.object(plan, "FAMILY", FAMILIES[capability]),
-        mock.patch.object(engine, "_READY", {}),
-        mock.patch.object(descriptors, "on", lambda device: capability >= 90),
-        mock.patch.object(epilogue, "on", lambda device: capability >= 90),
-        mock.patch.object(staged, "on", lambda device: capability == 90),
-        mock.patch.object(float32_split, "on", lambda device: capability >= 90),
-        mock.patch.object(float32_split, "MANY", 0),
-        mock.patch.object(spec_from_tensors, "has_tanh", lambda device: True),
-        mock.patch.object(spec_from_tensors, "MANY", 0),  # kernels as they are for many pairs
-        mock.patch.object(saved_row_gradients, "MANY", 0),
-        mock.patch.object(spec_from_tensors, "VERY_MANY", 0 if capability >= 90 else 2**62),
-        use_plan(plans or {}),
-    ):
+    with pytest.MonkeyPatch.context() as patch, mr.use(engine="triton"), use_plan(plans or {}):
+        patch.setenv("TRITON_INTERPRET", "1")  # lets tensors on the CPU through; nothing runs
+        found = internals.collect_launches(patch)
+        internals.forget_launches(patch)
+        internals.pretend_device(
+            patch,
+            family=FAMILIES[capability],
+            descriptors=capability >= 90,
+            epilogue=capability >= 90,
+            warp_specialised=capability == 90,
+            float32_split=capability >= 90,
+            tanh=True,
+        )
+        internals.set_pair_thresholds(  # kernels as they are for many pairs
+            patch, many=0, very_many=0 if capability >= 90 else 2**62, saved_row_gradients=0, float32_split=0
+        )
         out = case.op(*args)
         values = [v for v in (out if isinstance(out, tuple) else (out,)) if v.requires_grad]
         if values:

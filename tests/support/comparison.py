@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from monoidreduce.plan import tiles
+from tests.support import internals
 from tests.support.layers.base import Layer
 
 
@@ -163,5 +164,4 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 24, cols: int =
         least = lambda size, most: min(max(1, size), most)
         return tiles.Tiles(least(all_batch, batch), least(all_rows, rows), least(all_cols, cols))
 
-    monkeypatch.setattr(tiles, "choose", choose)
-    monkeypatch.setattr(tiles, "ELEMENTS", rows * cols)
+    internals.set_tiles(monkeypatch, choose=choose, pairs=rows * cols)

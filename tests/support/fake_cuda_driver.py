@@ -13,6 +13,7 @@ import threading
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import triton
 from triton import knobs
@@ -21,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 import monoidreduce as mr
 from benchmarks import pretend
 from monoidreduce import ops
-from monoidreduce.engines.triton.launch import jit_module, parallel_compile
+from monoidreduce.engines.triton.launch import jit_module
+from tests.support import internals
 
 HEARD: list[tuple[str, str, str]] = []  # what was done, to which kernel, in which thread
 
@@ -91,16 +93,15 @@ def called(layer, broken=None, together=True):
     """What two calls did, one after the other."""
     op, make = LAYERS[layer]
     nothing = lambda *given: None
-    with contextlib.ExitStack() as stack:
-        for change in (
-            mock.patch.object(jit_module, "resting", contextlib.nullcontext),
-            mock.patch.object(triton.compiler, "compile", compiler(broken)),
-            pretend.h200(),
-            mock.patch.object(jit_module, "again", lambda compiled, *given: nothing if compiled else None),
-            mock.patch.object(parallel_compile, "_may_wait", lambda device: together),
-            mr.use(engine="auto"),
-        ):
-            stack.enter_context(change)
+    with (
+        mock.patch.object(jit_module, "resting", contextlib.nullcontext),
+        mock.patch.object(triton.compiler, "compile", compiler(broken)),
+        pretend.h200(),
+        pytest.MonkeyPatch.context() as patch,
+        mr.use(engine="auto"),
+    ):
+        patch.setattr(jit_module, "again", lambda compiled, *given: nothing if compiled else None)
+        internals.compile_in_parallel(patch, together)
         found = []
         for _ in range(2):
             HEARD.clear()

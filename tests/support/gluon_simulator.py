@@ -4,13 +4,16 @@ It knows the words that such kernels use, and no layouts. A product is computed 
 block that was given back too early shows as a wrong result; a wait that nobody ends raises.
 """
 
-import contextlib
 import math
 import re
+import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+
+from tests.support import internals
 
 PATIENCE = 20.0  # seconds that a partition waits for another
 
@@ -310,19 +313,33 @@ def execute(call):
         names[call.kernel.name](*arguments, *constants)
 
 
-@contextlib.contextmanager
-def instead_of(launch, seen):
-    """Staged launches inside the block run on the machine; they are added to ``seen``."""
-    real = launch.execute
+def simulate(patch):
+    """Pretend a GPU that has warp-specialised kernels, and run their launches here; the list of these launches."""
+    seen = []
 
-    def run(call):
+    def run(launch, call):
         if not call.kernel.staged:
-            return real(call)
+            return launch(call)
         seen.append(call)
         return execute(call)
 
-    launch.execute = run
-    try:
-        yield
-    finally:
-        launch.execute = real
+    internals.pretend_device(patch, warp_specialised=True)
+    internals.forget_launches(patch)
+    internals.replace_launch(patch, run)
+    return seen
+
+
+def change_kernels(patch, pattern, instead, where=lambda call: True, patience=PATIENCE):
+    """Replace what matches in the text of kernels before they run, of the launches ``where`` says: tests see that a
+    broken kernel fails. ``patience``: seconds after which a wait that nobody ends raises."""
+    real = execute
+
+    def changed(call):
+        if where(call):
+            text, count = re.subn(pattern, instead, call.kernel.text)
+            assert count, f"nothing matches {pattern}"
+            call = replace(call, kernel=replace(call.kernel, text=text))
+        return real(call)
+
+    patch.setattr(sys.modules[__name__], "execute", changed)
+    patch.setattr(sys.modules[__name__], "PATIENCE", patience)

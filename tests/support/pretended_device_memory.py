@@ -1,14 +1,12 @@
 """Calls on a GPU that is not there (``benchmarks/pretend.py``): of each, what is predicted to be held at once, and what
 is, as JSON. Run by ``tests/interpret/test_memory_estimate_kernels.py`` in a process of its own."""
 
-import contextlib
 import itertools
 import json
 import weakref
-from collections import OrderedDict
 from typing import no_type_check
-from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,11 +14,10 @@ import monoidreduce as mr
 from benchmarks.planner_works import attention, cases, gated
 from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row, autotune
-from monoidreduce.engines import triton
-from monoidreduce.engines.common import unchanged_tensors
 from monoidreduce.engines.triton.panel import contraction, panel_replay
 from monoidreduce.runtime import torch_operator
 from monoidreduce.runtime.live_memory import Alive
+from tests.support import internals
 
 B, S = torch.bfloat16, torch.float32
 
@@ -155,7 +152,8 @@ def again():
     for name, budget in [*WITHIN, *whole]:
         found = []
         for repeated in (False, True):
-            with h200(repeated), mr.budget(budget), mock.patch.object(panel_replay, "_KINDS", {}):
+            with h200(repeated), mr.budget(budget), pytest.MonkeyPatch.context() as patch:
+                internals.forget_panel_recordings(patch)
                 found.append(counted(*(CASES | MANY)[name]).peak)
                 written = sum(len(kind.reels) for kind in panel_replay._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
@@ -181,14 +179,10 @@ def staying():
     for name, (op, args) in CASES.items():
         folds, left = autotune.recorded(op, args, {}, backward=True).folds, []
         for fold, leaves, sizes in folds:
-            forgotten = (
-                (triton, "_READY", {}),
-                (unchanged_tensors, "_kept", OrderedDict()),
-                (panel_replay, "_KINDS", {}),
-            )
-            with contextlib.ExitStack() as stack:
-                for where in forgotten:
-                    stack.enter_context(mock.patch.object(*where))
+            with pytest.MonkeyPatch.context() as patch:
+                internals.forget_launches(patch)
+                internals.forget_tile_ranges(patch)
+                internals.forget_panel_recordings(patch)
                 for _ in range(3):  # walks over panels are walked, heard, and run
                     with Staying([v for v in leaves if isinstance(v, torch.Tensor)]) as made:
                         torch_operator.call(fold, "triton", leaves, sizes)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.plan import tiles as plan
+from tests.support import internals
 from tests.support.dense_reference import plain
 
 NAMESPACE = {"torch": torch, "F": F, "mr": mr, "Row": mr.Row, "Col": mr.Col, "Batch": mr.Batch}
@@ -240,8 +241,8 @@ def default_dtype(dtype: torch.dtype):
 def tiled(tiles: plan.Tiles):
     """Run every fold inside the block by these tiles, and every pick in pieces of as many pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "choose", lambda *_, **__: tiles)
-        patch.setattr(plan, "ELEMENTS", tiles.batch * tiles.rows * tiles.cols)
+        pairs = tiles.batch * tiles.rows * tiles.cols
+        internals.set_tiles(patch, choose=lambda *_, **__: tiles, pairs=pairs)
         yield
 
 

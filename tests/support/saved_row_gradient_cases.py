@@ -10,6 +10,7 @@ import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.program.saved_row_gradients import early
 from monoidreduce.runtime import saved_row_gradients as road
+from tests.support import internals
 
 
 @mr.op
@@ -102,5 +103,5 @@ def keep_always(patch: pytest.MonkeyPatch) -> list:
         return found
 
     patch.setattr(road, "many", lambda sizes: True)
-    patch.setattr(road, "form", form)
+    internals.replace_saved_row_gradients(patch, form)
     return met

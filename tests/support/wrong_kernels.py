@@ -3,11 +3,11 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from unittest import mock
 
-from monoidreduce.engines import triton
+import pytest
+
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.kernels import fold_kernel
+from tests.support import internals
 
 CHANGES: dict[str, Callable[[str], str]] = {
     "forgets the ragged end": lambda text: text.replace("tl.cdiv(folded_size, FOLDED)", "(folded_size // FOLDED)"),
@@ -31,15 +31,17 @@ def wrong(plan: KernelPlan, change: str) -> Iterator[list[str]]:
     """Inside the block, kernels with this plan's tile are wrong; the list counts how often one was launched.
 
     Launches that were made before are not met inside, nor wrong ones after it."""
-    real, made = fold_kernel.execute, []
+    made: list[str] = []
 
-    def execute(call):
+    def execute(launch, call):
         if (call.plan.block_kept, call.plan.block_folded) == (plan.block_kept, plan.block_folded):
             text = CHANGES[change](call.kernel.text)
             assert text != call.kernel.text, f"nothing to change: {change}"
             made.append(text)
             call = replace(call, kernel=replace(call.kernel, text=text))
-        return real(call)
+        return launch(call)
 
-    with mock.patch.object(fold_kernel, "execute", execute), mock.patch.object(triton, "_READY", {}):
+    with pytest.MonkeyPatch.context() as patch:
+        internals.replace_launch(patch, execute)
+        internals.forget_launches(patch)
         yield made

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from monoidreduce import __version__
-from monoidreduce.cli import app, figures, memory, report, terminal
-from monoidreduce.cli.environment import surroundings
-from monoidreduce.cli.layers import LAYERS
-from monoidreduce.cli.measure import Result, Side, measure
-from monoidreduce.cli.memory import Moment, Profile
+from monoidreduce.cli import app, report, terminal
+from monoidreduce.cli.demo import Result, Side, measure_layer, print_results, render_page
+from monoidreduce.cli.layers import PAPER_LAYERS as LAYERS
+from monoidreduce.cli.measure import MemoryProfile, Moment, describe_environment, profile_memory
 from tests.support.command_line import Page, assert_self_contained, call
 
 
@@ -29,7 +28,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result():
-    return measure(LAYERS[0], LAYERS[0].quick, seconds=0)
+    return measure_layer(LAYERS[0], LAYERS[0].quick, seconds=0)
 
 
 def test_the_page_is_valid_and_needs_nothing_else(demo):
@@ -43,7 +42,7 @@ def test_the_page_has_all_layers_and_two_figures(demo):
     assert page.elements.count("figure") == page.elements.count("svg") == 2
     assert "Memory of MonoidReduce attention" in page.words and "Memory of naive attention" in page.words
     assert page.words.count("peak ") >= 2
-    environment = surroundings()
+    environment = describe_environment()
     for fact in (environment.version, environment.python, environment.torch, environment.cpu, environment.threads):
         assert fact in page.words
     assert "python -m monoidreduce demo --quick" in page.words and "mean little" in page.words
@@ -78,8 +77,8 @@ def test_the_table_and_the_path_are_printed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [30, 71, 72, 80, 111, 112, 200])
 def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    terminal.show(
-        terminal.console(),
+    print_results(
+        terminal.make_console(),
         [result],
         ["a note that is longer than a narrow terminal is wide, so that it must be folded"],
     )
@@ -91,10 +90,10 @@ def test_the_table_fits_the_terminal(result, width, monkeypatch, capsys):
 def test_no_color_is_respected(result, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    terminal.show(terminal.console(), [result], [])
+    print_results(terminal.make_console(), [result], [])
     assert "\x1b[3" in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
-    terminal.show(terminal.console(), [result], [])
+    print_results(terminal.make_console(), [result], [])
     assert "\x1b[3" not in capsys.readouterr().out
 
 
@@ -189,7 +188,7 @@ def test_every_category_is_found():
         scratch = torch.ones(1000, 50)  # gone before the forward returns
         return ((x * scratch.mean()).exp(),)
 
-    profile = memory.record(forward, lambda y: torch.autograd.grad(y[0].sum(), x), [x])
+    profile = profile_memory(forward, lambda y: torch.autograd.grad(y[0].sum(), x), [x])
     size = 100 * 50 * 4
     before, after = profile.moments[0], profile.moments[-1]
     assert (before.gradients, before.extra) == (size, 0)
@@ -204,7 +203,7 @@ def test_every_category_is_found():
 def test_the_dense_form_is_seen_to_hold_the_pair_matrix():
     rows, cols = 300, 400
     q, k = torch.randn(rows, 8, requires_grad=True), torch.randn(cols, 8, requires_grad=True)
-    profile = memory.record(
+    profile = profile_memory(
         lambda: ((q @ k.T).softmax(-1) @ k,), lambda y: torch.autograd.grad(y[0].sum(), (q, k)), [q, k]
     )
     assert profile.extra >= 2 * rows * cols * 4
@@ -212,23 +211,23 @@ def test_the_dense_form_is_seen_to_hold_the_pair_matrix():
 
 def test_memory_that_was_there_before_does_not_count():
     held = [torch.ones(1000)]
-    profile = memory.record(lambda: (held.pop() * 2,), None, [])
+    profile = profile_memory(lambda: (held.pop() * 2,), None, [])
     assert all(m.extra >= 0 for m in profile.moments) and 4000 <= profile.extra < 4100
 
 
 # The figures
 
 
-def synthetic(*levels: int) -> Profile:
+def synthetic(*levels: int) -> MemoryProfile:
     """A moment each millisecond with so many temporary bytes; the forward is the first half."""
     moments = tuple(Moment(k * 1e-3, 10, 5, level) for k, level in enumerate(levels))
-    return Profile(moments, len(levels) * 0.5e-3, len(levels) * 1e-3)
+    return MemoryProfile(moments, len(levels) * 0.5e-3, len(levels) * 1e-3)
 
 
 def test_a_short_peak_is_not_lost_in_the_drawing():
     levels = [0] * 5000
     levels[1234] = 700
-    drawn = list(figures.spans(synthetic(*levels), 100))
+    drawn = list(report.highest_moments(synthetic(*levels), 100))
     assert len(drawn) == 100
     assert max(moment.total for _, moment in drawn) == 715
     assert [at for at, moment in drawn if moment.total == 715] == [pytest.approx(1.2)]
@@ -236,17 +235,17 @@ def test_a_short_peak_is_not_lost_in_the_drawing():
 
 def test_a_low_profile_is_also_drawn_enlarged():
     low, high = synthetic(*[10_000_000] * 8), synthetic(*[300_000_000] * 8)
-    top = figures.axis_top(low, high)
-    assert "enlarged" in figures.timeline(low, top, "low")
-    assert "enlarged" not in figures.timeline(high, top, "high")
-    assert "peak 300 MB" in figures.timeline(high, top, "high")
+    top = report.memory_axis_top([low, high])
+    assert "enlarged" in report.draw_memory(low, top, "low")
+    assert "enlarged" not in report.draw_memory(high, top, "high")
+    assert "peak 300 MB" in report.draw_memory(high, top, "high")
 
 
 def test_a_page_escapes_and_survives_a_slower_larger_result():
     side = Side(1.0, 2.0, synthetic(1, 2, 3), 1e-7)
     worse = Result(LAYERS[0], LAYERS[0].quick, Side(2.0, 4.0, synthetic(10, 20, 30), 1e-7), side, rounds=1)
-    odd = dataclasses.replace(surroundings(), cpu="'<&>'")
-    page = Page(report.render([worse], odd, 1.0))
+    odd = dataclasses.replace(describe_environment(), cpu="'<&>'")
+    page = Page(render_page([worse], odd, 1.0))
     assert "2.00× slower" in page.words and "larger" in page.words and odd.cpu in page.words
     assert "--quick" not in page.words
 

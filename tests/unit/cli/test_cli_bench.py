@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.cli import bench, charts, contest, peers, report_bench, report_profile, subject, terminal
-from monoidreduce.cli.contest import Row
-from monoidreduce.cli.environment import surroundings
-from monoidreduce.cli.layers import NAMED
-from tests.support import ROOT
+from monoidreduce.cli import bench, peers, profile, report, terminal, workload
+from monoidreduce.cli.bench import Measurement
+from monoidreduce.cli.layers import LAYERS
+from monoidreduce.cli.measure import describe_environment
+from tests.support import ROOT, internals
 from tests.support.command_line import assert_self_contained, call
 
 FILE = ROOT / "tests" / "support" / "wrong_layers.py"
 CPU = torch.device("cpu")
+ORIGIN = report.Origin(describe_environment(), 1.0, "command <x>")
 
 
 def is_png(path: Path) -> bool:
@@ -67,7 +68,7 @@ def test_all_files_are_written_and_the_page_needs_nothing_else(measured):
 
 
 def test_a_peer_that_fails_is_told_of_and_stops_nobody():
-    layer = subject.resolved("attention")
+    layer = workload.find("attention")
     no_backward = lambda q, k, v: layer.dense(q, k, v).detach()
 
     def fails(*args):
@@ -81,7 +82,7 @@ def test_a_peer_that_fails_is_told_of_and_stops_nobody():
         return layer.dense(q, k, v)
 
     calls = {"ours": layer.call, "detached": no_backward, "broken": fails, "half": half}
-    rows = contest.measure(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
+    rows = bench.measure_contenders(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
     found = {r.who: r for r in rows}
     assert found["ours"].total_ms and found["ours"].error < 1e-5
     assert found["detached"].total_ms is None and found["detached"].forward_ms
@@ -90,37 +91,39 @@ def test_a_peer_that_fails_is_told_of_and_stops_nobody():
 
 
 def test_a_wrong_peer_is_seen_by_its_error():
-    layer = subject.resolved("mlp")
+    layer = workload.find("mlp")
     wrong = lambda x, p, q: layer.dense(x, p, q) * 1.01
-    rows = contest.measure(layer, {"wrong": wrong}, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
+    rows = bench.measure_contenders(
+        layer, {"wrong": wrong}, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None
+    )
     assert rows[0].error == pytest.approx(0.01, rel=1e-3)
 
 
 def test_what_would_not_fit_is_not_tried(monkeypatch):
-    monkeypatch.setattr("monoidreduce.engines.common.matmul.free_memory", lambda device: 1000)
-    layer = subject.resolved("mlp")
+    internals.pretend_free_memory(monkeypatch, 1000)
+    layer = workload.find("mlp")
     calls = {"ours": layer.call, "naive torch": layer.dense}
-    rows = contest.measure(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
+    rows = bench.measure_contenders(layer, calls, (16, 24), torch.float32, CPU, 0.0, True, lambda stage: None)
     assert rows[0].ms and rows[1].ms is None and "GB free" in rows[1].note
 
 
-@pytest.mark.parametrize("key", NAMED)
+@pytest.mark.parametrize("key", LAYERS)
 def test_every_ready_made_layer_is_its_dense_form(key):
-    layer = subject.resolved(key, features={"": 5})
+    layer = workload.find(key, features={"": 5})
     calls = {"ours": layer.call, "naive torch": layer.dense}
-    rows = contest.measure(layer, calls, (20, 20), torch.float32, CPU, 0.0, True, lambda stage: None)
+    rows = bench.measure_contenders(layer, calls, (20, 20), torch.float32, CPU, 0.0, True, lambda stage: None)
     assert all(r.ms for r in rows)
     assert key == "sample" or all(r.error < 1e-5 for r in rows), rows
 
 
 def test_peers_say_why_they_are_not_there():
-    layer, loss = subject.resolved("attention"), subject.resolved("cross-entropy")
+    layer, loss = workload.find("attention"), workload.find("cross-entropy")
     table = {p.key: p for p in peers.PEERS}
     assert table["cce"].reason(loss, CPU) == "runs on GPUs only"
     absent = dataclasses.replace(table["keops"], package="no_such_package_at_all")
     assert absent.reason(layer, CPU) == "not installed: pip install no_such_package_at_all"
     assert not table["sdpa"].fits(loss) and table["naive"].fits(loss)
-    target = subject.resolved(f"{FILE}:attention")
+    target = workload.find(f"{FILE}:attention")
     assert "attention_dense" in table["compile"].reason(target, CPU)
 
 
@@ -136,9 +139,9 @@ def test_compiled_peers_run_here(tmp_path):
 # The page and its charts
 
 
-def rows_of(**changes) -> list[Row]:
+def rows_of(**changes) -> list[Measurement]:
     base = [
-        Row("a <layer>", n, n, who, 1.0 * n, 3.0 * n, 1000 * n, 1e-7)
+        Measurement("a <layer>", n, n, who, 1.0 * n, 3.0 * n, 1000 * n, 1e-7)
         for n in (10, 20, 40)
         for who in ("ours", "naive torch", "x & y")
     ]
@@ -150,22 +153,22 @@ def rows_of(**changes) -> list[Row]:
 )
 def test_a_page_survives_what_was_not_measured(changes):
     rows = rows_of(**changes)
-    text = report_bench.render(rows, {"<b>": "1 & 2"}, surroundings(), "how", "command <x>", 1.0)
+    text = bench.render_page(rows, {"<b>": "1 & 2"}, "how", ORIGIN)
     page = assert_self_contained(text)
     assert "a <layer>" in page.words and "<b>" in page.words and page.elements.count("svg") == 2
-    assert "| x & y |" in report_bench.markdown(rows, {}, surroundings(), "how", "command")
+    assert "| x & y |" in bench.render_markdown(rows, {}, "how", ORIGIN)
 
 
 def test_a_single_size_and_equal_numbers_can_be_drawn():
-    drawn = charts.curves({"ours": [(100.0, 1.0)], "theirs": [(100.0, 1.0)]}, "ms", "a chart")
+    drawn = report.draw_curves({"ours": [(100.0, 1.0)], "theirs": [(100.0, 1.0)]}, "ms", "a chart")
     assert "NaN" not in drawn and "nan" not in drawn and drawn.count('class="mark') == 2
-    drawn = charts.curves({"ours": [(1e2, 1e-3), (1e9, 1e6)]}, "ms", "wide")
+    drawn = report.draw_curves({"ours": [(1e2, 1e-3), (1e9, 1e6)]}, "ms", "wide")
     assert drawn.count('class="grid"') <= 12
 
 
 def test_comparison_is_of_like_with_like():
     rows = rows_of(total_ms=None)
-    found = {who: (times, memory) for who, times, memory in report_bench.compared(rows)}
+    found = {who: (times, memory) for who, times, memory in bench.compare_with_ours(rows)}
     assert found["naive torch"] == (pytest.approx(1.0), pytest.approx(1.0))
     assert found["x & y"][0] == pytest.approx(1.0)  # forward with forward
 
@@ -173,7 +176,7 @@ def test_comparison_is_of_like_with_like():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_tables_fit_the_window(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    bench._show(terminal.console(), rows_of(note="[odd] " + "words " * 20), {"Liger": "not here"}, [])
+    bench.print_results(terminal.make_console(), rows_of(note="[odd] " + "words " * 20), {"Liger": "not here"}, [])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width and "[odd] words" in out and "Liger not measured" in out
 
@@ -223,7 +226,7 @@ def test_a_profile_without_a_dense_form_says_so(tmp_path):
     code, out, _ = call("profile", f"{FILE}:undocumented", "--rows", "30", "--cols", "50", "--out", str(tmp_path))
     assert code == 0 and "dense form not run: there is none beside it in the file" in " ".join(out.split())
     assert "was not run" in (tmp_path / "profile.html").read_text()
-    assert report_profile.render.__doc__
+    assert profile.render_page.__doc__
 
 
 # explain, tune, cache, doctor

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import monoidreduce as mr
-from monoidreduce.cli import checks, naive, subject, trial
+from monoidreduce.cli import check as checks
+from monoidreduce.cli import measure, workload
 from monoidreduce.cli.target import Target
-from monoidreduce.plan import tiles
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support.command_line import call
 from tests.support.comparison import flatten, is_float, named
 from tests.support.layers import ZOO
@@ -53,7 +53,7 @@ def test_a_broken_law_is_named_with_a_counterexample(name, law, words):
 @pytest.fixture
 def small(monkeypatch):
     """Memory is measured at a size that takes less time, where tiles are smaller still."""
-    monkeypatch.setattr(tiles, "ELEMENTS", 2**14)
+    internals.set_tiles(monkeypatch, pairs=2**14)
     return ("--size", "9x13", "--large", "512x1024")
 
 
@@ -135,19 +135,22 @@ GOOD = [layer for layer in ZOO if layer.name in ("causal_attention", "swiglu", "
 @pytest.mark.parametrize("layer", named(GOOD))
 def test_layers_of_the_zoo_pass(layer):
     target = Target("op", layer.op, __import__(__name__), __file__)
-    trials = checks.Trials(subject.of(target), ((5, 7), (33, 65)), (64, 64), torch.device("cpu"))
+    trials = checks.LayerUnderTest(workload.from_target(target), ((5, 7), (33, 65)), (64, 64), torch.device("cpu"))
     for check in checks.CHECKS[:4]:
-        verdict = checks.ask(check, trials)
-        assert verdict.answer != checks.BAD, verdict
+        verdict = checks.run_check(check, trials)
+        assert verdict.answer != checks.FAILED, verdict
 
 
 @pytest.mark.parametrize("layer", named(ZOO))
 def test_the_dense_form_made_of_a_program_is_the_layer(layer):
     args = layer.make(17, 29, torch.Generator().manual_seed(0), torch.float64)
     args = tuple(a.detach().requires_grad_() if is_float(a) else a for a in args)
-    ours, dense = trial.run(layer.op, args), trial.run(naive.dense(layer.op), args)
-    assert trial.apart(ours.values, dense.values) < 1e-9 and trial.apart(ours.gradients, dense.gradients) < 1e-8
-    assert len(flatten(layer.op(*args))) == len(ours.values) + len(ours.choices)
+    ours, dense = measure.run_once(layer.op, args), measure.run_once(workload.make_dense(layer.op), args)
+    assert (
+        measure.relative_error(ours.values, dense.values) < 1e-9
+        and measure.relative_error(ours.gradients, dense.gradients) < 1e-8
+    )
+    assert len(flatten(layer.op(*args))) == len(ours.values) + len(ours.discrete)
 
 
 # What an op is given
@@ -163,7 +166,7 @@ def asks(
 
 def test_what_is_not_declared_is_read_from_the_body():
     target = Target("asks", asks, __import__(__name__), __file__)
-    x, w, at, group, own, mask, bias = subject.of(target, features={"": 3, "e": 5}, batch=2).inputs(
+    x, w, at, group, own, mask, bias = workload.from_target(target, features={"": 3, "e": 5}, batch=2).inputs(
         11, 6, torch.bfloat16, torch.device("cpu")
     )
     assert x.shape == (2, 11, 3) and w.shape == (2, 6, 5) and x.dtype == torch.bfloat16 and x.requires_grad

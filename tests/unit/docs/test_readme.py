@@ -5,12 +5,12 @@ A block that cannot run here is marked with ``<!-- not run -->`` on the line bef
 
 import pytest
 
-from benchmarks.readme import filled, pages
+from benchmarks.readme import Entry, best_peer, filled, headline, pages
 from tests.support import ROOT
 from tests.support.doc_pages import DOCS, MARK, blocks, run
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
 ELSEWHERE = {"gallery.md", "moving.md", "recipes.md"}  # run by tests of their own
 
 
@@ -48,3 +48,15 @@ def test_the_readme_and_the_benchmarks_show_results():
 def test_the_numbers_are_the_newest_results(page):
     text = page.read_text(encoding="utf-8")
     assert filled(text) == text, "run: python -m benchmarks.readme"
+
+
+def test_the_readme_has_one_table_of_results():
+    text = README.read_text(encoding="utf-8")
+    assert text.count("<!-- results:") == 1 and headline() in text
+
+
+def test_the_best_peer_is_the_fastest_within_the_memory():
+    times = {"ours": (1.0, 9.0), "the products alone": (1.0,), "slow": (1.0, 8.0), "fast": (2.0, 5.0)}
+    entries = [Entry("work", who, t, 10.0 if who == "slow" else 100.0) for who, t in times.items()]
+    assert best_peer(entries).who == "fast"
+    assert best_peer(entries, within=50).who == "slow"

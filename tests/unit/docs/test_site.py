@@ -15,8 +15,9 @@ import torch
 from matplotlib.image import imread
 
 import monoidreduce as mr
+from docs import size
 from docs.docstrings import as_markdown
-from docs.draw import gallery
+from docs.draw import architecture, gallery
 from docs.draw.pictures import IMAGES, PICTURES
 from monoidreduce import laws
 from tests.support import ROOT
@@ -129,6 +130,13 @@ def test_a_picture_is_what_its_script_draws(name):
     assert f"idea-{name}.svg" in (DOCS / "idea.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", architecture.PICTURES)
+def test_a_picture_of_the_architecture_is_what_its_script_draws(name):
+    drawn = (IMAGES / f"architecture-{name}.svg").read_text(encoding="utf-8")
+    assert str(architecture.PICTURES[name]()) == drawn, "run: python -m docs.draw.architecture"
+    assert f"architecture-{name}.svg" in (DOCS / "architecture.md").read_text(encoding="utf-8")
+
+
 def test_the_gallery_page_is_the_notebook():
     assert gallery.page() == gallery.PAGE.read_text(encoding="utf-8"), "run: python -m docs.draw.gallery"
     cells = json.loads(gallery.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
@@ -146,3 +154,24 @@ def test_the_notebook_runs_and_draws_ten_layers(tmp_path):
     for name in names:
         for image in (imread(tmp_path / f"{name}.png"), imread(gallery.IMAGES / f"{name}.png")):
             assert image.shape[0] > 200 and image.shape[1] > 200 and float(image.std()) > 0.05
+
+
+# Size
+
+
+def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
+    text = '"""Two\nlines."""\n\n# why\nx = """a\nb"""  # said\n\n\ndef f():\n    """One line."""\n    return x\n'
+    assert size.code_lines(text) == {5, 6, 9, 11}
+
+
+def test_the_table_of_sizes_has_every_package(tmp_path):
+    (tmp_path / "monoidreduce" / "plan").mkdir(parents=True)
+    (tmp_path / "monoidreduce" / "a.py").write_text("x = 1\n\n")
+    (tmp_path / "monoidreduce" / "plan" / "b.py").write_text("# only words\ny = 2\nz = 3\n")
+    lines = size.table(tmp_path).splitlines()
+    assert lines[2:] == [
+        "| monoidreduce/ | 1 | 2 | 1 | 2 |",
+        "| monoidreduce/plan/ | 1 | 3 | 2 | 3 |",
+        "| **monoidreduce**, all | 2 | 5 | 3 | 3 |",
+    ]
+    assert "| monoidreduce/algebra/ |" in size.filled("<!-- size -->\n<!-- end size -->")

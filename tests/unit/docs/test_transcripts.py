@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from docs import transcripts
-from monoidreduce.plan import tiles
-from tests.support import ROOT
+from tests.support import ROOT, internals
 from tests.support.command_line import call
 
 DOCS = ROOT / "docs"
@@ -40,7 +39,7 @@ def test_a_command_of_the_docs_works(page, shown, tmp_path, monkeypatch):
     monkeypatch.delenv("MONOIDREDUCE_ENGINE", raising=False)
     monkeypatch.setenv("COLUMNS", str(transcripts.WIDTH))
     if "Whole" in shown.command:
-        monkeypatch.setattr(tiles, "ELEMENTS", 2**14)
+        internals.set_tiles(monkeypatch, pairs=2**14)
     for name, source in shown.files.items():
         (tmp_path / name).write_text(source)
     program, *arguments = shlex.split(shown.command)

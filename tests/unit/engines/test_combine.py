@@ -13,7 +13,7 @@ from monoidreduce.engines.common import combine, subproblem
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.program.expression import node, reduce_node
 from monoidreduce.program.lower import Fold
-from monoidreduce.runtime import registry
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO
 
@@ -39,7 +39,7 @@ def cut(monkeypatch, rows, cols, seed=0):
         )
         return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, eager.run))
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", folder)
+    internals.replace_eager_engine(monkeypatch, folder)
 
 
 SLOW = pytest.mark.slow

@@ -17,6 +17,7 @@ from monoidreduce.engines.panel import panel_program
 from monoidreduce.plan import budget, panel_layout, tiles
 from monoidreduce.program.loss_and_gradient import total
 from monoidreduce.runtime import gradient_in_forward
+from tests.support import internals
 from tests.support.allocations import usage
 from tests.support.comparison import Result, assert_equal, assert_error_rule, cast, is_float, named, run
 from tests.support.layers import BY_NAME, ZOO
@@ -24,9 +25,7 @@ from tests.support.layers import BY_NAME, ZOO
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(panel_layout, "NARROW", 0)
-    monkeypatch.setattr(panel_layout, "FEW", 1)
-    monkeypatch.setattr(panel_layout, "ROUND", 4)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=1, ROUND=4)
 
 
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
@@ -122,7 +121,7 @@ def rows_of(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col, scale: float):
 
 def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, monkeypatch):
     """Calls of one kind share a plan; what they ask for differs from call to call."""
-    monkeypatch.setattr(panel_layout, "FEW", 4)
+    internals.set_panel_sizes(monkeypatch, FEW=4)
     x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
     plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
     tight = tiles.LEAST + 13 * 8 * 2
@@ -237,8 +236,7 @@ def test_budgets_are_read(given, expected):
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
 @pytest.mark.parametrize("room", [10**4, 10**5, 10**7])
 def test_parts_fit_their_room(length, room, monkeypatch):
-    monkeypatch.setattr(panel_layout, "ROUND", 128)
-    monkeypatch.setattr(panel_layout, "FEW", 128)
+    internals.set_panel_sizes(monkeypatch, ROUND=128, FEW=128)
     found = panel_layout.by_rows(length, 777, 4, room)
     assert found is not None and found.rows * 777 * 4 <= room
     for each in (0, 64, 1200):

@@ -13,6 +13,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.plan import tiles
 from monoidreduce.runtime import registry
+from tests.support import internals
 from tests.support.allocations import usage
 from tests.support.comparison import flatten, is_float, named, run, use_small_tiles
 from tests.support.layers import BY_NAME, ZOO
@@ -77,8 +78,7 @@ def test_broadcast_and_sliced_batches_are_viewed_not_copied(monkeypatch):
     q = torch.randn(heads, heads, few, f)
     cache = torch.randn(heads, 1, 2 * many, f)
     k, v = cache[:, :, ::2], cache[:, :, 1::2]
-    monkeypatch.setattr(tiles, "ELEMENTS", 2**14)
-    monkeypatch.setattr(tiles, "choose", lambda *_, **__: tiles.Tiles(1, few, 2**12))
+    internals.set_tiles(monkeypatch, choose=lambda *_, **__: tiles.Tiles(1, few, 2**12), pairs=2**14)
     used = usage(BY_NAME["scaled_attention"].op, (q, k, v, 1.0), backward=False)
     assert used.peak < k.numel() * 4, f"{used.culprit} took {used.largest:,} of {used.peak:,} bytes"
 
@@ -133,7 +133,7 @@ def test_a_matrix_planted_in_the_engine_is_found(monkeypatch):
         torch.zeros(sizes.rows, sizes.cols)
         return real(fold, leaves, sizes)
 
-    monkeypatch.setitem(registry.FOLDERS, "eager", wasteful)
+    internals.replace_eager_engine(monkeypatch, wasteful)
     layer = BY_NAME["relu_mlp"]
     with pytest.raises(AssertionError, match="1537, 1409"):
         assert_never_dense(layer.op, make(layer, *WIDE), *WIDE)

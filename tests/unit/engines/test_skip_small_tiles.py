@@ -9,7 +9,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row
 from monoidreduce.engines.common import skip_small_tiles
-from monoidreduce.plan import panel_layout
+from tests.support import internals
 from tests.support.allocations import usage
 
 BOUND = 2.0**-12
@@ -20,8 +20,7 @@ ENGINES = ["eager", "panel"]
 def small(monkeypatch):
     """Tiles of 8 × 8, and features that count as wide."""
     monkeypatch.setattr(skip_small_tiles, "TILE", 8)
-    monkeypatch.setattr(panel_layout, "NARROW", 0)
-    monkeypatch.setattr(panel_layout, "FEW", 1)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=1)
 
 
 @mr.op

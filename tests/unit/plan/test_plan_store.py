@@ -14,7 +14,7 @@ import pytest
 import monoidreduce as mr
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan import disk, plan_records
-from tests.support import ROOT
+from tests.support import ROOT, internals
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
 WRITER = ROOT / "tests" / "support" / "plan_store_writer.py"
@@ -24,7 +24,7 @@ WRITER = ROOT / "tests" / "support" / "plan_store_writer.py"
 def folder(tmp_path, monkeypatch):
     """An empty cache of the test's own, in a process that has complained of nothing yet."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk, "_told", type(disk._told)())
+    internals.forget_cache_warnings(monkeypatch)
     plan_records.forget()
     yield tmp_path / "cache"
     plan_records.forget()

@@ -16,6 +16,7 @@ from monoidreduce.plan.op_counts import directions
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost, dense_or_tiled
 from monoidreduce.runtime.live_memory import Alive
+from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 from tests.support.layers import BY_NAME, DIFFERENTIABLE, ZOO
 
@@ -145,7 +146,7 @@ def test_memory_that_runs_out_in_the_dense_form_leaves_the_passes(monkeypatch):
 
         return whole.Script((), (), run, "", None, (), ())
 
-    monkeypatch.setattr(dense_or_tiled.dense, "whole", failing)
+    internals.replace_dense_form(monkeypatch, failing)
     released = []
     monkeypatch.setattr(oom_retry, "release", released.append)
     with mr.tally() as tally:

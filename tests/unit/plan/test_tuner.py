@@ -13,10 +13,11 @@ from monoidreduce.engines.auto import planner, tuned_plans
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import candidates, disk, plan_records
+from monoidreduce.plan import candidates, plan_records
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import call_cost, dense_or_tiled, registry
+from monoidreduce.runtime import dense_or_tiled, registry
 from monoidreduce.tuning import trial, tuner
+from tests.support import internals
 from tests.support.comparison import errors
 from tests.support.layers import BY_NAME
 
@@ -29,9 +30,9 @@ def fresh(tmp_path, monkeypatch):
     """A cache of the test's own, and nothing under way."""
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
     monkeypatch.setenv("MONOIDREDUCE_ENGINE", "auto")
-    monkeypatch.setattr(disk, "_told", type(disk._told)())
+    internals.forget_cache_warnings(monkeypatch)
     monkeypatch.setattr(tuner, "_sessions", {})
-    monkeypatch.setattr(call_cost, "DENSE", 0)  # small calls too go by passes
+    internals.set_dense_limit(monkeypatch, 0)  # small calls too go by passes
     plan_records.forget()
     yield
     plan_records.forget()
@@ -79,7 +80,7 @@ def fold_of(op, *args):
 
 def few(monkeypatch, *choices):
     """Only these candidates, beside the safe one."""
-    monkeypatch.setattr(candidates, "candidates", lambda case, over=None: list(choices))
+    internals.set_candidates(monkeypatch, lambda case, over=None: list(choices))
 
 
 # Winners
@@ -96,7 +97,7 @@ def test_a_winner_is_remembered_and_followed(monkeypatch, clock):
             clock.sleep(0.05)
         return real(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    internals.replace_planned_run(monkeypatch, perform)
     args = drawn()
     found = attention.tune(*args, quiet=True)
     assert [t.winner for t in found.folds] == [other, other] and all(t.lasting for t in found.folds)
@@ -299,7 +300,7 @@ def test_a_wrong_candidate_never_wins(dishonest, op, monkeypatch, clock):
         clock.sleep(0.005)  # the wrong one would win by far
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    internals.replace_planned_run(monkeypatch, perform)
     args = drawn(d=3)[: 3 if op is attention else 2]
     (found,) = op.tune(*args, backward=False, quiet=True).folds
     assert found.winner == found.safe != FAST
@@ -335,15 +336,15 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
             jit_module.note(SimpleNamespace(**report))
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    internals.replace_planned_run(monkeypatch, perform)
     (found,) = attention.tune(*drawn(), backward=False, quiet=True).folds
     assert (found.trials[0].seconds is None) == refused
     assert found.trials[0].refused == (f"its kernel spills {spilled} bytes" if refused else "")
 
 
 def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
-    monkeypatch.setattr(
-        planner, "perform", lambda how, *call: right(how, *call) if not how.tiles else fails(how, *call)
+    internals.replace_planned_run(
+        monkeypatch, lambda how, *call: right(how, *call) if not how.tiles else fails(how, *call)
     )
     found = attention.tune(*drawn(), quiet=True)
     for fold in found.folds:
@@ -354,7 +355,7 @@ def test_when_every_candidate_fails_the_safe_plan_stays(monkeypatch):
 def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
     """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
     few(monkeypatch, FAST)
-    monkeypatch.setattr(planner, "perform", lambda how, *call: (fails if how == FAST else right)(how, *call))
+    internals.replace_planned_run(monkeypatch, lambda how, *call: (fails if how == FAST else right)(how, *call))
     monkeypatch.setattr(oom_retry, "is_lost", lambda device: True)
     with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
         attention.tune(*drawn(), quiet=True)
@@ -435,7 +436,7 @@ def test_every_step_tries_one_candidate_until_all_are_tried(monkeypatch):
         runs.append(how)
         return right(how, *call)
 
-    monkeypatch.setattr(planner, "perform", perform)
+    internals.replace_planned_run(monkeypatch, perform)
     args = drawn()
     expected = torch.softmax(args[0] @ args[1].T, -1) @ args[2]
     tried, steps = [], 0
@@ -497,7 +498,7 @@ def test_many_threads_tune_at_once():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(call_cost, "DENSE", 2**20)
+    internals.set_dense_limit(monkeypatch, 2**20)
 
 
 def road_of(*args):
@@ -520,8 +521,8 @@ def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clo
         clock.sleep(0.05 if slow == "passes" else 0)
         return right(*call)
 
-    monkeypatch.setattr(dense_or_tiled.dense, "whole", whole)
-    monkeypatch.setattr(planner, "perform", perform)
+    internals.replace_dense_form(monkeypatch, whole)
+    internals.replace_planned_run(monkeypatch, perform)
     few(monkeypatch)
     *_, found = attention.tune(*args, backward=False, quiet=True).folds
     assert found.winner.schedule == ("flash" if slow == "dense" else "dense") and found.lasting

@@ -12,6 +12,7 @@ import monoidreduce as mr
 from monoidreduce import ops
 from monoidreduce.ops import checks
 from monoidreduce.runtime import layer_replay
+from tests.support import internals
 
 D = 4
 
@@ -88,7 +89,7 @@ def test_calls_after_the_second_are_the_layer_itself(name):
 
 def test_where_labels_are_not_looked_at_losses_have_outlines(monkeypatch):
     """As on a GPU; the share of a row is counted in every call."""
-    monkeypatch.setattr(checks, "visible", lambda t: False)
+    internals.hide_labels(monkeypatch)
     for layer, options in (
         (ops.linear_cross_entropy, {}),
         (ops.linear_cross_entropy, {"reduction": "sum", "class_weights": torch.rand(7)}),

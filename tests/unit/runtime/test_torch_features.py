@@ -18,6 +18,7 @@ from monoidreduce import Row, ops
 from monoidreduce.engines.common import matmul
 from monoidreduce.ops.attention import _attention
 from monoidreduce.runtime import registry
+from tests.support import internals
 from tests.support.torch_feature_ops import (
     attention,
     biased,
@@ -180,7 +181,7 @@ def test_the_host_does_little(monkeypatch):
     q, k, v = make(*SHAPES, dtype=torch.float32)
     shapes = ((2, 5), (2, 5, 4), (2, 5), (2, 5))
     buffers = [torch.zeros(s) for s in shapes]
-    monkeypatch.setitem(registry.FOLDERS, "eager", lambda fold, leaves, sizes: [b.clone() for b in buffers])
+    internals.replace_eager_engine(monkeypatch, lambda fold, leaves, sizes: [b.clone() for b in buffers])
     with mr.use(engine="eager"), torch.no_grad():
         attention(q, k, v, 0.3)
         calls: list = []

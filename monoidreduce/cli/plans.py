@@ -1,0 +1,120 @@
+"""The commands about plans: ``explain`` shows the plan of a call, ``tune`` finds the best, ``cache`` manages them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from .. import autotune
+from ..plan import cache as plan_cache
+from . import terminal, workload
+from .command import FORWARD, LAYER_OPTIONS, OP_OPTIONS, Answer, CommandError, command, dtype_name, target_at_a_size
+from .target import load, report_user_errors
+
+
+@command(
+    "explain", *target_at_a_size("bf16"), FORWARD,
+    click.Option(["--measure"], is_flag=True, help="run it too, and measure beside what is predicted"),
+    *OP_OPTIONS,
+)  # fmt: skip
+def explain(
+    target: str,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    forward: bool,
+    measure: bool,
+    device: torch.device,
+    **given: Any,
+) -> Answer:
+    """Say what would run at a size, and why.
+
+    Passes, schedules and tiles, with the time and memory that are predicted for each. Nothing runs, and on a CPU
+    nothing is allocated, so the size may be any; with --measure the call is run a few times, and measured beside.
+    """
+    layer = workload.from_target(load(target), **given)
+    if layer.op is None:
+        raise CommandError(f"{target} is no op, so there is no plan to explain. Write it with @mr.op")
+    allocate = measure or device.type != "cpu"
+    args = layer.inputs(rows, cols, dtype, device if allocate else torch.device("meta"))
+    with report_user_errors(layer.file):
+        text = layer.op.explain(*args, backward=not forward, measure=measure)
+    data = {"target": target, "dtype": dtype_name(dtype), **text.as_dict(), "text": str(text)}
+    return Answer(data, lambda console: console.print(text, markup=False, soft_wrap=True))
+
+
+@command("tune", *target_at_a_size("float32"), FORWARD, *LAYER_OPTIONS)
+def tune(
+    target: str, rows: int, cols: int, dtype: torch.dtype, forward: bool, device: torch.device, **given: Any
+) -> Answer:
+    """Find the fastest plans for a size, and remember them.
+
+    Every fold is run with each plan that the cost model leaves close; one whose result is wrong is refused. Winners
+    serve all lengths up to the next power of two, in later processes too: see cache.
+    """
+    layer = workload.find(target, **given)
+    args = layer.inputs(rows, cols, dtype, device)
+    with report_user_errors(layer.file):
+        found = autotune.tune(layer.call, *args, backward=not forward)
+    data = {"target": target, "rows": rows, "cols": cols, "dtype": dtype_name(dtype), **found.as_dict()}
+    return Answer(data, lambda console: console.print(str(found), markup=False, soft_wrap=True))
+
+
+def _show_plans(_: Path | None) -> Answer:
+    plans = plan_cache.plans()
+    listed = [{"key": vars(p.key), "plan": dict(p.plan), "measured": dict(p.measured)} for p in plans]
+    words = [", ".join(f"{name} {value}" for name, value in p.plan.items()) for p in plans]
+    rows = [(p.key.program[:12], p.key.shape, p.key.types, p.key.device, w) for p, w in zip(plans, words, strict=True)]
+
+    def show(console: Any) -> None:
+        if rows:
+            terminal.print_table(console, ("program", "shape", "types", "device", "plan"), rows)
+        console.print(f"{len(rows)} plans in {plan_cache.path()}", soft_wrap=True, markup=False)
+
+    return Answer({"path": str(plan_cache.path()), "plans": listed}, show)
+
+
+def _show_path(_: Path | None) -> Answer:
+    path = plan_cache.path()
+    return Answer({"path": str(path)}, lambda console: terminal.print_paths(console, [path]))
+
+
+def _report_count(word: str, act: Callable[[Path | None], int]) -> Callable[[Path | None], Answer]:
+    """An action that answers with the number of plans or files that it handled."""
+
+    def answer(file: Path | None) -> Answer:
+        count = act(file)
+        data = {word: count, "path": str(file or plan_cache.path())}
+        return Answer(data, lambda console: console.print(f"{count} {word}"))
+
+    return answer
+
+
+_ACTIONS: dict[str, Callable[[Path | None], Answer]] = {
+    "show": _show_plans,
+    "path": _show_path,
+    "clear": _report_count("removed", lambda file: plan_cache.clear()),
+    "export": _report_count("exported", lambda file: plan_cache.export(str(file))),
+    "import": _report_count("imported", lambda file: plan_cache.import_(str(file))),
+}
+
+
+@command(
+    "cache",
+    click.Argument(["action"], type=click.Choice(list(_ACTIONS)), required=False, default="show"),
+    click.Argument(["file"], type=click.Path(path_type=Path), required=False),
+)
+def cache(action: str, file: Path | None) -> Answer:
+    """Show, clear or share the plans kept on disk.
+
+    show lists them (the default), path prints the folder, clear removes plans and kernels, export FILE writes all plans
+    to one file, import FILE takes such a file, checked as anything foreign.
+    """
+    takes_file = action in ("export", "import")
+    if takes_file != (file is not None):
+        raise CommandError(f"cache {action} {'needs the name of a FILE' if takes_file else 'takes no FILE'}")
+    return _ACTIONS[action](file)
