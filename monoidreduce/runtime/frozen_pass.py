@@ -35,11 +35,11 @@ def situation() -> tuple | None:
     return asked, budget.asked(), plan_records.generation(), matmul.float32_precision(), triton.overrides()
 
 
-def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | None:
     return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.ready, "triton": _kernels}
+READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.ready, "triton": _kernels}
 
 
 class Pass:
@@ -89,7 +89,7 @@ class Pass:
         found = self._road(leaves)
         ready = READY[self.engine](self.fold, list(leaves), self.sizes)
         if len(self.kept) < _MOST:
-            self.kept[now] = self._otherwise(leaves) if ready is None else triton.Parted(ready, self.shown)
+            self.kept[now] = self._otherwise(leaves) if ready is None else triton.PartlyShownFold(ready, self.shown)
         return found
 
     def _otherwise(self, leaves: Sequence[Any]) -> Launches:

@@ -52,7 +52,7 @@ def peak(noted: Noted, choice: Choice) -> int | None:
     return None if ready is None else _of_kernels(noted, ready)
 
 
-def _of_kernels(noted: Noted, ready: triton.Ready) -> int:
+def _of_kernels(noted: Noted, ready: triton.PreparedFold) -> int:
     """Gathers and kernels one after the other, beside what was made before them."""
     sizes = noted.sizes
     made = dict(zip(noted.fold.outputs, forms(noted.fold, noted.leaves, sizes, sizes.device), strict=True))
@@ -76,7 +76,7 @@ def _launched(noted: Noted, one: Any) -> int:
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
         outputs = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in one.outputs]
-        spare.launched(outputs, leaves, lambda: triton.merged(noted.fold, leaves, sizes)[0])
+        spare.launched(outputs, leaves, lambda: triton.merge_batches(noted.fold, leaves, sizes)[0])
 
     return _rested(noted, run)
 
@@ -100,7 +100,7 @@ def _completed(one: Any, sizes: Sizes) -> int:
 def _picked(noted: Noted, r: Expr) -> int:
     """Bytes alive while the numbers of one column of every row (or the other way round) are gathered, in chunks."""
     sizes = noted.sizes
-    _, whole = triton.merged(noted.fold, noted.leaves, sizes)
+    _, whole = triton.merge_batches(noted.fold, noted.leaves, sizes)
     widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
@@ -108,9 +108,9 @@ def _picked(noted: Noted, r: Expr) -> int:
     small = scale.sizes(sizes)
     leaves = [filled(v, scale) for v in noted.leaves]
     with watched(scale, leaves) as alive:
-        values, batch = triton.merged(noted.fold, leaves, small)
+        values, batch = triton.merge_batches(noted.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
-        triton.pick(r, values, batch, small, elements)
+        triton.gather_labels(r, values, batch, small, elements)
     side = "rows" if r.attrs[2] == ("col",) else "cols"  # which holds the places
     places = min(length, sizes.here(side)) * whole[-1] * matches
     return alive.peak + (_SORTED * places if r.attrs[1] == side else 0)  # scattered, not gathered

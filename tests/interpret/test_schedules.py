@@ -80,7 +80,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
 
     def columns(asked=None):
         with use_plan({} if asked is None else {"rows": asked}):
-            return [one for one in engine.Ready(fold, leaves, sizes).launches if one.over == "rows"]
+            return [one for one in engine.PreparedFold(fold, leaves, sizes).launches if one.over == "rows"]
 
     own = [one.plan for one in columns()]
     assert len(set(own)) == len(own) == 2

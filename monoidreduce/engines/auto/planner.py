@@ -81,7 +81,7 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
         return triton.run(fold, given, sizes, fallback=eager.run)
 
 
-def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
     """The launches that :func:`run` would make for leaves like these, if it would do nothing else."""
     how = _chosen(fold, leaves, sizes)[1]
     if not _by_kernels(sizes.device):
@@ -97,7 +97,7 @@ def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Seque
     return topk.straight(fold, leaves, sizes) if deep else None
 
 
-def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
     """The launches of a choice; None where a fold has no kernel."""
     with _told(how):
         return triton.ready(fold, list(leaves), sizes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
@@ -43,7 +42,7 @@ class Passes:
     """What each pass made, in the order in which they run."""
 
     spec: Spec  # the fold, and what else its kernel depends on
-    conditions: Mapping[Expr, bool]  # their value in whole tiles, which the first loop is written for
+    conditions: dict[Expr, bool]  # their value in whole tiles, which the first loop is written for
     tile_range: list[str]  # which tiles are visited
     loops: list[str]  # what a tile adds to each accumulator, without and with masks
     results: list[str]  # what is stored after the loops
@@ -133,7 +132,7 @@ def join_text(
     return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
 
 
-def describe_kernel(writer: ExpressionWriter, text: str, conditions: Mapping[Expr, bool], guesses: bool) -> Kernel:
+def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, bool], guesses: bool) -> Kernel:
     """A text as a kernel, with what its tile is chosen by."""
     spec = writer.spec
     kept = [e for e in writer.blocks if not spec.folds(e)]
@@ -181,7 +180,7 @@ def _guessing(reductions: list[Kind]) -> list[kinds.Soft]:
     return [r for r in reductions if isinstance(r, kinds.Soft) and r.guesses]
 
 
-def write_loops(v: ExpressionWriter, reductions: list[Kind], truths: Mapping[Expr, bool]) -> list[str]:
+def write_loops(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
     """The two loops. In whole tiles a softmax uses a guessed maximum; the second loop keeps a running one (online
     softmax), and visits all tiles again where the guess proved too far off."""
     soft = _guessing(reductions)
@@ -197,7 +196,7 @@ def write_loops(v: ExpressionWriter, reductions: list[Kind], truths: Mapping[Exp
     return [*guess, *_join_loops(v.spec, plain, *after, write_tile_body(v, reductions, {}, masked=True))]
 
 
-def _write_guess(v: ExpressionWriter, soft: list[kinds.Soft], truths: Mapping[Expr, bool]) -> list[str]:
+def _write_guess(v: ExpressionWriter, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
     """Guess each softmax's maximum from one whole tile: the first, or with ALiBi the one nearest to the diagonal."""
     if not soft:
         return []

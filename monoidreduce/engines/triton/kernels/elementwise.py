@@ -139,7 +139,7 @@ class Launch:
         if total and not (numbers and alone):
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
-        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
+        self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
         self.rooms = [Room(form, sizes.device) for form in forms]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
@@ -170,7 +170,7 @@ class Launch:
         if again is not None:
             again(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), *self.how)
+            call = fold_kernel.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
             again = fold_kernel.execute(call)
             self.again = again if small else None
         return outputs
