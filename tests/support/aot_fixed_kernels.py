@@ -12,7 +12,7 @@ import sys
 from unittest import mock
 
 from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
-from monoidreduce.engines.triton.kernels import topk_rows as strips
+from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from tests.support.aot_compile import _assembled, _counted
 

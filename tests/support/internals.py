@@ -179,7 +179,7 @@ def use_vendor_gradients(patch: Patch) -> None:
 
 def set_topk_strip(patch: Patch, columns: int) -> None:
     """So many columns are one strip of the two-level top-k."""
-    patch.setattr("monoidreduce.engines.triton.kernels.topk_rows._STRIP", columns)
+    patch.setattr("monoidreduce.engines.triton.kernels.topk._STRIP", columns)
 
 
 # Launches
