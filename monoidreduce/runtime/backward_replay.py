@@ -71,7 +71,7 @@ class Rewind:
     def _signs(self, needs: Needs, saved: Saved) -> tuple:
         """What kernels look at in numbers that a backward makes of those it is given, whose own signs are fixed."""
         counted, places = self._counted(needs, _there(saved))
-        return () if counted is None else triton.signs(counted(*[saved.numbers[k] for k in places]))
+        return () if counted is None else triton.describe_numbers(counted(*[saved.numbers[k] for k in places]))
 
     def _counted(self, needs: Needs, given: tuple[bool, ...]) -> tuple[triton.Counted | None, list[int]]:
         """A gradient program's arithmetic of numbers, and which of those that are saved it takes."""

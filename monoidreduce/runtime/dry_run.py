@@ -258,7 +258,7 @@ class _Arithmetic(Arithmetic):
     def _launch(self, leaves: Sequence[Any]) -> Run | None:
         stage = _stage.get()
         with _disable_current_modes():
-            found = triton.side(self.side, [stage.scale.leaf(v) for v in leaves], stage.sizes)
+            found = triton.prepare_side(self.side, [stage.scale.leaf(v) for v in leaves], stage.sizes)
         return None if found is None else self._unseen
 
     def _unseen(self, leaves: Sequence[Any]) -> list[Tensor]:

@@ -62,11 +62,11 @@ class Program:
         now = situation()
         if now is None:
             return None
-        if self.store is not triton.store():
-            self.kept, self.store, self.counted = {}, triton.store(), self.steps.counted(sizes)
+        if self.store is not triton.prepared_folds():
+            self.kept, self.store, self.counted = {}, triton.prepared_folds(), self.steps.counted(sizes)
         if self.numbers:
             numbers = [values[k] for k in self.numbers]
-            now += triton.signs(numbers if self.counted is None else (*numbers, *self.counted(*numbers)))
+            now += triton.describe_numbers(numbers if self.counted is None else (*numbers, *self.counted(*numbers)))
         found = self.kept.get(now, self)  # None: there is no tape
         return self._met(now, sizes, values) if found is self else found  # type: ignore[return-value]
 

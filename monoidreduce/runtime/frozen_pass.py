@@ -36,7 +36,7 @@ def situation() -> tuple | None:
 
 
 def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | None:
-    return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
+    return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
 READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.ready, "triton": _kernels}
@@ -59,10 +59,10 @@ class Pass:
         now = situation()
         if now is None:
             return self._road(leaves)
-        if self.store is not triton.store():
+        if self.store is not triton.prepared_folds():
             return self._first(leaves, now)
         if self.numbers:
-            now += triton.signs([leaves[k] for k in self.numbers])
+            now += triton.describe_numbers([leaves[k] for k in self.numbers])
         kept = self.kept.get(now)
         return self._met(leaves, now) if kept is None else kept(leaves)
 
@@ -81,8 +81,8 @@ class Pass:
     def _first(self, leaves: Sequence[Any], now: tuple) -> Results:
         self.kept = {}
         self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
-        self.store = triton.store()
-        return self._met(leaves, now + triton.signs([leaves[k] for k in self.numbers]))
+        self.store = triton.prepared_folds()
+        return self._met(leaves, now + triton.describe_numbers([leaves[k] for k in self.numbers]))
 
     def _met(self, leaves: Sequence[Any], now: tuple) -> Results:
         """Run by the engine; if launches are all that it does, they are kept, else that it is not so."""

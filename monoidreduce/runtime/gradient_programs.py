@@ -112,7 +112,7 @@ class Gradient:
         pool = [*leaves, *others]
         values = [pool[k] for k in self.ready.sources]
         alike = self.freezes and not torch.is_grad_enabled() and plain(values)
-        kind = triton.kind(values) if alike else ()
+        kind = triton.describe_leaves(values) if alike else ()
         run = self.runs.get(kind) or self._run(kind)
         with skip_small_tiles.gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.walked(sizes, *values)

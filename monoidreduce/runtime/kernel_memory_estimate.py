@@ -43,10 +43,10 @@ def peak(noted: Noted, choice: Choice) -> int | None:
     """Bytes alive at once in a fold, its results among them; None where it has no kernels, and torch runs it."""
     fold, leaves, sizes = noted.fold, noted.leaves, noted.sizes
     if choice.schedule == "panel":
-        if not triton.is_deep(fold, leaves, sizes):
+        if not triton.is_k_loop_fold(fold, leaves, sizes):
             return _of_panels(noted, choice)
-        if topk.factors(fold, leaves, sizes):  # a few rows at a time, by the vendor's product
-            return _rested(noted, lambda given, meant: triton.run_deep(fold, given, meant))
+        if topk.find_product(fold, leaves, sizes):  # a few rows at a time, by the vendor's product
+            return _rested(noted, lambda given, meant: triton.run_k_loop_fold(fold, given, meant))
         choice = Choice("flash")
     ready = planner.launches(choice, fold, leaves, sizes)
     return None if ready is None else _of_kernels(noted, ready)
@@ -93,7 +93,7 @@ def _completed(one: Any, sizes: Sizes) -> int:
         if parts > 1:
             made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=split_combine.room)
         for at in one.lists:
-            made[at : at + 2] = topk.tidy(one.fold.outputs[at][0], *made[at : at + 2])
+            made[at : at + 2] = topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return alive.peak
 
 
@@ -143,7 +143,13 @@ def _rested(noted: Noted, run: Callable[[list[Any], Sizes], Any]) -> int:
     leaves = [torch.empty_like(v, device=_META) if isinstance(v, Tensor) else v for v in noted.leaves]
     token = matmul.rehearsed.set(noted.sizes)
     try:
-        with _disable_current_modes(), torch.no_grad(), tile_counter.nobody(), triton.resting(), _Meta(leaves) as alive:
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            tile_counter.nobody(),
+            triton.skip_launches(),
+            _Meta(leaves) as alive,
+        ):
             run(leaves, replace(noted.sizes, device=_META))
     finally:
         matmul.rehearsed.reset(token)

@@ -34,7 +34,7 @@ class Arithmetic:
         return _sided(self, *leaves) if torch.is_grad_enabled() and asks(leaves) else self.run(leaves)
 
     def _launch(self, leaves: Sequence[Any]) -> Run | None:
-        return triton.side(self.side, leaves, self.sizes)
+        return triton.prepare_side(self.side, leaves, self.sizes)
 
     def _by_torch(self) -> Run:
         names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}

@@ -164,7 +164,7 @@ class Session:
 
     def _tried(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> Trial:
         try:
-            with jit_module.watched() as kernels:
+            with jit_module.watch_resources() as kernels:
                 problem = trial.wrong(planner.perform, choice, self.safe, fold, leaves, sizes, truth)
             spilled = max([0, *(k.spills for k in kernels)])
             if not problem and spilled > trial.SPILLS:

@@ -108,7 +108,7 @@ def by_address(monkeypatch):
 def _at(address, like):
     """The tensor at an address, of a form, or a descriptor of it."""
     if hasattr(address, "block_shape") and isinstance(address.base, encoded_descriptors.Address):
-        return encoded_descriptors.filled(address, _at(address.base.at, like.base))
+        return encoded_descriptors.replace_base(address, _at(address.base.at, like.base))
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))

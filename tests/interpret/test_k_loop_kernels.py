@@ -159,7 +159,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     def first(x: mr.Row["d"], w: mr.Col["d"]):
         return mr.argmax(x @ w)
 
-    assert k_loop.rounds(spec(total, x, x)) and not k_loop.rounds(spec(first, x, x))
+    assert k_loop.rounds_products(spec(total, x, x)) and not k_loop.rounds_products(spec(first, x, x))
 
 
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
@@ -181,7 +181,7 @@ def test_a_few_rows_take_all_processors():
 
 def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
-    one = fold_kernel.Launch.__new__(fold_kernel.Launch)
+    one = fold_kernel.FoldLaunch.__new__(fold_kernel.FoldLaunch)
     one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
     assert one._cuts() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
@@ -189,9 +189,14 @@ def test_parts_differ_by_one_tile():
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
     one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
     many = 2**20
-    assert k_loop.beside(one, 128, many) == 2 * k_loop.beside(one, 256, many) == 4 * k_loop.beside(other, 256, many) > 0
-    assert k_loop.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
+    assert (
+        k_loop.count_concurrent_tiles(one, 128, many)
+        == 2 * k_loop.count_concurrent_tiles(one, 256, many)
+        == 4 * k_loop.count_concurrent_tiles(other, 256, many)
+        > 0
+    )
+    assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), deep=True), 128, many) == 1
 
 
 def _given(width):

@@ -84,7 +84,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
 
     own = [one.plan for one in columns()]
     assert len(set(own)) == len(own) == 2
-    shown = engine.tiles_of(fold, leaves, sizes)["rows"]
+    shown = engine.list_tiles(fold, leaves, sizes)["rows"]
     cut = columns(replace(KernelPlan(*shown), parts=2))
     assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
     assert {one.plan for one in columns(SMALL)} == {SMALL}
@@ -98,7 +98,7 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     args = [a.half() for a in exact]
     with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=1))), mr.use(engine="triton"):
         got = run(layer.op, args)
-    *_, ready = engine._READY.values()
+    *_, ready = engine._PREPARED.values()
     (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
     whole = text.split("for t in range(")[1]
     assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
@@ -274,7 +274,7 @@ def test_a_launch_is_made_once_and_takes_other_tensors(monkeypatch):
     with planned(), mr.use(engine="triton"):
         first = draw()
         attention(*first, 0.5)
-        with mock.patch.object(engine, "Ready", side_effect=AssertionError("planned again")):
+        with mock.patch.object(engine, "PreparedFold", side_effect=AssertionError("planned again")):
             again = draw()
             got = attention(*again, 0.7)
     expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
@@ -327,7 +327,7 @@ def test_an_unaligned_tensor_is_planned_anew(monkeypatch):
     with planned(), mr.use(engine="triton"):
         attention(q, q, v, 0.5)
         attention(q, k, v, 0.5)
-        assert len(engine._READY) == 2
+        assert len(engine._PREPARED) == 2
 
 
 def test_strict_refuses_what_has_no_kernel():
@@ -351,4 +351,4 @@ def test_precisions(monkeypatch):
         for precision in ("ieee", "tf32", "tf32x3"):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)
-        assert len(engine._READY) == 3
+        assert len(engine._PREPARED) == 3

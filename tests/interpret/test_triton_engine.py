@@ -226,9 +226,12 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
                 first, whole_first, whole_last, again_first, again_last, last = places
                 for f in range(-(-lengths[1] // blocks[1])):
                     known = _ranges(fold, which, values, lengths, blocks, b, t, f)
-                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.preferred(fold)}
+                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.whole_tile_conditions(fold)}
                     if whole_first <= f < whole_last or again_first <= f < again_last:
-                        assert all(truths[c] == (float(want),) * 2 for c, want in tile_ranges.preferred(fold).items())
+                        assert all(
+                            truths[c] == (float(want),) * 2
+                            for c, want in tile_ranges.whole_tile_conditions(fold).items()
+                        )
                     if not first <= f < last:
                         assert any(truths[c] == (0.0, 0.0) for c in truths)
                     checked += 1
@@ -303,10 +306,10 @@ def _text(op, f):
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
-    path = jit_module.write("x = 1\n")
+    path = jit_module.write_text("x = 1\n")
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
     path.write_text("x = 2\n")  # whatever the file holds, the text given runs
-    assert jit_module.load("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
+    assert jit_module.load_module("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
 
 
 # Choice and fallback
@@ -315,7 +318,7 @@ def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
     args = draw(BY_NAME[name], 9, 12, seed)
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="no kernel"):
         BY_NAME[name].op(*args)
 
@@ -335,7 +338,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
     if has_no_kernel(layer, args):
         return
     internals.replace_launch(monkeypatch, lambda launch, call: None)
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         run(layer.op, args)
@@ -343,7 +346,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
 
 def test_without_the_interpreter_a_cpu_tensor_falls_back(monkeypatch, seed):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="on a CPU"):
         attention(*(torch.randn(3, 4) for _ in range(3)))
 

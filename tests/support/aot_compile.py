@@ -256,7 +256,7 @@ class Compiled:
     lean: bool
 
 
-def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.Call]:
+def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.KernelCall]:
     """The launches of a case, forward and backward, none of them made."""
     import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
 
@@ -295,13 +295,13 @@ def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = 
             yield assemble(case, call, capability)
 
 
-def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
+def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = jit_module.load(call.kernel.text, call.kernel.functions)
+    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}

@@ -54,7 +54,7 @@ def compiled(text, name, signature, constants, warps, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(jit_module.load(text), name), dict(constants)
+    function, constants = getattr(jit_module.load_module(text), name), dict(constants)
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

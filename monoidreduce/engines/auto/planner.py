@@ -68,9 +68,9 @@ def perform(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> lis
     given = list(leaves)
     if how.schedule == "panel":
         (room,) = how.tile("room") or (0,)
-        if _maker(sizes.device) is triton.KernelStep and triton.is_deep(fold, given, sizes):
+        if _maker(sizes.device) is triton.KernelStep and triton.is_k_loop_fold(fold, given, sizes):
             with contextlib.suppress(triton.Unsupported):  # folds to numbers need no panel
-                return triton.run_deep(fold, given, sizes)
+                return triton.run_k_loop_fold(fold, given, sizes)
         with contextlib.suppress(triton.Unsupported):  # told, and run by the eager engine, below
             return panel.run(fold, given, sizes, _maker(sizes.device), room)
         how = Choice("flash")
@@ -87,20 +87,20 @@ def ready(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFol
     if not _by_kernels(sizes.device):
         return None
     if how.schedule == "panel":
-        return triton.ready_deep(fold, list(leaves), sizes)
+        return triton.prepare_k_loop_fold(fold, list(leaves), sizes)
     return launches(how, fold, leaves, sizes)
 
 
 def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """What :func:`run` would come to in the end for leaves like these, where it makes products besides launches."""
     deep = _by_kernels(sizes.device) and _chosen(fold, leaves, sizes)[1].schedule == "panel"
-    return topk.straight(fold, leaves, sizes) if deep else None
+    return topk.prepare_best_products(fold, leaves, sizes) if deep else None
 
 
 def launches(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
     """The launches of a choice; None where a fold has no kernel."""
     with _told(how):
-        return triton.ready(fold, list(leaves), sizes)
+        return triton.prepare(fold, list(leaves), sizes)
 
 
 def _told(how: Choice) -> contextlib.AbstractContextManager[Any]:
@@ -126,7 +126,7 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     narrow = next((d for d in vectors if d in matmul.SIXTEEN), sizes.compute)
     base = bare(fold, narrow, sizes, frozenset(_numbers(fold, leaves)))
     kernels = base.gpu and triton.runs_on(sizes.device)
-    defaults = triton.tiles_of(fold, list(leaves), sizes) if kernels else {}
+    defaults = triton.list_tiles(fold, list(leaves), sizes) if kernels else {}
     return replace(
         base,
         kernels=bool(defaults),

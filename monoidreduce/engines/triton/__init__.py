@@ -27,7 +27,7 @@ from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels,
 from .kernels.record_launches import record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
-from .launch.jit_module import resting
+from .launch.jit_module import skip_launches
 from .launch.launch_replay import Buffer, Counted, Recorded, Tape
 from .panel import contraction
 from .panel.kernel_step import KernelStep
@@ -47,30 +47,30 @@ __all__ = [
     "Unsupported",
     "as_for",
     "available",
+    "describe_leaves",
+    "describe_numbers",
     "gather_labels",
-    "is_deep",
-    "kind",
+    "is_k_loop_fold",
     "launches_on",
+    "list_sources",
+    "list_tiles",
     "merge_batches",
     "overrides",
-    "ready",
-    "ready_deep",
+    "prepare",
+    "prepare_k_loop_fold",
+    "prepare_side",
+    "prepared_folds",
     "record",
-    "resting",
     "run",
-    "run_deep",
+    "run_k_loop_fold",
     "runs_on",
-    "side",
-    "signs",
-    "sources",
-    "store",
-    "tell",
-    "tiles_of",
+    "skip_launches",
     "use_plan",
+    "warn_fallback",
 ]
 
-_told: set[tuple[Fold, str]] = set()
-_READY: dict[tuple, PreparedFold] = {}
+_warned: set[tuple[Fold, str]] = set()
+_PREPARED: dict[tuple, PreparedFold] = {}
 
 
 matmul.CONTRACT[:] = [contraction.into]
@@ -86,37 +86,37 @@ def run(
     try:
         return _run(fold, leaves, sizes)
     except Unsupported as reason:
-        tell(fold, reason, None if fallback is None else "the eager engine runs")
+        warn_fallback(fold, reason, None if fallback is None else "the eager engine runs")
         assert fallback is not None
         return fallback(fold, leaves, sizes)
 
 
-def is_deep(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
+def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     """Whether a fold is one to numbers of wide 16-bit vectors, or the k best of wide products: not for panels."""
-    return topk.factors(fold, leaves, sizes) is not None or _to_numbers(fold, leaves, sizes)
+    return topk.find_product(fold, leaves, sizes) is not None or _to_numbers(fold, leaves, sizes)
 
 
 def _to_numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
     vectors = [(e, v) for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = any(v.dtype in matmul.SIXTEEN for _, v in vectors)
-    return k_loop.fits(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
+    return k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e, _ in vectors)]), narrow)
 
 
-def run_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
+def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
     """Run such a fold; raises Unsupported for all others."""
-    factors = topk.factors(fold, leaves, sizes)
+    factors = topk.find_product(fold, leaves, sizes)
     if factors is None and not _to_numbers(fold, leaves, sizes):
         raise Unsupported("products of 16 bits that are folded to numbers have kernels of their own")
-    return topk.of_product(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
+    return topk.select_best_products(fold, *factors, sizes) if factors else _run(fold, leaves, sizes)
 
 
-def ready_deep(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
+def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
     """The launches of such a fold on leaves like these; None where it is another, or something else is done too."""
-    alone = topk.factors(fold, leaves, sizes) is None and _to_numbers(fold, leaves, sizes)
-    return ready(fold, leaves, sizes) if alone else None
+    alone = topk.find_product(fold, leaves, sizes) is None and _to_numbers(fold, leaves, sizes)
+    return prepare(fold, leaves, sizes) if alone else None
 
 
-def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The tiles that the kernels of a fold would take, by direction; nothing where there is nothing to choose."""
     try:
         ready = PreparedFold(fold, leaves, sizes)
@@ -128,62 +128,68 @@ def tiles_of(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[int
     }
 
 
-def sources(fold: Fold) -> list[Path]:
+def list_sources(fold: Fold) -> list[Path]:
     """The files of the kernels that were made for a fold so far."""
-    made = [one for ready in _READY.values() if ready.fold is fold for one in ready.launches]
-    return list(dict.fromkeys(jit_module.write(one.kernel.text) for one in made))
+    made = [one for ready in _PREPARED.values() if ready.fold is fold for one in ready.launches]
+    return list(dict.fromkeys(jit_module.write_text(one.kernel.text) for one in made))
 
 
-def tell(fold: Fold, reason: Unsupported, instead: str | None) -> None:
+def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
     """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
     if instead is None or matmul.asked.get()[1]:
         raise EngineError(
             detail=f"the Triton engine cannot run this fold: {reason}",
             fix='Use mr.use(engine="eager"), or leave strict out to let that engine run it with a warning',
         ) from None
-    if (fold, str(reason)) not in _told:
-        _told.add((fold, str(reason)))
+    if (fold, str(reason)) not in _warned:
+        _warned.add((fold, str(reason)))
         warnings.warn(FallbackWarning(f"{instead} what has no kernel: {reason}"), stacklevel=3)
 
 
 def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
-    return _ready(fold, leaves, sizes)(leaves)
+    return _prepare(fold, leaves, sizes)(leaves)
 
 
-def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
+def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
     """The launches of a fold on leaves like these; None where it has no kernel."""
     try:
-        return _ready(fold, leaves, sizes)
+        return _prepare(fold, leaves, sizes)
     except Unsupported:
         return None
 
 
-def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
+def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (matmul.float32_precision(), budget.asked() is None, overrides(), spec_from_tensors.like.get(), kind(leaves))
-    key += signs([v for v in leaves if not isinstance(v, Tensor)])
-    found = _READY.get(key)
+    key += (
+        matmul.float32_precision(),
+        budget.asked() is None,
+        overrides(),
+        spec_from_tensors.like.get(),
+        describe_leaves(leaves),
+    )
+    key += describe_numbers([v for v in leaves if not isinstance(v, Tensor)])
+    found = _PREPARED.get(key)
     if found is None:
-        found = _READY[key] = PreparedFold(fold, leaves, sizes)
-        while len(_READY) > 4096:
-            del _READY[next(iter(_READY))]
+        found = _PREPARED[key] = PreparedFold(fold, leaves, sizes)
+        while len(_PREPARED) > 4096:
+            del _PREPARED[next(iter(_PREPARED))]
     return found
 
 
-def side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """The arithmetic of one side as one launch, for leaves like these; None where it has no kernel."""
     try:
-        return elementwise.Launch(side, leaves, sizes)
+        return elementwise.ElementwiseLaunch(side, leaves, sizes)
     except Unsupported:
         return None
 
 
-def store() -> Any:
+def prepared_folds() -> Any:
     """Where launches are kept."""
-    return _READY
+    return _PREPARED
 
 
-def kind(leaves: Sequence[Any]) -> tuple:
+def describe_leaves(leaves: Sequence[Any]) -> tuple:
     """All that kernels look at in leaves besides their numbers."""
     found: list[Any] = []
     for v in leaves:
@@ -194,7 +200,7 @@ def kind(leaves: Sequence[Any]) -> tuple:
     return tuple(found)
 
 
-def signs(numbers: Sequence[Any]) -> tuple:
+def describe_numbers(numbers: Sequence[Any]) -> tuple:
     """What a kernel's text depends on in Python numbers: their sign, and whether they fit in 32 bits."""
     found: list[bool] = []
     for v in numbers:

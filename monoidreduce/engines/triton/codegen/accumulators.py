@@ -11,7 +11,7 @@ from .expressions import ExpressionWriter
 from .kernel_spec import TINY, padded
 
 
-class Total:
+class Accumulator:
     """A running sum of a number or a vector: one block, or one number per feature where features are few."""
 
     def __init__(self, name: str, feature: Any, dtype: str, v: ExpressionWriter, lanes: bool):
@@ -140,7 +140,7 @@ class Total:
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
 
 
-def factored(c: Contraction) -> Contraction:
+def move_factors_to_weight(c: Contraction) -> Contraction:
     """A contraction whose vector is a leaf times a number, the number in the weight: one block less to read."""
     while c.vector is not None and c.vector.op == "mul":
         vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]

@@ -75,7 +75,7 @@ def run_passes(spec: Spec) -> Passes:
     """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
     writer = ExpressionWriter(spec)
     reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
-    conditions = tile_ranges.preferred(spec.fold) if spec.bounds else {}
+    conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
     tile_range = write_tile_range(spec)
     loops = write_loops(writer, reductions, conditions)
     results = write_results(writer, reductions)
@@ -154,7 +154,7 @@ def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, 
             few_tiles=data or any(e.op == "logical_and" for e in topological(conditions)),
             data_masks=data,
             k_loop=spec.deep,
-            draws=k_loop.draws(spec),
+            draws=k_loop.draws_random_numbers(spec),
             sums_other_block=not writer.factors.issuperset(folded),
             pieces=spec.pieces,
             near=bool(spec.near),
@@ -266,7 +266,7 @@ def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[s
     ]
     always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
     return [
-        f"for t in {k_loop.walk(spec)}:".format(begin, stop),
+        f"for t in {k_loop.write_tile_loop(spec)}:".format(begin, stop),
         f"    start = {at.format('t')} * FOLDED",
         *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
         "    folded_at = start + tl.arange(0, FOLDED)",

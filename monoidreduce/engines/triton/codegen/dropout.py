@@ -52,7 +52,7 @@ _INFINITE = 0x7C00  # the bits of a float16: what is no number counts as above a
 
 
 @dataclass(frozen=True)
-class Toss:
+class DropoutFactor:
     """A factor if a coin is no less than another number, else 0."""
 
     row: Expr
@@ -70,7 +70,7 @@ class Toss:
         return _COLUMNS.format(least=self.least * 0x10001)
 
 
-def toss(e: Expr, spec: Spec) -> Toss | None:
+def match_dropout_factor(e: Expr, spec: Spec) -> DropoutFactor | None:
     """An expression as such a factor; None where it is none, or coins cannot be tossed at once."""
     if e.op != "where" or e.args[1].op != "const" or e.args[2] is not ZERO or e.args[0].op != "ge":
         return None
@@ -80,41 +80,41 @@ def toss(e: Expr, spec: Spec) -> Toss | None:
     row, mark, col = coin.args
     words = row.op == mark.op == "leaf" and not row.cols and not mark.rows and col.op == "col_index"
     plain = words and spec.type_of[row] == spec.type_of[mark] == "int32"
-    return Toss(row, mark, col, int(least.const), e.args[1].const) if plain else None
+    return DropoutFactor(row, mark, col, int(least.const), e.args[1].const) if plain else None
 
 
-def tossed(e: Expr, spec: Spec) -> tuple[Expr, Toss] | None:
+def match_dropped_number(e: Expr, spec: Spec) -> tuple[Expr, DropoutFactor] | None:
     """A number of pairs times such a factor."""
     if e.op != "mul" or not all(a.is_pair for a in e.args):
         return None
     for factor, rest in (e.args, e.args[::-1]):
-        if (found := toss(factor, spec)) is not None:
+        if (found := match_dropout_factor(factor, spec)) is not None:
             return rest, found
     return None
 
 
 @dataclass(frozen=True)
-class Parted:
+class DroppedWeight:
     """A weight w t, or w (t x - y), t a toss's factor and y a number of rows."""
 
     weight: Expr
-    toss: Toss
+    toss: DropoutFactor
     pair: Expr | None = None  # x
     number: Expr | None = None  # y
 
 
-def parted(e: Expr, spec: Spec) -> Parted | None:
+def match_dropped_weight(e: Expr, spec: Spec) -> DroppedWeight | None:
     """An expression as such a weight, perhaps under a condition; None where it is none."""
     hidden = 0
-    while e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
+    while e.op == "where" and e.args[2] is ZERO and match_dropout_factor(e, spec) is None:
         e, hidden = e.args[1], hidden + 1
     if hidden > _NESTED:
         return None
-    if (one := tossed(e, spec)) is not None:
-        return Parted(*one)
+    if (one := match_dropped_number(e, spec)) is not None:
+        return DroppedWeight(*one)
     if e.op != "mul" or e.args[1].op != "sub" or not e.args[0].is_pair:
         return None
     product, number = e.args[1].args
-    found = tossed(product, spec)
+    found = match_dropped_number(product, spec)
     plain = number.op == "leaf" and not number.cols and number.dtype == "float"
-    return Parted(e.args[0], found[1], found[0], number) if found and plain else None
+    return DroppedWeight(e.args[0], found[1], found[0], number) if found and plain else None

@@ -511,7 +511,7 @@ class ExpressionWriter:
         """⟨x_i, y_j⟩ as one matrix product, the kept axis on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
         if self.spec.deep and self.spec.width(x.feature) > WIDEST:
-            return k_loop.product(self, kept, folded)
+            return k_loop.write_product(self, kept, folded)
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
             return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"

@@ -24,7 +24,7 @@ STRIPS = 4  # into which a tile is cut where its pairs draw: their words and num
 FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
 _FITS = 35 * 2**20  # bytes of kept vectors that stay in the cache of an H200 whatever is walked besides
 _NEAR = 10 * 2**20  # and of those that run at the same time, where there are more
-OPENING = [  # of a walk in parts: a few kept tiles, ``beside``, take all parts before the next few
+PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``, take all parts before the next few
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
 ]
@@ -32,7 +32,7 @@ _BLIND = ("best", "topk")  # kinds that have no gradient: they see the product a
 
 
 @functools.lru_cache(maxsize=1024)
-def fits(fold: Fold, width: int, narrow: bool) -> bool:
+def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
@@ -40,7 +40,7 @@ def fits(fold: Fold, width: int, narrow: bool) -> bool:
     return narrow and width > WIDEST and plain and short and bool(products)
 
 
-def rounds(spec: Spec) -> bool:
+def rounds_products(spec: Spec) -> bool:
     """Whether products are rounded as a panel would hold them.
 
     So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``).
@@ -48,7 +48,7 @@ def rounds(spec: Spec) -> bool:
     return not spec.raw and spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
 
 
-def vectors(spec: Spec) -> list[Expr]:
+def list_operands(spec: Spec) -> list[Expr]:
     """The leaves whose products are walked."""
     products = [
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
@@ -56,35 +56,35 @@ def vectors(spec: Spec) -> list[Expr]:
     return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
 
 
-def walk(spec: Spec) -> str:
+def write_tile_loop(spec: Spec) -> str:
     """The loop over whole tiles, from one number to another. Where tensor descriptors copy, it is one with that over
     features: the next tile's first blocks are then on their way while this one is folded. (H200, 1024 × 128256 of 4096
     features: an argmax 1.49 ms, else 1.54. Two folds at once have no registers for it.)"""
-    walked = set(vectors(spec))
+    walked = set(list_operands(spec))
     flat = walked and walked <= spec.box_of.keys() and len(spec.fold.reductions) == 1
     return "tl.range({}, {}, flatten=True)" if flat else "range({}, {})"
 
 
-def beside(spec: Spec, kept: int, length: int) -> int:
+def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
     """How many kept tiles run at the same time: all, or as many as leave a cache room for what they are multiplied
     with. (H200, 65536 × 65536 of 768 features: 9.8 ms, all at once 12.3; 8192 × 256000 of 2304: 14.7 and 15.2; but
     32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
-    each = sum(spec.width(e.feature) * 2 for e in vectors(spec) if not spec.folds(e))
+    each = sum(spec.width(e.feature) * 2 for e in list_operands(spec) if not spec.folds(e))
     return max(1, _NEAR // (kept * each) if length * each > _FITS else -(-length // kept))
 
 
-def draws(spec: Spec) -> bool:
+def draws_random_numbers(spec: Spec) -> bool:
     """Whether pairs draw numbers that take registers of their own."""
     return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
-def in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
+def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
     """The lines of one tile: its products whole, then a step for each strip of its columns."""
     found = {}
     for e in topological(v.spec.fold.reductions):
         if e.op == "dot" and v.spec.width(e.args[0].feature) > WIDEST:
             kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
-            found[(kept, folded, "deep")] = product(v, kept, folded)
+            found[(kept, folded, "deep")] = write_product(v, kept, folded)
     lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
     cuts = {}
     for key, name in found.items():
@@ -104,7 +104,7 @@ def in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
     return lines
 
 
-def product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
+def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     """The lines that walk a product's features; the name that holds it."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
@@ -115,12 +115,12 @@ def product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
         v.inside += _loop(total, v.spec.width(kept.feature), blocks)
     else:
         _by_pointers(v, kept, folded, total)
-    if rounds(v.spec):
-        v.inside.append(rounded(total))
+    if rounds_products(v.spec):
+        v.inside.append(write_rounding(total))
     return total
 
 
-def rounded(total: str) -> str:
+def write_rounding(total: str) -> str:
     return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 

@@ -124,7 +124,7 @@ def write_prologue(spec: Spec) -> list[str]:
     if spec.bounds:
         lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
-        lines = [*k_loop.OPENING] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
+        lines = [*k_loop.PROLOGUE] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in range(spec.rank - 1, 0, -1):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
@@ -155,7 +155,7 @@ def write_tile_range(spec: Spec) -> list[str]:
         return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
-            *tile_ranges.PART,
+            *tile_ranges.SPLIT_RANGE,
             *(f"{n} = tl.minimum(tl.maximum({n}, begin), end)" for n in tile_ranges.EDGES),
         ]
     return [
@@ -181,8 +181,8 @@ def write_tile_body(v: ExpressionWriter, reductions: list[Kind], truths: dict[Ex
             r.step(fields)
 
     v.loop(masked)
-    if v.spec.deep and k_loop.draws(v.spec):
-        return k_loop.in_strips(v, step)
+    if v.spec.deep and k_loop.draws_random_numbers(v.spec):
+        return k_loop.write_tile_in_strips(v, step)
     step()
     return v.inside
 

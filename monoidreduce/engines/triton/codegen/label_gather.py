@@ -8,7 +8,7 @@ from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
 
 
-def matches(value: Expr, spec: Spec) -> bool:
+def can_read_one_column(value: Expr, spec: Spec) -> bool:
     """Whether a value can be computed at one place: arithmetic on numbers, and products of leaves."""
     for e in topological([value], stop=lambda e: e.op == "dot"):
         if e.op == "dot":
@@ -19,7 +19,7 @@ def matches(value: Expr, spec: Spec) -> bool:
     return True
 
 
-class Matched(ExpressionWriter):
+class LabelColumnWriter(ExpressionWriter):
     """ExpressionWriter in blocks ``[KEPT, 1]``: each kept index with the one place that it names."""
 
     def __init__(self, host: ExpressionWriter, name: str, target: Expr):

@@ -14,11 +14,11 @@ from ....program.constructors import ONE, apply
 from ....program.contract import contractions
 from ....program.expression import Expr, const, node, topological
 from ....program.symbol import Symbol, expr_of
-from .accumulators import Total, factored
+from .accumulators import Accumulator, move_factors_to_weight
 from .exponents import LOG2E, literal
 from .expressions import ExpressionWriter, is_one
 from .kernel_spec import Unsupported
-from .label_gather import Matched, matches
+from .label_gather import LabelColumnWriter, can_read_one_column
 from .reduction import Kind
 from .topk import TopK
 
@@ -32,17 +32,19 @@ _LEAST = 2.0**-80  # totals above this lost nothing that counts
 class Sum(Kind):
     def prepare(self) -> None:
         x = self.reduction.args[0]
-        self.total = Total(self.name, x.feature, "int" if x.dtype == "bool" else x.dtype, self.v, self.v.spec.lanes)
+        self.total = Accumulator(
+            self.name, x.feature, "int" if x.dtype == "bool" else x.dtype, self.v, self.v.spec.lanes
+        )
 
     @property
-    def totals(self) -> list[Total]:
+    def totals(self) -> list[Accumulator]:
         return [self.total]
 
     def start(self) -> list[str]:
         return self.total.start()
 
     def step(self, fields: tuple[Expr, ...]) -> None:
-        parts = [factored(c) for c in contractions(fields[0], self.over)]
+        parts = [move_factors_to_weight(c) for c in contractions(fields[0], self.over)]
         if self.total.waits(parts):
             self.v.products(parts[0].weight)
             self.v.inside.append(self.total.catch_up())
@@ -93,7 +95,8 @@ class Soft(Kind):
         self.fast = self.v.spec.narrow is not None
         self.sloped = False
         self.means = [
-            Total(f"{n}_mean{k}", x.feature, "float", self.v, False) for k, x in enumerate(self.reduction.args[1:])
+            Accumulator(f"{n}_mean{k}", x.feature, "float", self.v, False)
+            for k, x in enumerate(self.reduction.args[1:])
         ]
         self.level = self.v.spec.guess and self._level()
         self.guesses = self.level and not self._short()
@@ -101,9 +104,9 @@ class Soft(Kind):
         self.compensates = self.guesses and any(self.rounded)
         self.restarted = False  # whether this loop has begun again with a running maximum
 
-    def _is_rounded(self, mean: Total, value: Expr) -> bool:
+    def _is_rounded(self, mean: Accumulator, value: Expr) -> bool:
         """Whether a mean's weights, and nothing but them, are rounded to 16 bits for a matrix product."""
-        parts = [factored(c) for c in contractions(value, self.over)]
+        parts = [move_factors_to_weight(c) for c in contractions(value, self.over)]
         plain = [is_one(c.weight) and not c.walk and c.vector is not None and c.vector.op == "leaf" for c in parts]
         return all(plain) and not mean.tiny
 
@@ -159,12 +162,12 @@ class Soft(Kind):
         return lines + [line for m in self.means for line in m.start()]
 
     @property
-    def totals(self) -> list[Total]:
+    def totals(self) -> list[Accumulator]:
         return self.means
 
     def step(self, fields: tuple[Expr, ...]) -> None:
         v, n = self.v, self.name
-        parts = [[factored(c) for c in contractions(value, self.over)] for value in fields[1:]]
+        parts = [[move_factors_to_weight(c) for c in contractions(value, self.over)] for value in fields[1:]]
         late = [self.guessing and is_one(p[0].weight) and m.waits(p) for m, p in zip(self.means, parts, strict=True)]
         s, factor = self._logit(fields[0])
         v.inside += [m.catch_up() for m, waits in zip(self.means, late, strict=True) if waits]
@@ -250,8 +253,8 @@ class Pick(Kind):
     """
 
     def prepare(self) -> None:
-        self.direct = self.v.spec.narrow is not None and matches(self.reduction.args[1], self.v.spec)
-        self.total = Total(self.name, None, "float", self.v, self.v.spec.lanes)
+        self.direct = self.v.spec.narrow is not None and can_read_one_column(self.reduction.args[1], self.v.spec)
+        self.total = Accumulator(self.name, None, "float", self.v, self.v.spec.lanes)
 
     def start(self) -> list[str]:
         return [] if self.direct else self.total.start()
@@ -269,7 +272,7 @@ class Pick(Kind):
         if not self.direct:
             return [(self.total.result(), None)]
         target, value, _ = self.reduction.args
-        there = Matched(self.v, self.name, target)
+        there = LabelColumnWriter(self.v, self.name, target)
         text = there.number(value)
         self.v.inside += there.before
         zeros = f"tl.zeros([KEPT, 1], {self.v.float})"

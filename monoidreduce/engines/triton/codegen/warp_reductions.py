@@ -12,7 +12,7 @@ from ....program.expression import Expr
 from . import reductions
 from .exponents import LOG2E
 from .expressions import ExpressionWriter
-from .label_gather import matches
+from .label_gather import can_read_one_column
 from .reduction import Kind
 
 _FAR = 60  # in powers of two: up to here above what was guessed, the sums neither overflow nor lose digits
@@ -114,7 +114,7 @@ class LanePick(reductions.Pick):
 
     def prepare(self) -> None:
         super().prepare()
-        self.direct = matches(self.reduction.args[1], self.v.spec)
+        self.direct = can_read_one_column(self.reduction.args[1], self.v.spec)
 
 
 def make(place: int, reduction: Expr, v: ExpressionWriter) -> Kind:

@@ -108,7 +108,7 @@ def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.K
     return kernel_text.Kernel(name, whole, spec.fold.leaves)
 
 
-class Launch:
+class ElementwiseLaunch:
     """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
     ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order."""
@@ -170,7 +170,7 @@ class Launch:
         if again is not None:
             again(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
+            call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
             again = fold_kernel.execute(call)
             self.again = again if small else None
         return outputs

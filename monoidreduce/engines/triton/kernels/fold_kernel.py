@@ -39,7 +39,7 @@ SMALL = 2**28  # integers and offsets inside a tile below this are counted in in
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A kernel and all that it is called with."""
 
     kernel: kernel_text.Kernel
@@ -72,22 +72,22 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     return {"maxnreg": 128} if limited else {}
 
 
-def execute(call: Call) -> Callable[..., None] | None:
+def execute(call: KernelCall) -> Callable[..., None] | None:
     """Compile a kernel and launch it on the current stream of its device.
 
     Returns what launches it again with other tensors; None where it cannot be launched by address."""
-    module = jit_module.load(call.kernel.text, call.kernel.functions)
+    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     options |= compiler_options(call.kernel, call.plan)
-    with jit_module.on(call.device):
+    with jit_module.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = parallel_compile.launched(kernel, grid, call.arguments, constants | options)
-        jit_module.note(compiled)
-        return jit_module.again(compiled, grid, tuple(constants.values()), call.device)
+        compiled = parallel_compile.launch(kernel, grid, call.arguments, constants | options)
+        jit_module.report_resources(compiled)
+        return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
 
-class Launch:
+class FoldLaunch:
     """One kernel of a fold on tensors of given types, shapes, strides and alignment, with its arguments.
 
     Prepared once; a call allocates the outputs, fills in the pointers and launches. At small sizes Python overhead
@@ -124,8 +124,12 @@ class Launch:
         sizes, device = self.sizes, self.sizes.device
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
-        vectors = (*plainly.folded, *k_loop.vectors(self.spec))
-        copied = descriptors.of(self.spec, vectors, leaves, len(self.batch)) if descriptors.on(device) else ()
+        vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
+        copied = (
+            descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
+            if descriptors.are_supported(device)
+            else ()
+        )
         many = self.spec.deep or self.count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
         many &= any(dims is not None for dims in copied)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
@@ -136,7 +140,7 @@ class Launch:
     def _split_folded_axis(self) -> None:
         """Into how many splits the folded axis is cut, and so how many program instances run."""
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
+        self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
         processors = spec_from_tensors.processors(self.sizes.device)
         self.parts = parts(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.parts
@@ -146,7 +150,7 @@ class Launch:
         takers = (pingpong,) if self.spec.deep else (attention, sum_of_products)
         by_turns = any(taker.takes(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
-        boxes = descriptors.vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
+        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line)
         self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
 
@@ -199,16 +203,16 @@ class Launch:
         place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
         line = (self.lengths[1], self.count, self.blocks[1], self.sizes.device)
-        self.line = descriptors.line(*line) if self.spec.line and self.shifts and self.count else None
+        self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
-            (place(e), descriptors.template(values[e], dims, self._block(e), self.kernel.staged))
+            (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
         if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
-            e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
+            e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
             self.boxes.append(
-                (place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
+                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
             )
         self.how: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
@@ -242,7 +246,7 @@ class Launch:
         if self.spec.bounds:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-        arguments += [descriptors.filled(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.boxes]
         arguments += [softcap.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
         if again is None:
             return self._first([*outputs, *arguments], merged)
@@ -270,7 +274,7 @@ class Launch:
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
         for n, t in self.shifts:
-            again = exponent_shift.again(leaves[n], leaves[t], shape)
+            again = exponent_shift.prepare_replay(leaves[n], leaves[t], shape)
             if again is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -297,7 +301,7 @@ class Launch:
     def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:
         """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
-            self.again = execute(Call(self.kernel, self.plan, self.grid, tuple(arguments), **self.how))
+            self.again = execute(KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.how))
         except Exception as error:
             smaller = shrink(self.plan) if type(error).__name__ == "OutOfResources" else None
             if smaller is None:
@@ -324,7 +328,7 @@ class Launch:
             )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
-            outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
+            outputs[at : at + 2] = topk.sort_list(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
     def _cuts(self) -> list[int]:
@@ -336,8 +340,10 @@ class Launch:
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
         """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
-        made = exponent_shift.made(number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1]))
-        return made if self.line is None else descriptors.filled(self.line, made)
+        made = exponent_shift.compute_shift(
+            number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
+        )
+        return made if self.line is None else descriptors.replace_base(self.line, made)
 
     def _bounds(self, asked: Sequence[Any]) -> list[Any]:
         """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
@@ -357,7 +363,7 @@ class Launch:
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
         """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
         values = dict(zip([e for e, _ in self.asked], asked, strict=True))
-        bounds = functools.partial(tile_ranges.bounds, self.fold, self.over)
+        bounds = functools.partial(tile_ranges.compute_tile_ranges, self.fold, self.over)
         if self.data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)

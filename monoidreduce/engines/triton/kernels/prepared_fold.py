@@ -28,7 +28,7 @@ from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
 from ..schedules import attention
 from ..schedules.kernel_plan import overrides, use_plan
-from .fold_kernel import Launch, Leaves
+from .fold_kernel import FoldLaunch, Leaves
 from .record_launches import Made
 
 
@@ -86,7 +86,7 @@ class PartlyShownFold:
         self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
         self.one = self._alone()
 
-    def _alone(self) -> Launch | None:
+    def _alone(self) -> FoldLaunch | None:
         """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
         if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
             return None
@@ -139,14 +139,14 @@ def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict
 
 def prepare_launches(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
-) -> list[Launch]:
+) -> list[FoldLaunch]:
     """The launches of one direction.
 
     Several kernels have a tile each, while a plan names one: if it is the default tile of the last kernel, as
     ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
     if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes)) is not None:
         return [one]
-    made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
+    made = lambda: [FoldLaunch(fold, over, values, batch, sizes) for fold in folds]
     asked = dict(overrides()).get(over)
     if asked is None or len(folds) == 1:
         return made()
@@ -162,13 +162,13 @@ def prepare_launches(
 
 def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
-) -> Launch | None:
+) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
     if not attention.on(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
-    one = Launch(whole, over, values, batch, sizes)
+    one = FoldLaunch(whole, over, values, batch, sizes)
     return one if one.kernel.staged else None
 
 

@@ -144,7 +144,7 @@ def best_listed(
 _kernels = Kernels(_TEXT)
 
 
-def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
+def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     """A list as users get it: best first, and no place where there was nothing."""
     merge: Callable = COMBINERS["topk"].merge
     values, places = (t.squeeze(0) for t in merge([values.unsqueeze(0), places.unsqueeze(0)], r.attrs[2]))
@@ -152,7 +152,7 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     return [values, places.masked_fill(values == worst, -1)]
 
 
-def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
     """The k best of each row of a matrix, and their places: -1 where there is nothing.
 
     The smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
@@ -160,22 +160,24 @@ def best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Ten
     rows, strips = panel.shape[0], panel.shape[1] // _STRIP
     if not largest or not rows or strips < _LONG * k:
         values, at = panel.topk(k, dim=1, largest=largest)
-        return _listed(values, at, at, 0, largest, compute)
+        return _write_lists(values, at, at, 0, largest, compute)
     whole = strips * _STRIP
     maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
     grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
     _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
     width = k * _STRIP + panel.shape[1] - whole
     if maxima.dtype is torch.float32 and max(width, strips) <= _HELD:
-        return _best_listed(panel, maxima, k, whole, width, compute)
+        return _select_from_strips(panel, maxima, k, whole, width, compute)
     chosen = maxima.topk(k, dim=1, sorted=False).indices
     held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
     places = (held, panel, chosen, panel.stride(0), k, whole, width)
     _kernels("strips_held", (rows, -(-width // _LANES)), places, dict(STRIP=_STRIP, LANES=_LANES))
-    return _listed(*held.topk(k, dim=1), chosen, whole, largest, compute)
+    return _write_lists(*held.topk(k, dim=1), chosen, whole, largest, compute)
 
 
-def _best_listed(panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype) -> list[Tensor]:
+def _select_from_strips(
+    panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype
+) -> list[Tensor]:
     """The best of rows whose strips' maxima are known."""
     (rows, strips), slots = maxima.shape, padded(k)
     values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
@@ -187,7 +189,9 @@ def _best_listed(panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, 
     return [values, places]
 
 
-def _listed(found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+def _write_lists(
+    found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype
+) -> list[Tensor]:
     """Values and places as users get them; ``whole``: the end of the strips, 0 where places are those of a row."""
     values, places = torch.empty_like(found, dtype=compute), torch.empty_like(at)
     given = (values, places, found, at, chosen, found.shape[1], whole, found.numel())
@@ -197,30 +201,32 @@ def _listed(found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool
     return [values, places]
 
 
-def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
+def select_best_of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
     """The best of each row of a panel, as the eager engine keeps them."""
     k, largest = r.attrs[2]
-    return best(panel, min(k, panel.shape[1]), largest, compute)
+    return select_best(panel, min(k, panel.shape[1]), largest, compute)
 
 
-def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+def find_product(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
     """Rows and columns, where a fold is the k best products of each row with all columns and nothing else."""
-    places = _places(fold, sizes)
+    places = _find_product_leaves(fold, sizes)
     if places is None:
         return None
     x, y = (leaves[k] for k in places)
     return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
 
 
-def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+def prepare_best_products(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes
+) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """What finds them for leaves like these, if a fold is that: for calls whose host would take longer than they."""
-    places = _places(fold, sizes)
-    if places is None or factors(fold, leaves, sizes) is None:
+    places = _find_product_leaves(fold, sizes)
+    if places is None or find_product(fold, leaves, sizes) is None:
         return None
-    return _Straight(fold, places, sizes)
+    return _BestProducts(fold, places, sizes)
 
 
-class _Straight:
+class _BestProducts:
     """The k best products for leaves of one kind: the first is heard, later ones run what was heard, in as many panels
     as there was room for then.
 
@@ -237,17 +243,17 @@ class _Straight:
         if made is self:
             return self._met(x, y, same)
         found = None if made is None else made.run(x, y)
-        return of_product(self.fold, x, y, self.sizes) if found is None else list(found)
+        return select_best_products(self.fold, x, y, self.sizes) if found is None else list(found)
 
     def _met(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
-        run = functools.partial(of_product, self.fold, sizes=self.sizes)
-        if not jit_module.repeats(self.sizes.device):
+        run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
+        if not jit_module.can_relaunch(self.sizes.device):
             return run(x, y)
         found, self.reels[same], _ = operation_replay.heard(run, (x, y), self.sizes.device)
         return found
 
 
-def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
+def _find_product_leaves(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
     (r, *others), product = fold.reductions, fold.reductions[0].args[0]
     if others or r.attrs[:2] != ("topk", "cols") or product.op != "dot" or sizes.batch or not sizes.rows:
         return None
@@ -257,7 +263,7 @@ def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
     return fold.leaves.index(x), fold.leaves.index(y)
 
 
-def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
+def select_best_products(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     """The k best products of each row with all columns, some rows at a time.
 
     What a panel does, without its book-keeping, which takes longer than the work where rows are few.
@@ -273,10 +279,10 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:
         matmul.panel_into(panel, x, y)
-        return of_panel(panel, r, held)
+        return select_best_of_panel(panel, r, held)
     parts = []
     for at in range(0, sizes.rows, step):
         some = x[at : at + step]
         matmul.panel_into(panel[: len(some)], some, y)
-        parts.append(of_panel(panel[: len(some)], r, held))
+        parts.append(select_best_of_panel(panel[: len(some)], r, held))
     return [torch.cat(t) for t in zip(*parts, strict=True)]

@@ -162,7 +162,7 @@ class Layer:
         for f in fields:
             arguments += [f.tensor, *f.tensor.stride()]
         plan = KernelPlan(*tile, 4 if tile[0] * tile[1] < 2**14 else 8, 2)
-        call = fold_kernel.Call(
+        call = fold_kernel.KernelCall(
             kernel=Kernel(f"{what}_over_{over}", text, (), functions=functions),
             plan=plan,
             grid=-(-kept // tile[0]),

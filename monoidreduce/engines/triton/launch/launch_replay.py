@@ -160,7 +160,7 @@ class Tape:
         self.scope: dict[str, Any] = {
             "empty": torch.empty_like,
             "counted": recorded.counted,
-            "box": encoded_descriptors.at,
+            "box": encoded_descriptors.make_descriptor_at,
         }
         self.places = {name: f"{name}_at" for name in (*tensors, *shown)}
         self.places |= {name: f"{owner}_at + {at}" for name, (owner, at) in (parts or {}).items()}
@@ -188,9 +188,9 @@ class Tape:
         """``plainly`` launches kernels as anybody would; ``run`` starts them, where nobody watches."""
         lines = [f"def plainly({given}):", *opening, *(self._call(one) for one in launches), closing]
         text = "\n    ".join(lines)
-        if not all(isinstance(one.recipe.again, jit_module.Again) for one in launches):
+        if not all(isinstance(one.recipe.again, jit_module.Relauncher) for one in launches):
             return text
-        self.scope["stream"] = jit_module.stream(device)
+        self.scope["stream"] = jit_module.find_stream(device)
         lines = [f"def run({given}):", "s = stream()", "if s is None:", f"    return plainly({given})", *opening]
         return text + "\n\n\n" + "\n    ".join([*lines, *(self._start(one) for one in launches), closing])
 
@@ -202,7 +202,7 @@ class Tape:
         self.scope[name] = thing
         return name
 
-    def _arguments(self, one: Launched, boxes: Mapping[int, encoded_descriptors.Opened]) -> list[str]:
+    def _arguments(self, one: Launched, boxes: Mapping[int, encoded_descriptors.EncodedByAddress]) -> list[str]:
         """What a kernel is given; ``boxes``: its descriptors, taken apart."""
         found, place = [self.places[name] for name in one.outputs], len(one.outputs)
         for given in one.recipe.arguments:

@@ -160,7 +160,11 @@ class Listener(TorchDispatchMode):
             return self.place(value)
         if type(value) in (list, tuple):
             return type(value)(map(self.noted, value))
-        return Box(descriptors.filled(value, None), self.place(value.base)) if hasattr(value, "block_shape") else value
+        return (
+            Box(descriptors.replace_base(value, None), self.place(value.base))
+            if hasattr(value, "block_shape")
+            else value
+        )
 
     def place(self, t: Tensor) -> Place:
         """Where a tensor lies."""

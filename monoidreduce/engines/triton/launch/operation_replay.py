@@ -80,8 +80,10 @@ class _Writer:
     def __init__(
         self, steps: Sequence[Step], inputs: Mapping[str, Place], held: Mapping[str, Tensor], device: torch.device
     ):
-        self.scope: dict[str, Any] = {"empty": torch.empty_like, "box": encoded_descriptors.at, **held}
-        self.opened: dict[tuple, tuple[Any, Mapping[int, encoded_descriptors.Opened]]] = {}  # descriptors of launchers
+        self.scope: dict[str, Any] = {"empty": torch.empty_like, "box": encoded_descriptors.make_descriptor_at, **held}
+        self.opened: dict[
+            tuple, tuple[Any, Mapping[int, encoded_descriptors.EncodedByAddress]]
+        ] = {}  # descriptors of launchers
         self.given, self.device = inputs.keys() | held.keys(), device
         self.whole = {**inputs, **{name: whole(name, t) for name, t in held.items()}}  # how storages are bound
         self.lines: list[str] = []
@@ -89,7 +91,7 @@ class _Writer:
         self.using: list[str] = []  # by the step that is written
         self.names: dict[Any, str] = {}  # of views, addresses and what is held
         launchers = [s.again for s in steps if isinstance(s, Launched)]
-        self.starts = bool(launchers) and all(isinstance(again, jit_module.Again) for again in launchers)
+        self.starts = bool(launchers) and all(isinstance(again, jit_module.Relauncher) for again in launchers)
 
     def step(self, step: Step) -> None:
         """Write a step, and before it what it needs."""
@@ -107,7 +109,7 @@ class _Writer:
             self.lines[at] += f"; del {', '.join(names)}"
         opening = [f"def run({', '.join(inputs)}):"]
         if self.starts:
-            self.scope["stream"] = jit_module.stream(self.device)
+            self.scope["stream"] = jit_module.find_stream(self.device)
             opening += ["s = stream()", "if s is None:", "    return None"]
         return "\n    ".join([*opening, *self.lines])
 
@@ -149,8 +151,8 @@ class _Writer:
         self._line(f"{self._held(start, id(start))}({', '.join(given)})")
 
     def _opened(
-        self, again: jit_module.Again, arguments: Sequence[Any]
-    ) -> tuple[Any, Mapping[int, encoded_descriptors.Opened]]:
+        self, again: jit_module.Relauncher, arguments: Sequence[Any]
+    ) -> tuple[Any, Mapping[int, encoded_descriptors.EncodedByAddress]]:
         """What starts a kernel, and its descriptors taken apart: the same for all launches with descriptors of one
         form."""
         templates = [v.template if isinstance(v, Box) else None for v in arguments]
@@ -161,7 +163,7 @@ class _Writer:
 
     # What they are given
 
-    def _argument(self, value: Any, box: encoded_descriptors.Opened | None = None) -> str:
+    def _argument(self, value: Any, box: encoded_descriptors.EncodedByAddress | None = None) -> str:
         """An argument of a kernel: tensors by their addresses; ``box``: a descriptor, taken apart."""
         if isinstance(value, Place):
             return self._address(value)

@@ -27,7 +27,7 @@ _MOST = 4096
 _launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
 
 
-def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
+def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
     """Launch a kernel on the current device; what was compiled. Where launches are only looked at: nothing, None."""
     waiting, key = _waiting.get(), (function, *given.items())
     if waiting is None:
@@ -40,16 +40,16 @@ def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], giv
     return None
 
 
-def looking() -> bool:
+def is_collecting() -> bool:
     """Whether launches are only looked at: then nothing may run, not even what is compiled. What it would read was not
     made, and labels that are not there are places that are not there."""
     return _waiting.get() is not None
 
 
-def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
+def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
     called."""
-    if not _may_wait(device):
+    if not _can_compile_ahead(device):
         return False
     waiting: _Waiting = {}
     token = _waiting.set(waiting)
@@ -67,14 +67,14 @@ def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
 
 def _compile(function: Any, launches: list[_Given], device: torch.device) -> None:
     """All that is asked of one kernel, one after the other: its caches are its own."""
-    with jit_module.on(device):
+    with jit_module.use_device(device):
         for grid, arguments, given in launches:
             function.warmup(*arguments, grid=grid, **given).run  # noqa: B018  loads it, and writes its launcher
 
 
-def _may_wait(device: torch.device) -> bool:
+def _can_compile_ahead(device: torch.device) -> bool:
     """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
     watches torch's calls, and no graph is captured."""
-    if device.type != "cuda" or jit_module.version() < (3, 4) or jit_module.rests():
+    if device.type != "cuda" or jit_module.triton_version() < (3, 4) or jit_module.skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())

@@ -70,12 +70,12 @@ def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -
 def is_wide(width: int) -> bool:
     """Whether groups take turns at wide tiles, which read less and end less often: where features are many, by a Triton
     that has registers for them (3.9 spills)."""
-    return width > _MANY and jit_module.version() < (3, 7)
+    return width > _MANY and jit_module.triton_version() < (3, 7)
 
 
 def on(device: torch.device) -> bool:
     """Whether generated products are as fast as the vendor's there: where tensor descriptors feed the matrix units."""
-    return device.type == "cuda" and descriptors.on(device)
+    return device.type == "cuda" and descriptors.are_supported(device)
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class _Ready:
     def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
         self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
         self.prepared: dict[str, row_kernel.Prepared] = {}
-        wide = [values[e].shape[-1] > WIDEST and descriptors.fits(values[e]) for e in whole.vectors]
-        self.copied = whole.vectors if all(wide) and descriptors.on(here.device) else ()
+        wide = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in whole.vectors]
+        self.copied = whole.vectors if all(wide) and descriptors.are_supported(here.device) else ()
         name = "write_guessed" if whole.guesses else "write_known"
         many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and attention.on(here.device)
         width = values[whole.vectors[0]].shape[-1]
@@ -148,7 +148,7 @@ class _Ready:
         plan = self.plans[name]
         self.turns = -(-here.cols // plan.block_folded)
         box = (plan.block_kept, OTHERS if self.by_turns else plan.block_folded // HALVES)
-        self.box = descriptors.template(out, (), box, self.by_turns) if out.dim() == 2 else None
+        self.box = descriptors.make_descriptor(out, (), box, self.by_turns) if out.dim() == 2 else None
 
     def _plan(self, name: str, width: int) -> KernelPlan:
         found = plan_of(name, width, self.by_turns, self.wide)
@@ -185,7 +185,7 @@ class _Ready:
 
     def filled(self, out: Tensor) -> Any:
         """What kernels write ``out`` by."""
-        return descriptors.filled(self.box, out)
+        return descriptors.replace_base(self.box, out)
 
     def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
         found = self.prepared.get(name)

@@ -25,7 +25,7 @@ from ..codegen import k_loop, kernel_text, reductions
 from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
-from ..codegen.label_gather import Matched
+from ..codegen.label_gather import LabelColumnWriter
 from . import label_kernels as own
 from .epilogue_task import PLACES, Task, cut, product, sides
 from .row_kernel import RowValues
@@ -118,7 +118,9 @@ def _write_known(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[lis
 def _written(v: ExpressionWriter, task: Task, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
     """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
     name = v.inner[_key(task)]
-    first = [line for line in first if not (k_loop.rounds(v.spec) and line == k_loop.rounded(name))]  # but by halves
+    first = [
+        line for line in first if not (k_loop.rounds_products(v.spec) and line == k_loop.write_rounding(name))
+    ]  # but by halves
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, store)]
     return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
 
@@ -150,7 +152,7 @@ def _halves(
             f"start = turn * FOLDED + {k} * HALF",
             *places,
             *(["half_in = half_at < folded_size"] if v.masked else []),
-            *([k_loop.rounded(f"scores{k}")] if k_loop.rounds(v.spec) else []),
+            *([k_loop.write_rounding(f"scores{k}")] if k_loop.rounds_products(v.spec) else []),
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
             *filter(None, [store.format(made)]),
         ]
@@ -237,7 +239,7 @@ def _early(v: ExpressionWriter, task: Task, n: str, exponent: str, adds: str) ->
 def _close_rows(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     assert task.late is not None
     late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
-    there = None if late.target is None else Matched(v, "own", late.target)
+    there = None if late.target is None else LabelColumnWriter(v, "own", late.target)
     if there is not None:
         own = f"tl.load(picked + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
         there.outer[product(task)] = there.bind("product", own, False, "own_product")

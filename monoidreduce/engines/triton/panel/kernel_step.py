@@ -55,7 +55,7 @@ class KernelStep(Sums):
             key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
             key += tuple((row_kernel.specialized(v), getattr(v, "shape", None)) for v in leaves)
             try:
-                launch = _SIDES.get(key) or sides.Launch(side, leaves, self.sizes)
+                launch = _SIDES.get(key) or sides.ElementwiseLaunch(side, leaves, self.sizes)
             except Unsupported:
                 continue
             _SIDES[key] = launch
@@ -165,7 +165,11 @@ class KernelStep(Sums):
         if self.panel.tail is None and self.block is None and part.cols.stop == self.sizes.cols:
             self._close_lent()
         for place, e in cut.tops:
-            part.keep(at, place, topk.of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute))
+            part.keep(
+                at,
+                place,
+                topk.select_best_of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute),
+            )
 
     def _here(self, part: Part) -> Sizes:
         return self._sized(part.rows.stop - part.rows.start, part.cols.stop - part.cols.start)
@@ -332,7 +336,7 @@ def _pitch(cols: int) -> int:
 
 
 _MOST = 256
-_SIDES: dict[tuple, sides.Launch] = {}
+_SIDES: dict[tuple, sides.ElementwiseLaunch] = {}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..codegen import k_loop
 from ..codegen.expressions import ExpressionWriter
-from ..codegen.label_gather import Matched
+from ..codegen.label_gather import LabelColumnWriter
 from .epilogue_task import PLACES, Task, cut, product, sides
 
 
@@ -28,7 +28,7 @@ def _pick_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[s
 def _match_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     """The product there."""
     assert task.late is not None and task.late.target is not None
-    lines = _units_own(v, task, Matched(v, "own", task.late.target))
+    lines = _units_own(v, task, LabelColumnWriter(v, "own", task.late.target))
     lines += ["tl.store(picked + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
     return ["picked"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *lines]
 
@@ -36,7 +36,7 @@ def _match_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[
 def _weigh_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
     """The weight at each row's own column."""
     assert task.own is not None
-    there = Matched(v, "own", task.own.target)
+    there = LabelColumnWriter(v, "own", task.own.target)
     lines = _units_own(v, task, there)
     there.outer[product(task)] = "product"
     weight = there.number(task.own.weight)
@@ -51,7 +51,7 @@ def _weigh_own(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[
     return ["hits", "targets"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *lines]
 
 
-def _units_own(v: ExpressionWriter, task: Task, there: Matched) -> list[str]:
+def _units_own(v: ExpressionWriter, task: Task, there: LabelColumnWriter) -> list[str]:
     """The product at each row's own column, by the matrix units.
 
     They multiply a tile's rows with the columns of all of them, and the diagonal counts: a product must be what it is
@@ -61,7 +61,7 @@ def _units_own(v: ExpressionWriter, task: Task, there: Matched) -> list[str]:
     lines = [*cut(v), *cut(there), f"own = {there.place}", "taken = tl.zeros([KEPT, KEPT], tl.float32)"]
     lines += [*_features(v, task, str(k_loop.DEPTH)), f"    {k_loop._dot('taken', ['x', 'y'])}"]
     lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    return lines + ([k_loop.rounded("product")] if k_loop.rounds(v.spec) else [])
+    return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
 
 
 def _features(v: ExpressionWriter, task: Task, some: str) -> list[str]:

@@ -18,7 +18,7 @@ def look(step: Any, group: range, part: Part, here: Sizes) -> None:
     key = (here.cols, here.device, step.over, *here.letters.values())
     if fused is None or not fused.guesses or key in fused.met:
         return
-    if parallel_compile.compiled(here.device, lambda: _launches(copy.copy(step), fused, group, part, here)):
+    if parallel_compile.compile_ahead(here.device, lambda: _launches(copy.copy(step), fused, group, part, here)):
         fused.met.add(key)
 
 

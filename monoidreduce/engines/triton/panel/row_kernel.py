@@ -26,7 +26,7 @@ from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.reduction import Kind
 from ..kernels import fold_kernel
-from ..kernels.fold_kernel import Call
+from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
 from ..launch.launch_cache import Again, Kept
 from ..schedules.kernel_plan import KernelPlan
@@ -234,18 +234,18 @@ class Prepared:
         if self.copied:
             self.boxes = self.boxes or [self._box(values[e], block) for e, block in self.copied]
             arguments += [
-                descriptors.filled(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied, strict=True)
+                descriptors.replace_base(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied, strict=True)
             ]
         key = () if alike else tuple(map(specialized, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
-        call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
+        call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)
 
     def _box(self, v: Tensor, block: int) -> Any:
-        return descriptors.template(v, (), (block, k_loop.DEPTH), self.kernel.staged)
+        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.staged)
 
 
 def specialized(v: Any) -> Any:

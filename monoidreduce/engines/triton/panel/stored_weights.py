@@ -63,7 +63,9 @@ class Stowed:
         numbers = [step._rows(n) for names in whole.names for n in names]
         values = step._given(fused, part)
         key = ("stowed", here.cols, here.device, *here.letters.values())
-        if key not in fused.met and parallel_compile.compiled(here.device, lambda: self._folded(values, numbers, here)):
+        if key not in fused.met and parallel_compile.compile_ahead(
+            here.device, lambda: self._folded(values, numbers, here)
+        ):
             fused.met.add(key)
         factors = self._folded(values, numbers, here)
         places = [(stage, place) for stage in group for place in step.parts[stage].places["cols"]]

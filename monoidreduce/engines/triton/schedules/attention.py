@@ -20,8 +20,8 @@ from ....plan.default_tiles import STAGED, Tile
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
 from ..codegen import compiler, kernel_text, tile_ranges
-from ..codegen.accumulators import factored
-from ..codegen.dropout import Toss, toss
+from ..codegen.accumulators import move_factors_to_weight
+from ..codegen.dropout import DropoutFactor, match_dropout_factor
 from ..codegen.exponents import literal
 from ..codegen.expressions import ExpressionWriter, is_one
 from ..codegen.kernel_spec import Spec
@@ -52,7 +52,7 @@ def options() -> dict[str, int]:
 @functools.cache
 def on(device: torch.device) -> bool:
     """Whether the device has these matrix units, and this Triton these words."""
-    if device.type != "cuda" or jit_module.version() < (3, 6) or not torch.cuda.is_available():
+    if device.type != "cuda" or jit_module.triton_version() < (3, 6) or not torch.cuda.is_available():
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -89,7 +89,7 @@ def leaves(spec: Spec) -> Leaves | None:
     (r, *others) = spec.fold.reductions
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
         return None
-    sums = [factored(c) for c in contractions(r.args[1], spec.over)]
+    sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
     dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
     if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
@@ -117,11 +117,11 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.K
         return None
     v = _Values(spec)
     (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
-    weight = factored(part).weight
-    v.ringed, v.toss = _ringed(spec), toss(weight, spec) if even and spec.over == "cols" else None
+    weight = move_factors_to_weight(part).weight
+    v.ringed, v.toss = _ringed(spec), match_dropout_factor(weight, spec) if even and spec.over == "cols" else None
     soft = make(0, *spec.fold.scaled[0], v)
     assert isinstance(soft, Soft)
-    truths, near = tile_ranges.preferred(spec.fold) if spec.bounds else {}, soft.level
+    truths, near = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, soft.level
     soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
     soft.compensates = near and soft.rounded[0]
     whole = known(soft.reduction.args[0], truths)
@@ -209,7 +209,7 @@ class _Values(ExpressionWriter):
     """Numbers of pairs whose product was made before them."""
 
     ringed: tuple[Expr, ...] = ()
-    toss: Toss | None = None  # what decides on weights; its factor is left to the end
+    toss: DropoutFactor | None = None  # what decides on weights; its factor is left to the end
     alone = False  # whether this turn is of a group that fetches its tiles by itself
 
     def _leaf(self, e: Expr) -> str:
@@ -254,7 +254,7 @@ def _turn(
     v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
     by.weigh() if by else soft.weigh(logit)
     (c,) = contractions(value, soft.over)
-    weight = factored(c).weight
+    weight = move_factors_to_weight(c).weight
     if v.toss:
         turned = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
         part = v.seen(f"tossed({n}_weight, {turned}, {v.number(v.toss.mark)})", "0.0")

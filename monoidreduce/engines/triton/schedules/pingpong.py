@@ -40,8 +40,8 @@ def fits(spec: Spec, device: torch.device, length: int) -> bool:
 def wide(spec: Spec) -> bool:
     """Whether a fold has wide tiles: not beside numbers per folded index, for which there are no registers, nor where a
     later Triton compiles it (3.9 spills some of what 3.6 keeps in registers)."""
-    many = all(spec.width(e.feature) > _FEW for e in k_loop.vectors(spec))
-    return many and not _numbers(spec) and jit_module.version() < (3, 7)
+    many = all(spec.width(e.feature) > _FEW for e in k_loop.list_operands(spec))
+    return many and not _numbers(spec) and jit_module.triton_version() < (3, 7)
 
 
 def takes(plan: KernelPlan, device: torch.device) -> bool:
@@ -90,7 +90,9 @@ def kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
 def _light(spec: Spec) -> bool:
     """Whether registers suffice beside a product: one softmax, and what is picked after it or a number per index."""
     found = sorted(r.attrs[0] for r in spec.fold.reductions)
-    return not k_loop.draws(spec) and (found == ["soft"] or (found == ["pick", "soft"] and not _numbers(spec)))
+    return not k_loop.draws_random_numbers(spec) and (
+        found == ["soft"] or (found == ["pick", "soft"] and not _numbers(spec))
+    )
 
 
 def _numbers(spec: Spec) -> bool:
@@ -118,8 +120,8 @@ class _Values(ExpressionWriter):
     """Numbers of pairs whose product was made before them."""
 
     def product(self, x: object, y: object) -> str:
-        if k_loop.rounds(self.spec):
-            self.inside.append(k_loop.rounded("pairs"))
+        if k_loop.rounds_products(self.spec):
+            self.inside.append(k_loop.write_rounding("pairs"))
         return "pairs"
 
     def own_place(self, target: Expr) -> str:
@@ -134,7 +136,7 @@ def _opening(spec: Spec) -> list[str]:
     lines = scalars(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
-        lines[-3:] = tile_ranges.PART
+        lines[-3:] = tile_ranges.SPLIT_RANGE
     return [*lines, "wholes = tl.minimum(end, folded_size // FOLDED)"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ....program.constructors import ONE
 from ....program.expression import Expr, topological
 from ..codegen import tile_ranges
-from ..codegen.dropout import parted
+from ..codegen.dropout import match_dropped_weight
 from ..codegen.exponents import literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
@@ -45,7 +45,7 @@ class _Values(ExpressionWriter):
 
     def weight(self, e: Expr) -> str:
         """A weight; where coins are tossed, without their factor."""
-        found = parted(e, self.spec)
+        found = match_dropped_weight(e, self.spec)
         if found is None:
             return self.full(e)
         if e.op == "where":  # what a condition hides
@@ -69,7 +69,7 @@ class Text:
         self.place, self.ranges = visits(spec)
         self.next = re.sub(r"\bturn\b", "then", self.place["at_any"])
         self.names = textwrap.fill(", ".join(names), 110, initial_indent="    ", subsequent_indent="    ")
-        self.parted = [parted(p.weight, spec) for p in part.products]
+        self.parted = [match_dropped_weight(p.weight, spec) for p in part.products]
         self.toss = next((found.toss for found in self.parted if found is not None), None)
         self.fetched, self.stored = self._numbers()
         self.arithmetic: list[str] = []  # of pairs, and what it needs
@@ -87,7 +87,7 @@ class Text:
     def rendered(self, unspecialized: Sequence[str]) -> str:
         """The kernel's function."""
         v, spec = self.v, self.spec
-        whole = self._turn(tile_ranges.preferred(spec.fold) if spec.bounds else {}, False, "at_whole")
+        whole = self._turn(tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, "at_whole")
         other = self._turn({}, True, "at_other")
         kept = []
         for e, room in self.kept.items():
@@ -201,7 +201,7 @@ class Text:
         waited = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
         weights = [known(p.weight, truths) for p in self.part.products]
         v.inside.append(waited(0, 1))
-        if (found := parted(weights[0], self.spec)) is None:
+        if (found := match_dropped_weight(weights[0], self.spec)) is None:
             for k, weight in enumerate(weights):
                 v.inside += [] if k == 0 else [waited(1, 1)]
                 self._weigh(k, weight)

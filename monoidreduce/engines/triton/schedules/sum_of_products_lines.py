@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ..codegen import tile_ranges
-from ..codegen.dropout import Toss, parted
+from ..codegen.dropout import DropoutFactor, match_dropped_weight
 from ..codegen.exponents import literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
@@ -37,7 +37,7 @@ class _Values(ExpressionWriter):
         """A weight whose coins are tossed two at a time, without their factor."""
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.thrown(e.args[1])}, 0.0)"
-        found = parted(e, self.spec)
+        found = match_dropped_weight(e, self.spec)
         assert found is not None and found.pair is not None and found.number is not None
         toss, number = found.toss, self.number(found.number)
         less = self.bind((found.number, "less"), f"{number} * {literal(-1 / toss.factor)}", False)
@@ -151,7 +151,7 @@ class Group:
             kept.append(f"{room}.store(tl.load({place}, mask=wide_in[:, None], other=0))")
         blocks = {e: f"{name(e)}_block" for e in [*self.rooms][: part.held]}
         held = [f"{x} = {self.rooms[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
-        truths = tile_ranges.preferred(self.spec.fold) if self.spec.bounds else {}
+        truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, other = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
         title = "four warps own one side of the kept tile"
@@ -290,7 +290,7 @@ class Group:
         return lines
 
 
-def _tosses(weight: Expr, spec: Spec) -> Toss | None:
+def _tosses(weight: Expr, spec: Spec) -> DropoutFactor | None:
     """The coins of a weight of rows that can be tossed two at a time."""
-    found = parted(weight, spec)
+    found = match_dropped_weight(weight, spec)
     return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None
