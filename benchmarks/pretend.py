@@ -56,7 +56,7 @@ def h200(again: bool = False) -> Iterator[None]:
         (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
-        (epilogue, dict(on=yes)),
+        (epilogue, dict(is_fast_on=yes)),
         (gradient_programs, dict(straight=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
         (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),

@@ -21,6 +21,7 @@ from .plan.budget import shown
 from .plan.cost import Cost, Part, Scheduled
 from .program.lower import Lowered, lower
 from .program.trace import Traced
+from .reductions import kind_of
 from .runtime import call_cost, registry
 from .runtime.live_memory import Alive
 from .runtime.registry import stepper
@@ -183,7 +184,7 @@ def _lines(
     yield (
         f"{subject.name}: {sizes.rows} rows × {sizes.cols} columns{batch}, {sizes.compute} arithmetic, engine {engine}"
     )
-    walks = [any(r.attrs[0] != "pick" for r in p.fold.reductions) for p in program.passes]
+    walks = [any(not kind_of(r).gathers for r in p.fold.reductions) for p in program.passes]
     number = sum(walks)
     yield f"{number} pass{'es' if number != 1 else ''} over the pairs" + ("" if number else ": everything is one-sided")
     for k, (p, walked) in enumerate(zip(program.passes, walks, strict=True), 1):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 
 Of = Callable[[str], int]  # the size of a feature letter
 
@@ -91,28 +92,10 @@ class State:
         return self.reduced + self.gathered
 
 
-_PLACE = 8  # an index
-
-
 def state(reduction: Expr, of: Of, item: int) -> State:
     """The state of one row (or column) of a reduction, with ``item`` bytes a number."""
-    kind, _, params = reduction.attrs
-    if kind == "pair":  # is where it belongs
-        return State()
     width = lambda e: 1 if e.feature is None else of(str(e.feature))
-    if kind == "sum":
-        return State(width(reduction.args[0]) * (item if reduction.args[0].dtype == "float" else _PLACE))
-    if kind == "pick":
-        return State(width(reduction.args[2]) * item)
-    if kind == "soft":
-        return State((2 + sum(map(width, reduction.args[1:]))) * item)
-    if kind == "best":
-        return State((item if reduction.args[0].dtype == "float" else _PLACE) + _PLACE)
-    if kind == "topk":
-        return State(gathered=params[0] * (item + _PLACE))
-    if kind == "moments":
-        return State(gathered=3 * item)
-    return State(gathered=sum(map(width, reduction.args)) * item)
+    return State(*kind_of(reduction).exchanged_bytes(reduction, width, item))
 
 
 def states(fold: Fold, of: Of, item: int, batch: int = 1) -> dict[str, State]:

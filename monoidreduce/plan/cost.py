@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..reductions import kind_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
@@ -222,13 +223,9 @@ _FEW = 8  # features, up to which a kernel has no matrix products
 _FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor is at its rate: with matrix products, and without
 
 
-# launches that put the parts of one reduction together (``engines/common/combine.py``)
-COMBINING = {"best": 3, "moments": 16, "pick": 1, "soft": 1, "sum": 1, "topk": 10, "user": 12}
-
-
 def _combining(case: Case, over: str) -> int:
     """Launches that put the parts of a split walk together."""
-    return sum(COMBINING.get(r.attrs[0], 0) for r in case.fold.reductions if r.attrs[1] == over)
+    return sum(kind_of(r).combine_ops for r in case.fold.reductions if r.attrs[1] == over)
 
 
 def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..program.constructors import ONE
-from ..program.contract import Contraction, contractions, in_tiles
+from ..program.contract import Contraction
 from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
-from ..program.reductions import KINDS
+from ..reductions import kind_of, outputs_of
 from .device_rates import Ceilings
 
 # How many exponentials one of these takes, about; every other operation is plain arithmetic.
@@ -47,7 +47,6 @@ SPECIAL = {
     "tanh": 1.5,
     "uniform": 12.0,  # ten rounds of Philox
 }
-PLAIN = {"best": 40, "topk": 40, "moments": 4, "pick": 0, "user": 12}  # plain operations of a reduction; others: one
 FEW_FEATURES = 16  # up to here squared distances are taken feature by feature
 
 
@@ -126,17 +125,17 @@ def joined(works: list[Work]) -> Work:
 
 def directions(fold: Fold) -> tuple[str, ...]:
     """The directions in which a fold reduces pairs that must be walked."""
-    walked = [r for r in fold.reductions if r.attrs[0] != "pick" or in_tiles(fold, r)]
+    walked = [r for r in fold.reductions if kind_of(r).walks(r, fold.reductions)]
     return tuple(o for o in ("cols", "rows") if any(r.attrs[1] == o for r in walked))
 
 
 def gathers(fold: Fold) -> bool:
     """Whether single pairs, gathered or scattered, are all that a fold takes: nothing is walked."""
-    return all(r.attrs[0] == "pick" and not in_tiles(fold, r) for r in fold.reductions)
+    return not any(kind_of(r).walks(r, fold.reductions) for r in fold.reductions)
 
 
 class _Counter:
-    """Counts one fold: every node once, however often it is used."""
+    """Counts one fold: every node once, however often it is used; kinds of reduction call ``count_...`` on it."""
 
     def __init__(self, fold: Fold, letters: Mapping[str, int], item: int, wide: int):
         self.fold, self.letters, self.item, self.wide = fold, letters, item, wide
@@ -149,12 +148,12 @@ class _Counter:
         return 1 if e.feature is None else int(name) if name.isdigit() else self.letters[name]
 
     def run(self, reductions: list[Expr]) -> Work:
-        walked = [r for r in reductions if r.attrs[0] != "pick" or in_tiles(self.fold, r)]
-        for r in walked:
-            self._reduction(r)
+        for r in reductions:
+            if kind_of(r).walks(r, self.fold.reductions):
+                kind_of(r).count_pair(self, r)
         writes = {"rows": 0, "cols": 0}
         for r in reductions:
-            for feature, dtype in KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]):
+            for feature, dtype in outputs_of(r):
                 size = (self.wide if dtype == "float" else 8) * (1 if feature is None else self._of(feature))
                 if r.attrs[1] != "neither":
                     writes["rows" if r.attrs[1] == "cols" else "cols"] += size
@@ -170,30 +169,14 @@ class _Counter:
         name = str(feature).lstrip("#")
         return int(name) if name.isdigit() else self.letters[name]
 
-    def _reduction(self, r: Expr) -> None:
-        kind, over, _ = r.attrs
-        if kind == "sum":
-            for c in contractions(r.args[0], over):
-                self._contraction(c)
-        elif kind == "soft":
-            self._number(r.args[0])
-            self.plain += 3  # its maximum, the difference, the sum
-            self.special += 1
-            for value in r.args[1:]:
-                for c in contractions(value, over):
-                    self._contraction(c, weighed=True)
-        else:
-            for a in r.args[:1] if kind in ("pair", "best", "topk", "moments") else r.args:
-                self._value(a)
-            self.plain += PLAIN.get(kind, 1)
-
-    def _contraction(self, c: Contraction, weighed: bool = False) -> None:
+    def count_contraction(self, c: Contraction, weighted: bool = False) -> None:
+        """Add one contraction; ``weighted``: its weight is multiplied by another."""
         if c.walk:
-            self._value(c.weight)
+            self.count_value(c.weight)
             self.plain += self.width(c.weight)
             return
-        self._number(c.weight)
-        self.plain += weighed and c.weight is not ONE and c.weight.is_pair
+        self.count_number(c.weight)
+        self.plain += weighted and c.weight is not ONE and c.weight.is_pair
         if c.vector is None:
             self.plain += 1
         elif c.minus is not None and self.width(c.vector) <= FEW_FEATURES:
@@ -201,17 +184,18 @@ class _Counter:
         else:
             self.contracted += 2 * self.width(c.vector)
 
-    def _value(self, e: Expr) -> None:
+    def count_value(self, e: Expr) -> None:
         """A number per pair, or a vector walked feature by feature."""
         inside = topological([e], stop=lambda n: n.feature is None)
         for n in inside:
             if n.feature is None:
-                self._number(n)
+                self.count_number(n)
             elif n.is_pair and n.op in PRIMITIVES and n not in self.seen:
                 self.seen.add(n)
                 self._primitive(n, self.width(n))
 
-    def _number(self, e: Expr) -> None:
+    def count_number(self, e: Expr) -> None:
+        """Add what a number per pair is computed from."""
         for n in topological([e], stop=lambda x: x in self.seen or not x.is_pair or x.op in ("dot", "sqdist", "fsum")):
             if n in self.seen or not n.is_pair:
                 continue
@@ -223,7 +207,7 @@ class _Counter:
                 self.plain += 6 * width if width <= FEW_FEATURES else 2
                 self.products += 0 if width <= FEW_FEATURES else 2 * (width + 4)
             elif n.op in ("fsum", "famax", "famin"):
-                self._value(n.args[0])
+                self.count_value(n.args[0])
                 self.plain += self.width(n.args[0])
             elif n.op in PRIMITIVES:
                 self._primitive(n, 1)

@@ -1,4 +1,4 @@
-"""How a fold's sums are computed, and what its conditions say of a block of pairs: facts of the program alone.
+"""How sums of expressions are computed, and the interval of an expression on a block of pairs.
 
 A sum of number × vector is a matrix product (a *contraction*); a condition is decided on a block by interval
 arithmetic. Engines compile these, the cost model counts them.
@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import intervals as iv
-from .constructors import ONE, gap_form, terms
+from .constructors import gap_form, terms
 from .expression import Expr, topological
-from .lower import Fold
-from .philox import DRAWS
 from .primitives import PRIMITIVES
 
 
@@ -45,30 +43,6 @@ def contractions(value: Expr, over: str) -> tuple[Contraction, ...]:
     return (Contraction(value, None, walk=True),)
 
 
-def conditions(fold: Fold) -> tuple[Expr, ...]:
-    """The conditions worth deciding per tile: those of ``where`` and those that are summed."""
-    fields = [a for r in fold.reductions if r.attrs[0] != "pick" for a in r.args]
-    under = topological(fields)
-    found = [e.args[0] for e in under if e.op == "where"] + [f for f in fields if f.dtype == "bool"]
-    number = [c for c in found if c.feature is None and (c.rows or c.cols)]
-    open_ones = _undecidable(number)
-    return tuple(c for c in dict.fromkeys(number) if c not in open_ones)
-
-
-def _undecidable(roots: list[Expr]) -> set[Expr]:
-    """The nodes under ``roots`` of which a tile's index and number ranges can say nothing."""
-    found: set[Expr] = set()
-    for e in topological(roots):
-        if e.op in ("dot", "sqdist", "fsum", *DRAWS) or not found.isdisjoint(e.args):
-            found.add(e)
-    return found
-
-
-def ranged(fold: Fold) -> tuple[Expr, ...]:
-    """The leaves whose least and greatest value per tile the conditions need."""
-    return tuple(e for e in topological(conditions(fold)) if e.op == "leaf")
-
-
 def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
     """The interval of an expression on a tile; ``memo`` holds the intervals of indices and leaves."""
     for n in topological([e], stop=memo.__contains__):
@@ -90,10 +64,3 @@ def interval(e: Expr, memo: dict[Expr, iv.Interval]) -> iv.Interval:
         else:
             memo[n] = (0.0, iv.INF) if n.op == "sqdist" else iv.UNKNOWN
     return memo[e]
-
-
-def in_tiles(fold: Fold, r: Expr) -> bool:
-    """Whether a pick reads its number from tiles that are computed anyway: it then sees the same rounding."""
-    _, over, (axis,) = r.attrs
-    gathers = over.startswith(axis) and r.args[0].feature is None and r.args[2] is ONE and r.args[1].is_pair
-    return gathers and any(other.attrs[0] != "pick" for other in fold.reductions)

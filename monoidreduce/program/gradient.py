@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..reductions import KINDS, make
 from . import constructors
 from .expression import Expr, node
-from .reductions import KINDS, make
 from .reverse_mode import pull
 from .symbol import Symbol
 

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reductions import kind_of, make, outputs_of
 from . import constructors
 from .constructors import ONE, substitute
 from .expression import Expr, result, topological
 from .gradient import gradient
 from .lower import Lowered, Pass, lower
-from .reductions import KINDS, make
 from .reverse_mode import pull
 
 
@@ -53,7 +53,7 @@ def total(outputs: tuple[Expr, ...], wrt: tuple[Expr, ...]) -> Total | None:
         return None
     ((k, grads),) = found
     program = lower((*outputs, *(g for g in grads if g is not None)))
-    if any(r.attrs[0] == "pair" for p in program.passes for r in p.fold.reductions):  # as large as the pairs
+    if any(kind_of(r).per_pair for p in program.passes for r in p.fold.reductions):  # as large as the pairs
         return None
     return Total(program, k, tuple(g is not None for g in grads))
 
@@ -93,11 +93,7 @@ def _summed(g: Expr, root: Expr, target: Expr) -> Expr:
 def of_pass(p: Pass) -> list[Expr]:
     """A pass's results as the program's own nodes."""
     reductions = substitute(p.fold.pure, dict(zip(p.fold.leaves, p.feeds, strict=True)))
-    made = [
-        result(r, k, feature, dtype)
-        for r in reductions
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-    ]
+    made = [result(r, k, feature, dtype) for r in reductions for k, (feature, dtype) in enumerate(outputs_of(r))]
     return [users[0] if users else m for users, m in zip(p.results, made, strict=True)]
 
 

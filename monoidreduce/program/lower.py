@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from ..reductions import kind_of, outputs_of
 from . import constructors
 from .expression import Expr, node, reduce_node, result, topological
 from .normal_form import is_pass, normalize
 from .philox import DRAWS
 from .primitives import PRIMITIVES
-from .reductions import KINDS
 
 _BUILTIN = ("const", "nan", "size", "row_index", "col_index")  # engines make these themselves
 
@@ -55,7 +55,7 @@ class Fold:
     @functools.cached_property
     def outputs(self) -> tuple[tuple[Expr, int], ...]:
         """(reduction, k) for every result, in order."""
-        counts = [len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in self.reductions]
+        counts = [len(outputs_of(r)) for r in self.reductions]
         return tuple((r, k) for r, count in zip(self.reductions, counts, strict=True) for k in range(count))
 
 
@@ -167,9 +167,9 @@ def _scales(
 def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tuple[Expr, Expr]]) -> Pass:
     # A gather reads whatever place its target names, so a target that is arithmetic on an index is computed before the
     # pass and fed as a label: engines only know targets that are a plain index or a leaf.
-    targets = [r.args[0] for r in reductions if r.attrs[0] == "pick"]
+    targets = [r.args[0] for r in reductions if kind_of(r).gathers]
     arithmetic = _of_indices(targets)
-    computed = {r: r.args[0] for r in reductions if r.attrs[0] == "pick" and r.args[0] in arithmetic}
+    computed = {r: r.args[0] for r in reductions if kind_of(r).gathers and r.args[0] in arithmetic}
     fields = [a for r in reductions for a in (r.args[1:] if r in computed else r.args)]
     factors = [scales[r][1] if r in scales else constructors.ONE for r in reductions]
     feeds, derived = _feeds(fields)
@@ -196,11 +196,7 @@ def _make_pass(reductions: list[Expr], order: list[Expr], scales: dict[Expr, tup
     for r, (product, _) in scales.items():
         users[r, 0] = [product]
     fold = Fold(tuple(leaves[e] for e in feeds), tuple(renamed), scaled if scales else ())
-    results = tuple(
-        tuple(users.get((r, k), ()))
-        for r in reductions
-        for k in range(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])))
-    )
+    results = tuple(tuple(users.get((r, k), ())) for r in reductions for k in range(len(outputs_of(r))))
     return Pass(fold, tuple(feeds), results)
 
 

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from ..reductions import kind_of, make
 from . import constructors
 from .constructors import ONE, ZERO, apply, terms
 from .expression import Expr, const, size, topological
-from .reductions import make
 
 Part = tuple[Expr, Expr | None, Expr | None]  # of a sum: the factor and the vector outside it, the vector inside
 Hot = tuple[str, Expr, Expr]  # the axis whose index is compared, the index it equals, the value there
@@ -50,7 +50,7 @@ def _subtract(a: Expr, b: Expr) -> Expr:
 
 def is_pass(e: Expr) -> bool:
     """Whether a reduction needs the pairs (else it folds a row or column vector, which torch does)."""
-    return e.op == "reduce" and (e.attrs[0] == "pick" or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
+    return e.op == "reduce" and (kind_of(e).gathers or (any(a.rows for a in e.args) and any(a.cols for a in e.args)))
 
 
 def _normal_result(reduction: Expr, k: int) -> Expr:

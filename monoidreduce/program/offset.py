@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ..reductions import kind_of
 from . import constructors
 from .expression import Expr, index, node, reduce_node, size, topological
 from .lower import Fold
@@ -40,7 +41,7 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
         leaf = node("leaf", (), (name,), rows=of.rows, cols=of.cols, feature=of.feature, dtype="int")
         return fed.setdefault(Target(of, axis), leaf)
 
-    fields = [f for r in fold.reductions for f in (r.args[1:] if r.attrs[0] == "pick" else r.args)]
+    fields = [f for r in fold.reductions for f in (r.args[1:] if kind_of(r).gathers else r.args)]
     replace: dict[Expr, Expr] = {}
     for e in topological(fields):
         hot = hot_condition(e)[0] if e.op == "eq" else None
@@ -54,7 +55,7 @@ def moved(fold: Fold) -> tuple[Fold, tuple[Fed, ...]]:
     reductions = []
     for r in fold.reductions:
         kind, over, params = r.attrs
-        if kind == "pick":
+        if kind_of(r).gathers:
             args = (target(r.args[0], params[0]), *constructors.substitute(r.args[1:], replace))
         else:
             args = constructors.substitute(r.args, replace)

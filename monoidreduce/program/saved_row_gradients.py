@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ..reductions import make, outputs_of
 from .constructors import ONE, apply, substitute
 from .contract import contractions
 from .expression import Expr, index, node, result
 from .lower import Fold, lower
 from .normal_form import factors, number_factor
-from .reductions import KINDS, make
 from .reverse_mode import pull
 from .symbol import Symbol
 
@@ -102,7 +102,7 @@ def early(fold: Fold, asked: tuple[bool, ...]) -> Early | None:
 
 
 def _outputs(r: Expr) -> Sequence[Any]:
-    return KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])
+    return outputs_of(r)
 
 
 def _is_number(pick: Expr) -> bool:

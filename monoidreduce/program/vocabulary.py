@@ -13,11 +13,11 @@ import torch
 from ..algebra import Monoid, Scalar
 from ..algebra.probe import probe
 from ..errors import ArgumentError, TraceError, UnreducedError
+from ..reductions import make
 from . import constructors
 from .context import current_trace
 from .draws import gumbel
 from .expression import Expr, const, index, size
-from .reductions import make
 from .signature import checked
 from .symbol import Everywhere, Symbol, expr_of
 

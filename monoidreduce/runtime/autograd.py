@@ -25,8 +25,8 @@ from ..engines.common.saved_tensors import own, saved
 from ..engines.common.torch_code import script
 from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
-from ..program.reductions import KINDS
 from ..program.saved_row_gradients import Early, gradients
+from ..reductions import KINDS
 from . import autocast, forward_settings, saved_row_gradients, torch_operator
 from .forward_replay import Program
 from .frozen_pass import Pass, freezes

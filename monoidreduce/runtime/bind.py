@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..engines.common.batching import broadcast
 from ..engines.common.evaluate import Sizes
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, TopKError, shown
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
 from ..program.expression import Expr, topological
 from ..program.symbol import Symbol
+from ..reductions import kind_of
 
 _ALL = "all cols"  # of what is given per pair, where columns are divided and it is not
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -170,7 +171,6 @@ def check_sizes(outputs: tuple[Expr, ...], sizes: Sizes) -> None:
                 f'"{e.args[0].feature}", which has none',
                 fix="Give it at least one feature",
             )
-        if e.op == "reduce" and e.attrs[0] == "topk" and e.attrs[2][0] > sizes.of(e.attrs[1]):
-            raise TopKError(
-                k=e.attrs[2][0], size=sizes.of(e.attrs[1]), axis={"cols": "columns"}.get(e.attrs[1], "rows")
-            )
+        if e.op == "reduce":
+            axis = {"cols": "columns"}.get(e.attrs[1], "rows")
+            kind_of(e).check_length(e.attrs[2], sizes.of(e.attrs[1]), axis)

@@ -145,7 +145,7 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
                 _, _, outputs = gradient(fold.pure, fold.leaves, asked, (True,) * len(fold.outputs))
                 folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
     folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
-    bytes = max([own, *(panel.least(as_program(f), one, maker, kinds) for f in folds)])
+    bytes = max([own, *(panel.least_bytes(as_program(f), one, maker, kinds) for f in folds)])
     return BudgetError(given=error.details["given"], least=budget.shown(bytes), bytes=bytes)
 
 

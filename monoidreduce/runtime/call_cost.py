@@ -15,7 +15,7 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import matmul, torch_code
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import split_means, walks
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..errors import BudgetError, MonoidReduceError
 from ..plan import budget, candidates, communication, cost, device_rates
 from ..plan.cost import Cost, Part, Scheduled
@@ -23,6 +23,7 @@ from ..plan.op_counts import Case, count, joined
 from ..plan.schedule import Choice
 from ..program.expression import Expr, topological
 from ..program.lower import Lowered
+from ..reductions import kind_of
 from . import autograd, gradient_in_forward, kernel_memory_estimate, torch_memory_estimate
 from .dry_run import Noted, Rehearsal, rehearse
 
@@ -83,7 +84,7 @@ def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwar
 
 def _most(program: Lowered) -> int:
     """The most of an axis that a program asks for at once."""
-    return max([0, *(e.attrs[2][0] for e in topological(program.outputs) if e.op == "reduce" and e.attrs[0] == "topk")])
+    return max([0, *(kind_of(e).selected(e.attrs[2]) for e in topological(program.outputs) if e.op == "reduce")])
 
 
 def matrix(sizes: Sizes) -> int:
@@ -184,17 +185,17 @@ def _sent(noted: Noted, case: Case, mesh: tuple[int, int] | None, ranks: int) ->
 
 
 def of_total(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, maker: panel.Maker
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, maker: panel.StepClass
 ) -> Scheduled | None:
     """The sums of a program's numbers per row with their gradients from the same panels; None where it cannot be."""
     made = gradient_in_forward.planned(outputs, inputs, sizes, maker)
     if made is None:
         return None
-    program = split_means(made.program) if maker.splits else made.program
-    (walk,) = walks(program)
+    program = split_softmax_means(made.program) if maker.splits_softmax_means else made.program
+    (loop,) = split_into_loops(program)
     dtype = next((v.dtype for v in inputs.values() if isinstance(v, Tensor) and v.is_floating_point()), sizes.compute)
-    cases = [planner.bare(s.fold, dtype, sizes) for s in walk.stages]
-    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in walk.products)
+    cases = [planner.bare(s.fold, dtype, sizes) for s in loop.stages]
+    products = sum(2 * sizes.of(str(f.args[0].feature)) for f in loop.products)
     work = replace(joined([count(c) for c in cases]), products=products)
     case = replace(cases[0], tile=max(c.tile for c in cases))
     found = cost.panels(case, work, budget.limit(lambda: matmul.free_memory(sizes.device)))

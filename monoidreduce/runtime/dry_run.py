@@ -25,8 +25,9 @@ from ..engines.common import matmul
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.saved_tensors import private_graphs
 from ..plan.device_rates import Ceilings
-from ..plan.op_counts import PLAIN, SPECIAL
+from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
+from ..reductions import KINDS, kind_of
 from . import registry, torch_operator
 from .autograd import REHEARSAL
 from .live_memory import Alive
@@ -187,7 +188,7 @@ def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device)
     if device.type != "cuda" or narrow is None or fold.raised:
         return made
     tail = len(sizes.batch) + 1
-    sums = [r.attrs[0] in ("sum", "soft") and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
+    sums = [kind_of(r).sums_vectors and len(made[at][0]) > tail for at, (r, _) in enumerate(fold.outputs)]
     return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
@@ -201,7 +202,7 @@ def _exponentials(name: str, args: tuple) -> float:
 def _plain(name: str, tensors: Sequence[Tensor]) -> float:
     """How many plain operations a torch operation takes for each number; loops over few features are short ones."""
     if name.startswith(("argmax", "argmin", "topk", "sort")):
-        return PLAIN["best"]
+        return KINDS["best"].plain_ops
     short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
     return 5.0 if short else 1.0
 

@@ -22,7 +22,7 @@ from ..engines import panel
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes, from_layout
 from ..engines.common.torch_code import script
-from ..engines.panel.panel_program import split_means, walks
+from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
 from ..errors import NoGradientError
 from ..plan import budget, panel_layout
@@ -45,13 +45,13 @@ class _Context:
     numbers: dict[str, Any]
     sizes: Sizes
     engine: str
-    make: panel.Maker
+    make: panel.StepClass
     program: Total
     waiting: dict[str, Tensor] | None = field(default=None)
 
 
 def summed(
-    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.Maker
+    outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, engine: str, make: panel.StepClass
 ) -> list[Tensor] | None:
     """Σ over rows of each of a program's numbers per row; None where the ordinary road is the better one."""
     names = tuple(inputs_of(outputs))
@@ -76,7 +76,7 @@ class Road:
         names: tuple[str, ...],
         sizes: Sizes,
         engine: str,
-        make: panel.Maker,
+        make: panel.StepClass,
         otherwise: Callable[..., Any],
     ):
         self.outputs, self.names, self.sizes, self.engine, self.make = outputs, names, sizes, engine, make
@@ -118,20 +118,20 @@ class _Plan:
         room = budget.limit(lambda: matmul.free_memory(self.sizes.device))
         found = self.known.get(room)
         if found is None:
-            held = self.step.choose(room)
-            found = held is not None and held.pays(self.sizes.rows)
+            held = self.step.choose_layout(room)
+            found = held is not None and held.is_worthwhile(self.sizes.rows)
             if len(self.known) < _ROOMS:
                 self.known[room] = found
         return found
 
 
-def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> Total | None:
+def planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass) -> Total | None:
     """The program of sums and gradients, where there is one and it is the better road."""
     found = _planned(outputs, inputs, sizes, make)
     return found.program if found is not None and found.pays() else None
 
 
-def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.Maker) -> _Plan | None:
+def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes, make: panel.StepClass) -> _Plan | None:
     """The same, whatever the budget; only where products are wide enough to be worth keeping."""
     exprs = inputs_of(outputs)
     tensors = {n: inputs[n] for n in exprs if isinstance(inputs[n], Tensor)}
@@ -145,7 +145,7 @@ def _planned(outputs: tuple[Expr, ...], inputs: Mapping[str, Any], sizes: Sizes,
     if program is None:
         return None
     kinds = {v.dtype for n, v in tensors.items() if exprs[n].cols and exprs[n].feature is not None}
-    found = walks(split_means(program.program) if make.splits else program.program)
+    found = split_into_loops(split_softmax_means(program.program) if make.splits_softmax_means else program.program)
     products = [f for w in found for f in w.products]
     widest = max([0, *(sizes.of(str(f.args[0].feature)) for f in products)])
     if len(found) != 1 or widest <= panel_layout.NARROW:

@@ -23,9 +23,10 @@ from ..engines.common import matmul, tile_counter
 from ..engines.common.combine import combine
 from ..engines.common.evaluate import Form, Sizes, form
 from ..engines.common.label_gather import chunk_of
-from ..engines.panel.panel_program import Walk
+from ..engines.panel.panel_program import PanelLoop
 from ..engines.triton.kernels import split_combine, topk
 from ..engines.triton.panel import epilogue
+from ..engines.triton.panel.memory_plan import MemoryPlan
 from ..plan import budget, cost, tiles
 from ..plan.schedule import Choice
 from ..program.expression import Expr
@@ -156,22 +157,31 @@ def _rested(noted: Noted, run: Callable[[list[Any], Sizes], Any]) -> int:
     return alive.peak
 
 
+class _RestingPlan(MemoryPlan):
+    """A memory plan on tensors without numbers, whose GEMMs are those of the real device."""
+
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype], real: Sizes):
+        self.twin = MemoryPlan(loop, real, dtypes)
+        super().__init__(loop, sizes, dtypes)
+
+    def epilogue(self, shifted: bool) -> epilogue.EpilogueGemm | None:
+        return self.twin.epilogue(shifted)
+
+
 class _Resting(triton.KernelStep):
     """Does to panels without numbers what kernels would do to real ones; of panels that are alike, to one."""
 
     real: ClassVar[Sizes]
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        super().__init__(walk, sizes, kinds)
-        self.twin = triton.KernelStep(walk, self.real, kinds)
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.plan = _RestingPlan(loop, sizes, dtypes, self.real)
 
-    def _fused(self, moved: bool) -> epilogue.Epilogue | None:
-        return self.twin._fused(moved)
-
-    def walk_panels(self) -> Iterator[tuple[slice, slice]]:
+    def iterate_panels(self) -> Iterator[tuple[slice, slice]]:
         seen = set()
-        for rows, cols in super().walk_panels():
-            kind = (rows.stop - rows.start, cols.stop - cols.start, self.over, self.buffers is self.own)
+        for rows, cols in super().iterate_panels():
+            own = self.arena.panel is self.arena.own
+            kind = (rows.stop - rows.start, cols.stop - cols.start, self.directions, own)
             if kind not in seen:
                 seen.add(kind)
                 yield rows, cols

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ..engines.common.evaluate import Sizes
-from ..engines.panel.panel_program import as_program, walks
+from ..engines.panel.panel_program import as_program, split_into_loops
 from ..engines.triton.codegen import k_loop
 from ..engines.triton.codegen.kernel_spec import WIDEST, Unsupported
 from ..engines.triton.panel import epilogue
-from ..engines.triton.panel.arena import Room
+from ..engines.triton.panel.memory_plan import MemoryPlan
 from ..errors import NoGradientError
 from ..program.expression import Expr, topological
 from ..program.gradient import gradient
@@ -37,7 +37,7 @@ def marked(program: Lowered, asks: frozenset[str], sizes: Sizes) -> Lowered:
 
     ``asks``: the inputs whose gradients may be asked for; those of vectors may always be."""
     letters = {letter: sizes.of(letter) > WIDEST for p in program.passes for letter in p.fold.letters}
-    if not any(letters.values()) or not epilogue.on(sizes.device):
+    if not any(letters.values()) or not epilogue.is_fast_on(sizes.device):
         return program
     given = (asks, tuple(letters.items()), sizes.device, sizes.compute)
     return _told(program, tuple(_stays(p, *given) for p in program.passes))
@@ -68,9 +68,9 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
     try:
         *_, outputs = gradient(fold.pure, fold.leaves, wanted, (True,) * len(fold.outputs))
         passes = lower(tuple(e for e in outputs if e is not None)).passes
-        found = [walk for one in passes for walk in walks(as_program(one.fold))]
+        found = [loop for one in passes for loop in split_into_loops(as_program(one.fold))]
         sizes = Sizes(1, 1, (), features, device, compute)  # however many rows and columns
-        return len(found) == 1 and Room(found[0], sizes, {torch.bfloat16}).fuses()
+        return len(found) == 1 and MemoryPlan(found[0], sizes, {torch.bfloat16}).has_epilogue()
     except (NoGradientError, Unsupported):
         return False
 

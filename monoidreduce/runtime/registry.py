@@ -31,7 +31,7 @@ _triton = functools.partial(triton.run, fallback=eager.run)
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
     if panel.is_wide(fold, sizes) and triton.runs_on(sizes.device):
-        for run in (triton.run_k_loop_fold, functools.partial(panel.run, maker=triton.KernelStep)):
+        for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
             try:
                 return run(fold, leaves, sizes)
             except triton.Unsupported:  # of both: told, and run by the eager engine, below
@@ -50,7 +50,7 @@ def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
         return panel.run(fold, leaves, sizes)
 
 
-def stepper(engine: str, device: torch.device) -> panel.Maker:
+def stepper(engine: str, device: torch.device) -> panel.StepClass:
     """How an engine does things to a panel."""
     return triton.KernelStep if engine != "eager" and triton.runs_on(device) else panel.TorchStep
 

@@ -20,11 +20,12 @@ from ..engines.common import batching, matmul, tile_counter
 from ..engines.common.evaluate import Sizes, form
 from ..engines.eager import branch_and_bound, tile_walk
 from ..engines.eager.tile_code import Code
-from ..engines.panel.panel_program import Walk, as_program, walks
+from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..plan import budget, panel_layout, tiles
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 from . import torch_operator
 from .dry_run import Enlarged, Noted, Scale
 
@@ -87,7 +88,7 @@ def _by_distance(noted: Noted, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
     lists = {r: 0 for r in noted.fold.reductions}  # of the best: kept block by block, until all are joined
     for r, k in noted.fold.outputs:
         shape, dtype = form(r, k, sizes)
-        lists[r] += torch.Size(shape).numel() * dtype.itemsize if r.attrs[0] == "topk" else 0
+        lists[r] += torch.Size(shape).numel() * dtype.itemsize if kind_of(r).unsorted else 0
     return alive.peak + max(lists.values())
 
 
@@ -117,14 +118,14 @@ def _in_panels(noted: Noted, choice: Choice) -> int:
     return alive.peak
 
 
-def _panels(noted: Noted, sizes: Sizes, room: int) -> Iterator[tuple[panel_layout.Panels, tiles.Tiles, int]]:
-    """The panels, their tiles and the width of their rows, of every walk."""
-    for walk in walks(as_program(noted.fold)):
-        for each in (walk, *walk.apart()):
+def _panels(noted: Noted, sizes: Sizes, room: int) -> Iterator[tuple[panel_layout.PanelLayout, tiles.Tiles, int]]:
+    """The panels, their tiles and the width of their rows, of every loop."""
+    for loop in split_into_loops(as_program(noted.fold)):
+        for each in (loop, *loop.split_directions()):
             step = panel.TorchStep(each, sizes, _kinds(noted))
-            found = step.choose(_room(step, room))
+            found = step.choose_layout(_room(step, room))
             if found is not None:
-                yield found, step.cut(found), step.width(found)
+                yield found, step.cut_tiles(found), step.pitch(found)
 
 
 def _kinds(noted: Noted) -> set[torch.dtype]:
@@ -132,7 +133,7 @@ def _kinds(noted: Noted) -> set[torch.dtype]:
 
 
 def _room(step: panel.TorchStep, asked: int) -> int:
-    return asked or budget.limit(lambda: matmul.free_memory(_CPU), step.least())
+    return asked or budget.limit(lambda: matmul.free_memory(_CPU), step.least_bytes())
 
 
 class _Both(tile_walk.FoldCode):
@@ -152,12 +153,12 @@ class _SmallStep(panel.TorchStep):
     space: ClassVar[int]
     by: ClassVar[Scale]
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        super().__init__(walk, sizes, kinds)
-        self.twin = panel.TorchStep(walk, self.real, kinds)
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        super().__init__(loop, sizes, dtypes)
+        self.twin = panel.TorchStep(loop, self.real, dtypes)
 
-    def choose(self, room: int) -> panel_layout.Panels | None:
-        found = self.twin.choose(_room(self.twin, self.space))
+    def choose_layout(self, limit: int) -> panel_layout.PanelLayout | None:
+        found = self.twin.choose_layout(_room(self.twin, self.space))
         if found is None:
             return None
         self.found = found
@@ -166,11 +167,11 @@ class _SmallStep(panel.TorchStep):
     def code(self, fold: Fold, numbers: frozenset[Expr]) -> tile_walk.FoldCode:
         return _Both(fold, numbers)
 
-    def width(self, panel: panel_layout.Panels) -> int:
-        return self.by.down(self.twin.width(self.found))
+    def pitch(self, layout: panel_layout.PanelLayout) -> int:
+        return self.by.down(self.twin.pitch(self.found))
 
-    def cut(self, panel: panel_layout.Panels) -> tiles.Tiles:
-        found = self.twin.cut(self.found)
+    def cut_tiles(self, layout: panel_layout.PanelLayout) -> tiles.Tiles:
+        found = self.twin.cut_tiles(self.found)
         return tiles.Tiles(found.batch, self.by.down(found.rows), self.by.down(found.cols))
 
 

@@ -20,6 +20,7 @@ from ..engines.common.evaluate import Form, Sizes, form, pair_form
 from ..errors import EngineError
 from ..program.digest import digest
 from ..program.lower import Fold
+from ..reductions import kind_of
 from .registry import FOLDERS
 
 _SCHEMA = (
@@ -104,7 +105,7 @@ def _known(name: str) -> Fold:
 def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     """Shape and type of each of a fold's results."""
     return [
-        pair_form(leaves[fold.leaves.index(r.args[1])], sizes) if r.attrs[0] == "pair" else form(r, k, sizes)
+        pair_form(leaves[fold.leaves.index(r.args[1])], sizes) if kind_of(r).per_pair else form(r, k, sizes)
         for r, k in fold.outputs
     ]
 

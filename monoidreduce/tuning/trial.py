@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engines import triton
-from ..engines.common import matmul
+from ..engines.common import combine, matmul
 from ..engines.common.evaluate import Sizes
 from ..plan.schedule import Choice
 from ..program.expression import Expr
 from ..program.lower import Fold
+from ..reductions import kind_of
 
 Perform = Callable[[Choice, Fold, Sequence[Any], Sizes], list[Tensor]]
 FAR = 1.5  # what at first takes so many times as long as the best so far is not run often
@@ -90,15 +91,9 @@ def wrong(
 def settled(fold: Fold, results: Sequence[Tensor]) -> list[Tensor]:
     """The results of a fold that are the same by every plan.
 
-    A softmax's peak is each plan's own, a maximum or a guess of one by its first tile: what is the same is its sum with
-    the logarithm that was taken beside it.
+    A softmax's peak is each plan's own, a maximum or a guess of one by its first tile.
     """
-    found, place = list(results), {output: at for at, output in enumerate(fold.outputs)}
-    for (r, k), at in place.items():
-        if r.attrs[0] == "soft" and k == len(r.args) + 1:
-            logarithm = place[r, k - 1]
-            found[logarithm] = found[at] = results[logarithm] + results[at]
-    return found
+    return [t for r, own in combine.split(fold, list(results)) for t in kind_of(r).settled(own)]
 
 
 def differs(found: Sequence[Tensor], truth: Sequence[Tensor], limit: float) -> str:

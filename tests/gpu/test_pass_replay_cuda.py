@@ -1,4 +1,4 @@
-"""Frozen passes on a GPU: launched again by address, with what a backward needs in one allocation."""
+"""Replay of single passes on a GPU: relaunched by address, with all that a backward needs in one allocation."""
 
 import pytest
 import torch

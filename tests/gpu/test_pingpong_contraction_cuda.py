@@ -1,5 +1,5 @@
-"""Contractions by turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one, larger
-ones, and a head whose column gradients are added up over panels."""
+"""Ping-pong contraction kernels (Gluon) on a Hopper GPU: the simulator's cases, larger ones, and a vocabulary head
+whose column gradients are added up over panels."""
 
 import pytest
 import torch

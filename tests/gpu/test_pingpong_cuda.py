@@ -1,4 +1,4 @@
-"""Products by turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one, and larger.
+"""Ping-pong GEMM kernels (Gluon) on a Hopper GPU: the simulator's cases, and larger ones.
 
 ``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the sizes, so that twelve processes share the compiling.
 """
@@ -83,7 +83,7 @@ def test_weights_measured_from_a_guess(M, N, D, kernels):
 def test_weights_that_are_known(M, N, D, kernels):
     with mr.use(engine="triton"), mr.budget("2GB"):
         check_gradients(M, N, D, "cuda", total=False)
-    assert {"fold_over_cols", "write_known"} <= set(kernels)
+    assert {"fold_over_cols", "write_weights"} <= set(kernels)
 
 
 @pytest.mark.skipif(PART > 0, reason="another process has it")

@@ -1,4 +1,4 @@
-"""Column gradients by an instance of four warps (Gluon, on Hopper), where they are meant to run: the machine's cases.
+"""Column-gradient kernels of one warp group (Gluon) on a Hopper GPU: the simulator's cases.
 
 ``MONOIDREDUCE_TEST_SHARD=3/9`` runs a ninth of them, so that nine processes share the compiling.
 """

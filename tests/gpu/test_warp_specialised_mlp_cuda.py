@@ -1,4 +1,4 @@
-"""Kernels that groups of warps share (Gluon, on Hopper), where they are meant to run: the cases of the machine.
+"""Warp-specialised MLP kernels (Gluon) on a Hopper GPU: the simulator's cases.
 
 ``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the cases, so that twelve processes share the compiling.
 """

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 from monoidreduce.engines.triton.codegen import compiler, k_loop
 from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk
 from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
-from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, label_corrections, sparse_contraction
+from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, row_factor, sparse_contraction
 from monoidreduce.engines.triton.schedules import float32_split, pingpong
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
@@ -56,10 +56,10 @@ def exact_products(monkeypatch):
 
     written = (
         compiler.compile_fold,
-        epilogue_kernels.kernel,
-        epilogue.epilogue,
+        epilogue_kernels.write_kernel,
+        epilogue.fuse_epilogue,
         pingpong.kernel,
-        epilogue.pingpong_epilogue.kernel,
+        epilogue.pingpong_epilogue.write_kernel,
     )
     for one in written:
         one.cache_clear()
@@ -91,8 +91,8 @@ def by_address(monkeypatch):
         return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
     internals.replace_fixed_kernel_launch(monkeypatch, first)
-    small_ones = (sparse_contraction, float32_split, row_kernels, exponent_shift, topk, split_combine)
-    for kernels in (label_corrections._run, *(module._kernels for module in small_ones)):
+    small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk, split_combine)
+    for kernels in (module._kernels for module in small_ones):
         monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address

@@ -1,5 +1,4 @@
-"""Weights stowed in the memory of column gradients, in the interpreter: what is folded of rows, what is computed again,
-and what stands in their own columns all come out as if whole rows had been there."""
+"""Softmax weights kept in the memory of the column gradients: results and gradients are those of whole rows."""
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.plan import in_place_layout
 from tests.interpret.test_epilogue_kernels import (
     FAR,
     SMALL,
@@ -23,7 +21,9 @@ from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 ROWS = 10**6  # of which fewer are not worth a panel: there are none
-PLANS = SMALL | dict.fromkeys(("write_known", "write_guessed", "sum_guessed", "write_spare"), KernelPlan(64, 64, 4, 1))
+PLANS = SMALL | dict.fromkeys(
+    ("write_weights", "write_guessed", "sum_guessed", "recompute_rows"), KernelPlan(64, 64, 4, 1)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +31,23 @@ def used(monkeypatch, tmp_path_factory, exact_products):
     """Small tiles and panels; the kernels that were launched, and the plans of the panels."""
     found, plans = internals.watch_epilogue_kernels(monkeypatch), internals.watch_panels(monkeypatch)
     internals.use_epilogue_plans(monkeypatch, PLANS)
-    internals.set_panel_sizes(monkeypatch, FEW=ROWS, LONG=ROWS, ROUND=4, MOST=128)
-    for name, value in {"_ROUND": 64, "_LEAST": 4, "_MORE": 8}.items():
-        monkeypatch.setattr(in_place_layout, name, value)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=ROWS, MIN_ROWS_FLOAT32=ROWS, MULTIPLE=4, MAX_COLS=128)
+    internals.set_panel_sizes(monkeypatch, COL_MULTIPLE=64, MIN_COLS=4, OVERHEAD=8)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     return found, plans
 
 
-def stowed(used):
-    """The share of columns whose weights were stowed; all kernels were launched as often as the plan says."""
+def stored_share(used):
+    """The share of columns whose weights were stored; all kernels were launched as often as the plan says."""
     names, (panel,) = used
-    plan = panel.tail
-    cols = max(turn.last for turn in plan.turns)
-    expected = dict(guess_peaks=1, sum_guessed=1, close_rows=1, weigh_own=1, match_own=1)
-    expected |= dict.fromkeys(("write_guessed", "write_spare"), len(plan.stowed)) | {"write_known": len(plan.turns)}
+    plan = panel.in_place
+    cols = max(one.last for one in plan.panels)
+    expected = dict(guess_maxima=1, sum_guessed=1, finish_rows=1, weigh_labels=1, multiply_labels=1)
+    expected |= dict.fromkeys(("write_guessed", "recompute_rows"), len(plan.stored)) | {
+        "write_weights": len(plan.panels)
+    }
     assert {name: names.count(name) for name in names} == expected
-    return plan.stowed[-1].last / cols
+    return plan.stored[-1].last / cols
 
 
 SIZES = {
@@ -62,7 +63,7 @@ def test_heads(name, peaked, seed, used):
     x, w, target = vectors(rows, cols, features, peaked)
     bias = torch.randn(cols).bfloat16()
     got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), limit)
-    assert least < stowed(used) < 1
+    assert least < stored_share(used) < 1
     compared(got, plain_head(target, bias), (x, w))
 
 
@@ -71,7 +72,7 @@ def test_labels_that_are_shared_ignored_or_nowhere(seed, used):
     target[:9], target[9], target[10], target[11:14] = 7, -100, 700, 699
     bias = torch.zeros(700).bfloat16()
     got = pulled(lambda x, w: head.total(x, w, target, bias), (x, w), 4000)
-    assert stowed(used)
+    assert stored_share(used)
     seen = (target >= 0) & (target < 700)
 
     def plain(x, w):
@@ -85,7 +86,7 @@ def test_labels_that_are_shared_ignored_or_nowhere(seed, used):
 def test_the_label_is_the_row(seed, used):
     x, w, _ = vectors(40, 700, 264)
     got = pulled(own_index.total, (x, w), 4000)
-    assert stowed(used)
+    assert stored_share(used)
     compared(got, lambda x, w: F.cross_entropy((x @ w.mT).double(), torch.arange(40), reduction="sum"), (x, w))
 
 
@@ -99,7 +100,7 @@ def test_a_weight_of_each_row(seed, used):
     x, w, target = vectors(40, 700, 264)
     share = (torch.arange(40) / 32).bfloat16()  # of the first row nothing counts
     got = pulled(lambda x, w: shared.total(x, w, target, share), (x, w), 4000)
-    assert stowed(used)
+    assert stored_share(used)
     wide = lambda x, w: (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32))
     compared(got, lambda x, w: (F.cross_entropy(wide(x, w), target, reduction="none") * share).sum(), (x, w))
 
@@ -108,32 +109,32 @@ def test_gradients_of_columns_alone(seed, used):
     x, w, target = vectors(40, 700, 264)
     bias = torch.randn(700).bfloat16()
     got = pulled(lambda w: head.total(x, w, target, bias), (w,), 4000)
-    assert stowed(used)
+    assert stored_share(used)
     compared(got, lambda w: plain_head(target, bias)(x.to(w.dtype), w), (w,))
 
 
 @pytest.mark.parametrize("name", ["rising", "late", "nan", "inf"])
 def test_guesses_that_were_no_good(name, seed, used, monkeypatch):
-    """Rows are written again, in all panels: the same as where the vendor's product is swept."""
+    """Rows are written again, in all panels: the same as where the vendor's product goes through the row kernel."""
     x, w, target = vectors(20, 720, 264)
     bias = FAR[name].repeat_interleave(9).bfloat16()
     function = lambda x, w: head.total(x, w, target, bias)
     got = pulled(function, (x, w), 4000)
-    assert stowed(used)
+    assert stored_share(used)
     internals.pretend_device(monkeypatch, epilogue=False)
-    internals.set_panel_sizes(monkeypatch, FEW=4)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=4)
     expected = pulled(function, (x, w), "10MB")
     alike(got, expected)
 
 
 def test_a_second_backward(seed, used):
-    """What was stowed is given away once; a second backward recomputes the pairs."""
+    """What was stored is given away once; a second backward recomputes the pairs."""
     x, w, target = vectors(24, 700, 264)
     given = [x.requires_grad_(), w.requires_grad_()]
     with mr.use(engine="triton"), mr.budget(4000):
         value = head.total(*given, target, torch.zeros(700).bfloat16())
         one, other = (torch.autograd.grad(value * 0.3, given, retain_graph=True) for _ in range(2))
-    assert used[1][0].tail.stowed and not used[1][-1].tail.stowed
+    assert used[1][0].in_place.stored and not used[1][-1].in_place.stored
     for a, b in zip(one, other, strict=True):
         assert torch.linalg.vector_norm(a.float() - b.float()) <= 0.006 * torch.linalg.vector_norm(a.float())
 
@@ -166,4 +167,4 @@ def test_where_it_is_of_no_use(op, rows, seed, used, monkeypatch):
     with pytest.raises(Begun) as found:
         pulled(lambda x, w: op.total(x, w, target), (x, w), 40_000 if rows == 700 else 4000)
     panel = found.value.args[0]
-    assert bool(panel.tail and panel.tail.stowed) == (op is labelled and rows == 24)
+    assert bool(panel.in_place and panel.in_place.stored) == (op is labelled and rows == 24)

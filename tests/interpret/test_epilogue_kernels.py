@@ -1,4 +1,5 @@
-"""Products that write weights, in the interpreter: known ones, guessed ones, and guesses that were no good."""
+"""GEMMs whose epilogue writes softmax weights, in the interpreter: with a known maximum, with a guessed one, and with
+a guess that was too low."""
 
 import math
 
@@ -7,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import parallel_compile
 from monoidreduce.engines.triton.panel import row_factor
-from monoidreduce.engines.triton.panel.fuse_stages import groups, joint
-from monoidreduce.engines.triton.panel.label_corrections import Rest
+from monoidreduce.engines.triton.panel.fuse_stages import fuse_stages, group_stages
+from monoidreduce.engines.triton.panel.row_factor import RowCorrections
 from monoidreduce.plan import panel_layout as panels
 from monoidreduce.program.constructors import ZERO, apply
 from monoidreduce.program.expression import index, node, topological
@@ -23,15 +24,15 @@ from tests.support import internals
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
 SMALL = {
-    "write_known": KernelPlan(16, 32, 4, 1),
-    "write_spare": KernelPlan(16, 16, 4, 1),
-    "guess_peaks": KernelPlan(16, 16, 4, 1),
-    "pick_own": KernelPlan(1, 64, 4, 1),
-    "match_own": KernelPlan(16, 16, 4, 1),
-    "weigh_own": KernelPlan(16, 16, 4, 1),
+    "write_weights": KernelPlan(16, 32, 4, 1),
+    "recompute_rows": KernelPlan(16, 16, 4, 1),
+    "guess_maxima": KernelPlan(16, 16, 4, 1),
+    "gather_label_logits": KernelPlan(1, 64, 4, 1),
+    "multiply_labels": KernelPlan(16, 16, 4, 1),
+    "weigh_labels": KernelPlan(16, 16, 4, 1),
     "write_guessed": KernelPlan(16, 32, 4, 1),
     "sum_guessed": KernelPlan(16, 32, 4, 1),
-    "close_rows": KernelPlan(16, 16, 4, 1),
+    "finish_rows": KernelPlan(16, 16, 4, 1),
 }
 
 
@@ -39,7 +40,7 @@ SMALL = {
 def used(monkeypatch, tmp_path_factory, exact_products):
     """These products stand in for the vendor's, in small tiles; the kernels that were launched."""
     internals.use_epilogue_plans(monkeypatch, SMALL)
-    internals.set_panel_sizes(monkeypatch, FEW=4, ROUND=4)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=4, MULTIPLE=4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     return internals.watch_epilogue_kernels(monkeypatch)
 
@@ -100,7 +101,7 @@ def plain_head(target, bias):
     return loss
 
 
-GUESSED = ["guess_peaks", "write_guessed", "pick_own", "close_rows", "write_spare"]
+GUESSED = ["guess_maxima", "write_guessed", "gather_label_logits", "finish_rows", "recompute_rows"]
 
 
 def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkeypatch):
@@ -112,10 +113,12 @@ def test_a_first_panel_is_looked_at_and_nothing_is_left_of_it(seed, used, monkey
     panels = len(used) // len(GUESSED)
     assert panels > 1
     used.clear()
-    added, add = [], Rest.add
+    added, add = [], RowCorrections.add_label_terms
     internals.compile_in_parallel(monkeypatch)
     monkeypatch.setattr(
-        Rest, "add", lambda *given: added.append(parallel_compile._waiting.get() is not None) or add(*given)
+        RowCorrections,
+        "add_label_terms",
+        lambda *given: added.append(parallel_compile._waiting.get() is not None) or add(*given),
     )
     found = pulled(loss, (x, w), limit)
     assert used == GUESSED * (panels + 1)
@@ -204,7 +207,7 @@ def test_known_weights_in_a_few_bytes(seed, used):
     bias = torch.randn(500).bfloat16()
     shares = torch.arange(20) / 10
     got = pulled(lambda x, w: (head(x, w, target, bias) * shares).sum(), (x, w), 4000)
-    assert used and set(used) == {"write_known"}
+    assert used and set(used) == {"write_weights"}
 
     def plain(x, w):
         s = (x @ w.mT).to(torch.promote_types(x.dtype, torch.float32)) * 0.7 + bias
@@ -216,7 +219,7 @@ def test_known_weights_in_a_few_bytes(seed, used):
 @pytest.fixture
 def recomputed(monkeypatch):
     """No rows are few enough to keep their pairs."""
-    internals.set_panel_sizes(monkeypatch, FEW=10**6)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=10**6)
 
 
 def weighed(x, w, target, bias, limit):
@@ -236,7 +239,7 @@ def test_known_labels_by_themselves(peaked, seed, used, recomputed):
     x, w, target = vectors(24, 500, 264, peaked)
     target[:5] = 7
     got, plain = weighed(x, w, target, torch.randn(500).bfloat16(), "20KB")
-    assert used[0] == "weigh_own" and used.count("weigh_own") == 1 and used.count("write_known") > 1
+    assert used[0] == "weigh_labels" and used.count("weigh_labels") == 1 and used.count("write_weights") > 1
     compared(got, plain, (x, w))
 
 
@@ -245,7 +248,7 @@ def test_known_labels_that_are_ignored_or_nowhere(seed, used, recomputed):
     target[:5], target[5:9], shares = -100, 500, torch.arange(24) / 10
     bias = torch.zeros(500).bfloat16()
     got = pulled(lambda x, w: (head(x, w, target, bias) * shares).sum(), (x, w), "20KB")
-    assert used.count("weigh_own") == 1
+    assert used.count("weigh_labels") == 1
     seen = (target >= 0) & (target < 500)
 
     def plain(x, w):
@@ -268,8 +271,8 @@ def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatc
     """What outweighs the rest is rounded once however many blocks there are, and the rest once a block."""
     rows, cols, plan = BLOCKS[name]
     firsts = [0, *(last for last, _, _ in plan)]
-    found = tuple(panels.Block(first, *own) for first, own in zip(firsts, plan, strict=False))
-    given = panels.Panels(max(b.rows for b in found), min(b.cols for b in found), outer="rows", blocks=found)
+    found = tuple(panels.RowBlock(first, *own) for first, own in zip(firsts, plan, strict=False))
+    given = panels.PanelLayout(max(b.rows for b in found), min(b.cols for b in found), outer="rows", blocks=found)
     internals.replace_row_blocks(monkeypatch, lambda choose, *how: given)
     x, w, _ = vectors(rows, cols, 264)
     loss = lambda x, w: own_index(x, w).sum()
@@ -277,7 +280,7 @@ def test_known_labels_of_blocks_of_rows(name, seed, used, recomputed, monkeypatc
     used.clear()
     cut = pulled(loss, (x, w), "6KB")
     met = [-(-(b.last - b.first) // b.rows) * -(-cols // b.cols) for b in found]
-    assert used.count("weigh_own") == len(found) and used.count("write_known") == sum(met)
+    assert used.count("weigh_labels") == len(found) and used.count("write_weights") == sum(met)
     exact = [v.double().requires_grad_() for v in (x, w)]
     s = exact[0] @ exact[1].mT
     truth = torch.autograd.grad((s.logsumexp(1).sum() - s.diagonal().sum()) * 0.3, exact)
@@ -308,12 +311,12 @@ def test_what_is_taken_apart():
     def found(op, *args):
         outputs = op._prepare(args, {})[0].outputs
         inputs = inputs_of(outputs)
-        (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
-        return row_factor.late(joint(walk, groups(walk)[0], False))
+        (loop,) = split_into_loops(total(outputs, (inputs["x"], inputs["w"])).program)
+        return row_factor.split_row_factor(fuse_stages(loop, group_stages(loop)[0], False))
 
     apart = found(head, x, w, t, b)
-    assert apart is not None and apart.hit is not None and not row_factor.distinct(apart.target)
-    assert not apart.late.cols and apart.early.op != "const"
+    assert apart is not None and apart.label_weight is not None and not row_factor.has_distinct_labels(apart.label)
+    assert not apart.factor.cols and apart.pair_weight.op != "const"
     assert found(smooth, x, w, t) is None
     assert found(capped, x, w, t) is None
 
@@ -325,7 +328,10 @@ def test_a_weight_without_its_own_column():
     s = node("leaf", (), ("s",), rows=True, cols=True, feature=None, dtype="float")
     hits = [apply("where", apply("eq", col, t), number, ZERO) for t in here]
     weight = apply("mul", apply("sub", apply("exp", s), hits[0]), number)
-    others, own = row_factor.apart(weight)
-    assert own.weight is weight and own.target is here[0]
+    others, own = row_factor.split_label_column(weight)
+    assert own.weight is weight and own.label is here[0]
     assert others.op == "where" and hits[0] not in topological([others])
-    assert row_factor.apart(apply("exp", s)) is None and row_factor.apart(apply("sub", weight, hits[1])) is None
+    assert (
+        row_factor.split_label_column(apply("exp", s)) is None
+        and row_factor.split_label_column(apply("sub", weight, hits[1])) is None
+    )

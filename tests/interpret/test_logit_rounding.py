@@ -1,4 +1,4 @@
-"""Products that are not rounded: whose they are, and that whoever runs a gradient sees the forward's own logits."""
+"""Logits that are not rounded to 16 bits: which folds keep them, and that every backward sees the forward's logits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.support.logit_rounding_cases import compare, head, made, ours, plain,
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::monoidreduce.errors.FallbackWarning")
 
-SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1)) | {"pick_own": KernelPlan(1, 64, 4, 1)}
+SMALL = dict.fromkeys(epilogue.PLANS, KernelPlan(16, 32, 4, 1)) | {"gather_label_logits": KernelPlan(1, 64, 4, 1)}
 
 
 @mr.op
@@ -46,7 +46,7 @@ def hopper(monkeypatch, tmp_path_factory, exact_products):
     """Generated products stand in for the vendor's, in small tiles."""
     internals.use_epilogue_plans(monkeypatch, SMALL)
     internals.forget_launches(monkeypatch)
-    internals.set_panel_sizes(monkeypatch, ROUND=4)
+    internals.set_panel_sizes(monkeypatch, MULTIPLE=4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
         one._plans.kept.clear()
@@ -56,7 +56,7 @@ def hopper(monkeypatch, tmp_path_factory, exact_products):
 @pytest.fixture
 def steps(monkeypatch):
     """The types of the pairs of all panels that are held."""
-    return internals.watch_panels(monkeypatch, lambda step, panel: step.pairs)
+    return internals.watch_panels(monkeypatch, lambda step, layout: step.plan.pair_dtype)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_columns_in_chunks():
 
 def test_panels_in_torch_hold_float32_too(monkeypatch):
     monkeypatch.setattr(matmul, "raise_16bit", lambda device, dtype: False)
-    seen = internals.watch_panels(monkeypatch, lambda step, panel: step.kind, kernels=False)
+    seen = internals.watch_panels(monkeypatch, lambda step, layout: step.pair_dtype, kernels=False)
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})
     for program in (

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce.engines import triton
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import walks
+from monoidreduce.engines.panel.panel_program import split_into_loops
 from monoidreduce.engines.triton import KernelPlan, KernelStep
 from monoidreduce.engines.triton.kernels import elementwise
-from monoidreduce.engines.triton.panel.lent_memory import Lent
+from monoidreduce.engines.triton.panel.arena import BorrowedTotals
 from monoidreduce.errors import EngineError, FallbackWarning
 from monoidreduce.plan import panel_layout
 from monoidreduce.program.loss_and_gradient import total
@@ -27,7 +27,7 @@ PLANS = {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory):
-    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=4, ROUND=4, SMALLEST=4)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=4, MULTIPLE=4, MIN_SIDE=4)
     internals.use_row_kernel_plans(monkeypatch, PLANS)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
 
@@ -112,16 +112,16 @@ def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, see
 
 def test_column_totals_are_kept_in_float32_where_panels_are_many(monkeypatch):
     """bfloat16 totals of few panels are kept as they are; of more they wait in float32, where there is room."""
-    internals.set_panel_sizes(monkeypatch, ADDS=2)
+    internals.set_panel_sizes(monkeypatch, MAX_ROUNDINGS=2)
     args = (torch.zeros(40, 2), torch.zeros(60, 2), torch.zeros(40).long(), torch.zeros(60))
     outputs = loss._prepare(args, {})[0].outputs
     inputs = inputs_of(outputs)
-    (walk,) = walks(total(outputs, (inputs["x"], inputs["w"])).program)
+    (loop,) = split_into_loops(total(outputs, (inputs["x"], inputs["w"])).program)
     sizes = Sizes(40, 60, (), {"d": 2}, torch.device("cpu"), torch.float32)
-    step = KernelStep(walk, sizes, {torch.bfloat16})
-    assert step.choose(20 * 60 * 2) == panel_layout.Panels(20, 60)
-    assert step.choose(8 * 60 * 2 + 60 * 2 * 4) == panel_layout.Panels(8, 60, wide=True)
-    assert step.choose(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
+    step = KernelStep(loop, sizes, {torch.bfloat16})
+    assert step.choose_layout(20 * 60 * 2) == panel_layout.PanelLayout(20, 60)
+    assert step.choose_layout(8 * 60 * 2 + 60 * 2 * 4) == panel_layout.PanelLayout(8, 60, float32_totals=True)
+    assert step.choose_layout(3 * 60 * 2) is None  # no room for both: the pairs are computed again instead
 
 
 def test_wide_features_do_not_fall_back(seed, recwarn, used, monkeypatch):
@@ -161,7 +161,7 @@ def test_what_is_not_written_yet_holds_the_rest(rows, cols, limit, lent, apart, 
         value = sum_of_rows(*given, target)
     with mr.use(engine="panel"), mr.budget(limit):
         grads = torch.autograd.grad(value * 0.3, given)
-    plan = used[-1].tail
+    plan = used[-1].in_place
     assert plan is not None and (plan.lent, plan.totals is None) == (lent, apart)
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain_sum, cast(args, torch.float64), target)
@@ -178,7 +178,7 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
     with mr.use(engine="panel"), mr.budget(399):
         grads = torch.autograd.grad(value * 0.3, given)
     found = used[-1].blocks
-    assert 1 < len(found) <= panel_layout.BLOCKS and found[-1].last == 40
+    assert 1 < len(found) <= panel_layout.PREFERRED_BLOCKS and found[-1].last == 40
     assert max(b.rows * b.cols * 2 for b in found) <= 399
     got = Result({"value": value.detach()}, {f"gradient {k}": g for k, g in enumerate(grads)})
     truth = pulled(plain, cast(args, torch.float64), target)
@@ -187,9 +187,9 @@ def test_blocks_of_rows_where_column_gradients_are_small(used, seed):
 
 def test_blocks_of_rows_that_lend_nothing_keep_the_budget_too(used, seed, monkeypatch):
     """Where small tiles are looked for, in whole panels, the totals of a block lie apart, and are counted."""
-    made, zeros = [], Lent.zeros
+    made, zeros = [], BorrowedTotals.allocate
     monkeypatch.setattr(
-        Lent, "zeros", lambda own, count, lent, *how: made.append(lent) or zeros(own, count, lent, *how)
+        BorrowedTotals, "allocate", lambda own, count, lent, *how: made.append(lent) or zeros(own, count, lent, *how)
     )
     x, w = (torch.randn(40, 4).bfloat16().requires_grad_() for _ in range(2))
     with mr.use(engine="panel"), mr.skip_below(2**-40):

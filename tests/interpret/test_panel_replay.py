@@ -1,4 +1,4 @@
-"""Walks over panels as they were written down: the same launches, bit for bit the same numbers, no more memory."""
+"""Replay of panel programs: the same launches, bit for bit the same numbers, no more memory."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder
 from monoidreduce.engines.triton.launch import operation_replay as reel
 from monoidreduce.engines.triton.panel import panel_replay
-from monoidreduce.plan import budget, panel_layout, row_blocks
+from monoidreduce.plan import budget, panel_layout
 from monoidreduce.runtime.live_memory import Alive
 from tests.interpret.test_epilogue_kernels import SMALL
 from tests.support import internals
@@ -31,7 +31,7 @@ def both_ways(x: mr.Row["d"], y: mr.Col["d"], scale: float):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path_factory, exact_products):
     """Few features are wide, tiles are small, and products may write weights."""
-    internals.set_panel_sizes(monkeypatch, FEW=4, ROUND=4, SMALLEST=4)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=4, MULTIPLE=4, MIN_SIDE=4)
     internals.use_epilogue_plans(monkeypatch, SMALL)
     internals.use_row_kernel_plans(monkeypatch, {"cols": KernelPlan(8, 16, 4, 1), "rows": KernelPlan(32, 16, 4, 1)})
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
@@ -96,15 +96,14 @@ def test_the_same_launches_and_the_same_numbers(op, rows, cols, features, dtype,
 
 def test_totals_in_the_memory_of_gradients_are_written_down(ran, monkeypatch):
     """Blocks of rows, whose totals lie in their gradients and those of later rows."""
-    internals.set_panel_sizes(monkeypatch, FEW=128)
-    monkeypatch.setattr(row_blocks, "MORE", 16)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=128, OVERHEAD=16)
     used = []
     internals.replace_row_blocks(monkeypatch, lambda choose, *given: used.append(choose(*given)) or used[-1])
     run = lambda seed: pulled(own_index, vectors(160, 160, 264, seed=seed), 30_000, 0.7)
     run(0), run(1)
     assert not ran
     assert_equal(run(2), walked(monkeypatch, lambda: run(2)))
-    assert ran and 1 < len(used[0].blocks) < panel_layout.ADDS and used[0].cols < 160
+    assert ran and 1 < len(used[0].blocks) < panel_layout.MAX_ROUNDINGS and used[0].cols < 160
 
 
 def assert_equal(got, wanted):

@@ -56,11 +56,11 @@ def test_every_kernel_is_compiled_once_and_launched_in_its_order(layer):
 def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there():
     first, _ = together("head")
     assert set(done("compile", first, "compiling")) == {
-        "guess_peaks",
+        "guess_maxima",
         "write_guessed",
-        "pick_own",
-        "close_rows",
-        "write_spare",
+        "gather_label_logits",
+        "finish_rows",
+        "recompute_rows",
         "scale_rows",
         "complete_rows",
         "add_labels",
@@ -70,7 +70,7 @@ def test_the_kernels_around_a_product_are_compiled_in_threads_and_loaded_there()
 def test_a_kernel_that_cannot_be_compiled_is_met_by_its_launch():
     events, error = heard("head:write_spare")["head:write_spare"]
     assert error == "write_spare is broken"
-    assert [where for did, name, where in events if (did, name) == ("compile", "write_spare")] == [
+    assert [where for did, name, where in events if (did, name) == ("compile", "recompute_rows")] == [
         "compiling",
         "MainThread",
     ]

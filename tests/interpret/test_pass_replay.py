@@ -1,4 +1,4 @@
-"""Frozen passes: the same results as by the engine's own road, found again only for calls of the same kind."""
+"""Replay of single passes: the results of the uncached path, and reuse only for calls of the same kind."""
 
 import threading
 

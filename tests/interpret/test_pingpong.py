@@ -77,14 +77,14 @@ def test_weights_measured_from_a_guess(N, size, columns, seen):
 def test_weights_that_are_known(columns, seen):
     with use_plan(by_turns()):
         check_gradients(256, 130, 264, total=False)
-    assert [call.kernel.name for call in seen] == ["fold_over_cols", "write_known"]
+    assert [call.kernel.name for call in seen] == ["fold_over_cols", "write_weights"]
     assert seen[1].plan.block_folded == columns
 
 
 def test_labels_are_left_out_of_tiles_that_hold_them(columns, seen):
     with mr.budget(256 * 264 * 3), use_plan(by_turns()):
         check_gradients(256, 1000, 264)
-    written = [call for call in seen if call.kernel.name == "write_known"]
+    written = [call for call in seen if call.kernel.name == "write_weights"]
     assert written and all("if met:" in call.kernel.text for call in written)
     assert {call.plan.block_folded for call in written} == {columns}
 
@@ -134,9 +134,9 @@ def test_which_folds_have_wide_tiles(op, D, version, wide, monkeypatch):
 def test_which_weights_have_wide_tiles(D, version, columns, monkeypatch):
     """By the compiler's schedule where a later Triton would spill, and narrow ones read too much."""
     internals.pretend_triton_version(monkeypatch, version)
-    epilogue.epilogue.cache_clear()  # what was ready for another Triton
+    epilogue.fuse_epilogue.cache_clear()  # what was ready for another Triton
     label = torch.zeros(256, dtype=torch.int64)
-    for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_known")):
+    for op, name in ((head.total, "write_guessed"), (lambda *given: head(*given).sum(), "write_weights")):
         found = calls(Case("any", op, lambda t: (*vectors(t, (256, 512), D), label)), 90)
         (call,) = [call for call in found if call.kernel.name == name]
         assert (call.plan.block_folded if call.kernel.staged else None) == columns

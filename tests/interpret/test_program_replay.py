@@ -1,4 +1,4 @@
-"""Programs replayed as tapes of launches: the same results and gradients, whatever is asked and however tensors lie."""
+"""Replay of whole programs: the same results and gradients, for any gradients asked for and any strides."""
 
 import gc
 import weakref

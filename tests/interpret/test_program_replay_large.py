@@ -1,4 +1,4 @@
-"""Tapes of problems whose kernels are those of many pairs in 16 bits: tiles passed over, shifts made before.
+"""Replay of programs with the kernels for many 16-bit pairs: skipped tiles, and exponent shifts computed beforehand.
 
 What is found from leaves at every launch must follow them: other windows, other documents in the same tensor.
 """

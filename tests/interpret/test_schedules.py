@@ -1,6 +1,5 @@
-"""What the Triton engine does with the same program in different circumstances: split walks, guessed maxima, tensor
-descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with
-small tiles."""
+"""One program under different schedules: split columns, guessed maxima, tensor descriptors, top-k, label gathers, and
+launches that are prepared once. In the interpreter, with small tiles."""
 
 import math
 import re
@@ -15,9 +14,10 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import compiler, reductions
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
+from monoidreduce.reductions import softmax
 from monoidreduce.runtime import registry, torch_operator
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, run
@@ -167,8 +167,8 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     """Where later logits are far above those of the first tile, the guess is given up: here 15 powers of two, since
     the interpreter gets bfloat16 wrong and float16 ends there."""
     internals.guess_maximum_for(monkeypatch, torch.float16)
-    monkeypatch.setattr(reductions, "_MOST", 2.0**14)
-    monkeypatch.setattr(reductions, "_ABOVE", 0)
+    monkeypatch.setattr(softmax, "_MOST", 2.0**14)
+    monkeypatch.setattr(softmax, "_ABOVE", 0)
     internals.forget_launches(monkeypatch)
     compiler.compile_fold.cache_clear()
     gen = torch.Generator().manual_seed(5)

@@ -53,7 +53,7 @@ def test_contractions_skip_what_is_small(dtype, size, add):
     rows, cols, width = size
     w, exact = weights(rows, cols, dtype, 5), None
     exact, count = kept_of(w.double())
-    contract = sparse_contraction.Contract()
+    contract = sparse_contraction.PanelContraction()
     with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
         for over, folded, kept in (("cols", cols, rows), ("rows", rows, cols)):
             vectors = torch.randn(folded, width).to(dtype)
@@ -66,9 +66,9 @@ def test_contractions_skip_what_is_small(dtype, size, add):
 
 
 def test_without_asking_the_vendor_multiplies(monkeypatch):
-    monkeypatch.setattr(sparse_contraction, "_contract", None)
+    monkeypatch.setattr(sparse_contraction, "_contract_kept_tiles", None)
     w, vectors, out = weights(20, 30, torch.float32), torch.randn(30, 4), torch.empty(20, 4)
-    sparse_contraction.Contract()(out, w, vectors, "cols", False)
+    sparse_contraction.PanelContraction()(out, w, vectors, "cols", False)
     torch.testing.assert_close(out, w @ vectors)
 
 
@@ -78,14 +78,14 @@ def test_nan_and_infinity_are_kept():
         w[3, 20] = value
         with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
             out = torch.empty(32, 4)
-            sparse_contraction.Contract()(out, w, torch.ones(48, 4), "cols", False)
+            sparse_contraction.PanelContraction()(out, w, torch.ones(48, 4), "cols", False)
         assert (skipped.kept == 1.0) == everything and not out[3].isfinite().any() and out[16:].isfinite().all()
 
 
 @pytest.mark.parametrize("limit", ["60kB", "2MB"])
 def test_a_loss_in_panels(limit, monkeypatch):
     """The same tiles, and so the same gradients, as the tiles of torch on one panel; in many, within the bound."""
-    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=4, ROUND=4, SMALLEST=4)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=4, MULTIPLE=4, MIN_SIDE=4)
     torch.manual_seed(0)
     w, target = torch.randn(70, 12), torch.randint(70, (40,))
     x = (w[target] * 1.5 + 0.2 * torch.randn(40, 12)).requires_grad_()

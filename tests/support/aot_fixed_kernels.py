@@ -14,6 +14,7 @@ from unittest import mock
 from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
 from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
+from monoidreduce.reductions.kernel_lines import split_blocks
 from tests.support.aot_compile import _assembled, _counted
 
 STRIPS = dict.fromkeys(("stride", "strips", "k", "whole", "width"), "i32") | {"maxima": "*fp32", "spare": "*i32"}
@@ -35,7 +36,7 @@ CASES = [
         split_combine._TEXT,
         "unite_sum",
         {"out": "*bf16", "x": "*fp32", "parts": "i32", "rows": "i32"},
-        split_combine._block(1024),
+        split_blocks(1024),
         4,
     ),
     (

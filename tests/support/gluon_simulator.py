@@ -1,4 +1,4 @@
-"""A machine on which staged kernels run without a GPU: partitions are threads, barriers block, products are lazy.
+"""Runs warp-specialised Gluon kernels on the CPU: partitions are threads, barriers block, MMAs are lazy.
 
 It knows the words that such kernels use, and no layouts. A product is computed as late as its wait allows, so that a
 block that was given back too early shows as a wrong result; a wait that nobody ends raises.

@@ -21,9 +21,15 @@ Patch = pytest.MonkeyPatch
 Around = Callable[..., Any]
 
 
+def _set(patch: Patch, target: str, value: Any) -> None:
+    """Set an attribute by its full name. Modules are imported: a function may have the name of a package beside it."""
+    owner, _, name = target.rpartition(".")
+    patch.setattr(pkgutil.resolve_name(owner), name, value)
+
+
 def _wrap(patch: Patch, target: str, around: Around) -> None:
     real = pkgutil.resolve_name(target)
-    patch.setattr(target, lambda *args, **kwargs: around(real, *args, **kwargs))
+    _set(patch, target, lambda *args, **kwargs: around(real, *args, **kwargs))
 
 
 def _collect(patch: Patch, target: str, of: Callable[..., Any]) -> list:
@@ -86,7 +92,7 @@ def pretend_device(
     family of GPUs. None leaves a property as it is."""
     targets = {
         "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
-        "monoidreduce.engines.triton.panel.epilogue.on": epilogue,
+        "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
         "monoidreduce.engines.triton.schedules.attention.on": warp_specialised,
         "monoidreduce.engines.triton.schedules.float32_split.on": float32_split,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
@@ -148,15 +154,15 @@ def guess_maximum_for(patch: Patch, *dtypes: Any) -> None:
 
 
 def set_panel_sizes(patch: Patch, **sizes: int) -> None:
-    """Constants of the panel layout by name (``NARROW``, ``FEW``, ``ROUND``, ...): small ones let small problems have
-    many ragged panels."""
+    """Constants of the panel layout by name (``NARROW``, ``MIN_ROWS``, ``MULTIPLE``, ...): small ones let small
+    problems have many ragged panels."""
     for name, value in sizes.items():
         patch.setattr(f"monoidreduce.plan.panel_layout.{name}", value)
 
 
 def replace_row_blocks(patch: Patch, around: Around) -> None:
     """Another choice of the blocks of rows of a panel program."""
-    _wrap(patch, "monoidreduce.plan.row_blocks.blocks", around)
+    _wrap(patch, "monoidreduce.plan.panel_layout.plan_row_blocks", around)
 
 
 def use_epilogue_plans(patch: Patch, plans: dict) -> None:
@@ -173,13 +179,13 @@ def use_row_kernel_plans(patch: Patch, plans: dict) -> None:
 
 def use_vendor_gradients(patch: Patch) -> None:
     """Gradients that were predicted to fuse into an epilogue go by the vendor's GEMM."""
-    fuses = lambda real, room: not room.walk.exact and real(room)
-    _wrap(patch, "monoidreduce.engines.triton.panel.arena.Room.fuses", fuses)
+    fuses = lambda real, plan: not plan.loop.exact and real(plan)
+    _wrap(patch, "monoidreduce.engines.triton.panel.memory_plan.MemoryPlan.has_epilogue", fuses)
 
 
 def set_topk_strip(patch: Patch, columns: int) -> None:
     """So many columns are one strip of the two-level top-k."""
-    patch.setattr("monoidreduce.engines.triton.kernels.topk._STRIP", columns)
+    _set(patch, "monoidreduce.engines.triton.kernels.topk._STRIP", columns)
 
 
 # Launches
@@ -233,7 +239,7 @@ def watch_generated_kernels(patch: Patch) -> list:
 def watch_epilogue_kernels(patch: Patch) -> list[str]:
     """The names of the launched GEMMs with epilogues and of the kernels around them."""
     return _collect(
-        patch, "monoidreduce.engines.triton.panel.epilogue._Ready._launch", lambda ready, name, *given: name
+        patch, "monoidreduce.engines.triton.panel.epilogue.PreparedGemm.launch", lambda ready, name, *given: name
     )
 
 

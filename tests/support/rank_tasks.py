@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,20 +12,13 @@ import monoidreduce as mr
 from benchmarks.ranks import bytes_sent, context_parallel, megatron_vocabulary, our_grid, our_ring
 from monoidreduce.engines.ranks import agreement
 from monoidreduce.runtime import registry
-from tests.support import label_arithmetic_cases
+from tests.support import label_arithmetic_cases, logmeanexp
 from tests.support.allocations import Watch
 from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
 from tests.support.rank_cases import Case, part
 
-
-class _Patch:
-    """Enough of monkeypatch for tiles: set once, for the life of the process."""
-
-    setattr = staticmethod(setattr)
-
-
-use_small_tiles(_Patch(), 16, 32)  # type: ignore[arg-type]
+use_small_tiles(pytest.MonkeyPatch(), 16, 32)  # never undone: set once, for the life of the process
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:
@@ -641,6 +635,17 @@ def picked_labels(group: Any, name: str, over: str, divided: tuple[str, ...]) ->
         value = label_arithmetic_cases.op(name, over)(*given, step, cut(own, "rows"), shift)
         total = (value * value.detach().cos()).sum()
         return [value.detach(), *torch.autograd.grad(total, given)]
+
+
+def new_kind(group: Any, op: str, divided: tuple[str, ...], args: list[Tensor]) -> list[Tensor]:
+    """A kind of reduction that the library does not have, on this rank's part: its values and gradients."""
+    cut = lambda t, axis: t.chunk(group.size())[group.rank()] if axis in divided else t
+    given = [cut(t, a).clone().requires_grad_() for t, a in zip(args, ("rows", "cols", "cols"), strict=True)]
+    with logmeanexp.planted(), mr.shard(**{axis: group for axis in divided}):
+        values = list(getattr(logmeanexp, op)(*given))
+        lengths = {"rows": len(args[0]), "cols": len(args[1])}
+        cotangents = [cut(logmeanexp.cotangent(lengths[axis]), axis) for axis in logmeanexp.AXES[op]]
+        return [*(v.detach() for v in values), *torch.autograd.grad(values, given, cotangents)]
 
 
 def documents_of_hashes(group: Any, divided: tuple[str, ...]) -> list[Tensor]:

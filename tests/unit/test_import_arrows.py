@@ -17,7 +17,12 @@ PACKAGE = ROOT / "monoidreduce"
 MOST_LINES = 700
 
 # package: the packages it may import, besides itself and the version. Lowest first: imports point up this list only.
-BASE = {"errors", "algebra", "program", "plan"}
+# The lower floor of ``program``: expressions, symbols and what is known of them. Kinds of reduction are written in
+# these; what looks at whole programs (normal form, gradient, lowering, ...) stands above the kinds.
+SYMBOLIC = "advice constructors context contract derivatives expression intervals philox primitives reverse_mode"
+SYMBOLIC_MODULES = {f"program.{name}" for name in [*SYMBOLIC.split(), "simplify", "symbol", "vectors"]}
+KINDS = {"errors", "algebra", *SYMBOLIC_MODULES, "reductions"}
+BASE = KINDS | {"program", "plan"}
 COMMON = BASE | {"engines.common"}
 CODEGEN = COMMON | {"engines.triton.codegen"}
 LAUNCH = CODEGEN | {"engines.triton.launch"}
@@ -29,8 +34,10 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
     "algebra": {"errors"},
-    "program": {"errors", "algebra"},  # symbolic only
-    "plan": {"errors", "algebra", "program"},
+    **{name: {"errors", "algebra", *SYMBOLIC_MODULES} for name in sorted(SYMBOLIC_MODULES)},
+    "reductions": KINDS,  # one file a kind; what a kind uses of an engine is handed in
+    "program": KINDS,  # symbolic only
+    "plan": KINDS | {"program"},
     "engines.common": BASE,  # torch only: evaluation, matrix products, combination of partial results
     "engines.reference": COMMON,
     "engines.dense": COMMON,
@@ -168,6 +175,11 @@ def test_imports_follow_the_architecture():
         ("algebra/sum.py", "from monoidreduce.program import x", "algebra/sum.py:1: algebra may not import program"),
         ("algebra/sum.py", "import torch\nimport monoidreduce.ops.x", "algebra/sum.py:2: algebra may not import ops"),
         ("program/trace.py", "from ..plan import tiles", "program may not import plan"),
+        ("program/symbol.py", "from ..reductions import KINDS", "program.symbol may not import reductions"),
+        ("program/symbol.py", "from .x import lower", "program.symbol may not import program"),
+        ("reductions/best.py", "from ..program import x", "reductions may not import program"),
+        ("reductions/best.py", "from ..plan import tiles", "reductions may not import plan"),
+        ("reductions/best.py", "from ..engines.common import evaluate", "reductions may not import engines.common"),
         ("program/deep/trace.py", "from ...plan.tiles import Tile", "program may not import plan"),
         (
             "plan/cost.py",
@@ -209,6 +221,8 @@ def test_a_planted_violation_is_found(path, source, problem, tmp_path):
         ("nn/modules.py", "from monoidreduce.ops import attention\nfrom monoidreduce.errors import E"),
         ("engines/triton/__init__.py", "from .launch import go\nfrom monoidreduce.engines.triton import kernels"),
         ("engines/eager/run.py", "from ..common import evaluate\nfrom monoidreduce.plan import tiles"),
+        ("reductions/best.py", "from ..program import symbol\nfrom ..program.expression import Expr"),
+        ("program/lower.py", "from ..reductions import KINDS\nfrom . import symbol"),
         ("runtime/call.py", "from ..engines import eager\nfrom ..tuning import tuner"),
         ("ops/attention.py", "from monoidreduce.runtime import call\nfrom monoidreduce.op import op"),
         ("cli/__init__.py", "import monoidreduce as mr\nfrom monoidreduce._version import __version__"),
@@ -223,9 +237,8 @@ def test_what_is_allowed_is_not_reported(path, source, tmp_path):
 def plant(folder: Path, path: str, source: str) -> Path:
     """A small package with the named modules, and one file in it as given."""
     package = folder / "monoidreduce"
-    modules = (
-        "program/x plan/tiles op ops/attention runtime/call tuning/tuner engines/reference engines/common/evaluate"
-    )
+    modules = "program/x program/symbol program/expression reductions/best plan/tiles op ops/attention runtime/call"
+    modules += " tuning/tuner engines/reference engines/common/evaluate"
     inner = "engines/eager/run engines/ranks/x engines/triton/launch/go engines/triton/schedules/y"
     inner += " engines/triton/kernels/x engines/triton/codegen/x"
     for name in [*modules.split(), *inner.split()]:

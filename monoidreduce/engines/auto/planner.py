@@ -26,7 +26,7 @@ from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
 from ..eager import tile_memory, tile_walk
-from ..panel.panel_program import as_program, split_means, walks
+from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
 from ..triton.kernels import topk
 from . import tuned_plans
 
@@ -113,7 +113,7 @@ def _by_kernels(device: torch.device) -> bool:
     return triton.launches_on(device)
 
 
-def _maker(device: torch.device) -> panel.Maker:
+def _maker(device: torch.device) -> panel.StepClass:
     return triton.KernelStep if _by_kernels(device) else panel.TorchStep
 
 
@@ -189,7 +189,7 @@ def _takes_panels(fold: Fold, sizes: Sizes, kinds: set[torch.dtype]) -> bool:
         return False
     maker = _maker(sizes.device)
     program = as_program(fold)
-    found = walks(split_means(program) if maker.splits else program)
+    found = split_into_loops(split_softmax_means(program) if maker.splits_softmax_means else program)
     if not any(w.products for w in found):
         return False
     try:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
-from ...program.reductions import KINDS
-from .axis_reductions import REDUCERS
+from ...reductions import KINDS, outputs_of
 from .shard import Shard
 
 Value = Any  # a Tensor in the layout above, or a Python number
@@ -79,9 +78,8 @@ class Room:
 
 def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
     """Shape and type of a reduction's k-th result, for the batch of the sizes or for another."""
-    kind, over, params = r.attrs
-    feature, number = KINDS[kind].outputs(r.args, params)[k]
-    length = sizes.rows if over == "cols" else sizes.cols
+    feature, number = outputs_of(r)[k]
+    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     tail = () if feature is None else (sizes.of(str(feature)),)
     dtype = sizes.compute if number == "float" else torch.int64
     return (*(sizes.batch if batch is None else batch), length, *tail), dtype
@@ -157,8 +155,8 @@ class Evaluator:
         kind, over, params = e.attrs
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
-            return REDUCERS[kind](fields, vectors, over, params, self.sizes.here(over))
-        return self.sizes.shard.reduced(e, fields, lambda f, p, n: REDUCERS[kind](f, vectors, over, p, n))
+            return KINDS[kind].dense(fields, vectors, over, params, self.sizes.here(over))
+        return self.sizes.shard.reduced(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
     def raised(self, value: Value, e: Expr) -> Value:
         return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value

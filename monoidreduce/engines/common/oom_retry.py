@@ -17,6 +17,7 @@ import torch
 from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
 from ...plan import budget
 from ...program.lower import Fold
+from ...reductions import kind_of
 from .evaluate import Sizes, form
 
 # What allocators say that raise a plain RuntimeError: torch's own on the CPU, and the vendor's libraries on a GPU.
@@ -107,5 +108,5 @@ def release(device: torch.device) -> None:
 
 def _bytes(fold: Fold, sizes: Sizes) -> int:
     """What a fold's results take, without which it cannot be run at all."""
-    forms = [form(r, k, sizes) for r, k in fold.outputs if r.attrs[0] != "pair"]
+    forms = [form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

@@ -9,7 +9,6 @@ same everywhere gets the sum of all gradients when it meets what is divided.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...program.expression import Expr
+from ...reductions import kind_of
 from . import combine
 from .collectives import Gathered, Group, Shared
 
@@ -105,21 +105,16 @@ class Shard:
 
     def reduced(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
         """A one-sided reduction: ``local(fields, params, length)`` here, then exchanged and combined."""
-        kind, over, params = e.attrs
+        kind, (_, over, params) = kind_of(e), e.attrs
         axis = self.axis(over)
         mine = length(axis.own)
         if axis.group is None:
             return local(fields, params, mine)
         fields = [self.met(f, a, _with(over)) for f, a in zip(fields, e.args, strict=True)]
-        if kind == "topk":
-            results = _topk(local, fields, params, mine)
-        else:
-            results = local(fields, params, mine)
-        if kind in ("best", "topk"):
-            results[1] = self._moved(results[1], axis)
-        if kind == "soft":
-            peak = torch.where(results[0].isinf(), 0.0, results[0]).detach()
-            results += [results[0] - peak, peak]
+        results = kind.dense_part(local, fields, params, mine)
+        if kind.place is not None:
+            results[kind.place] = self._moved(results[kind.place], axis)
+        results = kind.dense_results(results)
         stacked = [Gathered.apply(t, axis.group) for t in results]
         lengths = [length(p) for p in axis.pieces]
         return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
@@ -137,13 +132,3 @@ def _with(over: str) -> Any:
 class _Side:
     rows: bool
     cols: bool
-
-
-def _topk(local: Callable, fields: list[Tensor], params: tuple, mine: int) -> list[Tensor]:
-    """The best of fewer than k: the rest is empty room."""
-    k, largest = params
-    there = min(k, mine)
-    value, place = local(fields, (there, largest), mine)
-    room = (*value.shape[:-1], k - there)
-    worst = -math.inf if largest else math.inf
-    return [torch.cat([value, value.new_full(room, worst)], -1), torch.cat([place, place.new_full(room, -1)], -1)]

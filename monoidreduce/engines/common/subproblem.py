@@ -17,6 +17,7 @@ from torch import Tensor
 from ...program.expression import Expr
 from ...program.lower import Fold
 from ...program.offset import Fed, moved
+from ...reductions import kind_of
 from . import combine
 from .combine import State
 from .evaluate import Sizes
@@ -53,7 +54,7 @@ def run(
                 grid[-1][-1][k] = []
     states = []
     for k, r in enumerate(fold.reductions):
-        if r.attrs[0] == "pair":
+        if kind_of(r).per_pair:
             states.append([into[k].unsqueeze(0)] if into is not None else grid[0][0][k])
             continue
         lines = grid if r.attrs[1] == "cols" else list(zip(*grid, strict=True))
@@ -73,7 +74,7 @@ def rooms(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
     """Where the numbers per pair that a fold gives are added up: each in the shape of the argument it belongs to."""
     found = {}
     for k, r in enumerate(fold.reductions):
-        if r.attrs[0] == "pair":
+        if kind_of(r).per_pair:
             like = leaves[fold.leaves.index(r.args[1])]
             once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)  # else it is a sum, and kept as one
             found[k] = torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...program.expression import Expr, topological
 from ...program.lower import Fold, Lowered
 from ...program.primitives import PRIMITIVES
-from .axis_reductions import REDUCERS
+from ...reductions import KINDS
 from .evaluate import Sizes, cast, from_layout, to_layout
 from .matmul import row_dot
 from .one_sided import Side, gather
@@ -322,7 +322,7 @@ def _reduce(e: Expr) -> Callable[..., list[Value]]:
             for v, a in zip(values, e.args, strict=True)
         ]
         fields = [to_layout(v, a) for v, a in zip(tensors, e.args, strict=True)]
-        return REDUCERS[kind](fields, vectors, over, params, sizes.of(over))
+        return KINDS[kind].dense(fields, vectors, over, params, sizes.of(over))
 
     return evaluate
 

@@ -19,6 +19,7 @@ from ...plan import tiles as plan
 from ...program.constructors import ONE
 from ...program.expression import Expr, size
 from ...program.lower import Fold
+from ...reductions import kind_of
 from ..common import batching, skip_small_tiles
 from ..common.evaluate import Sizes, form, pair_form
 from . import branch_and_bound
@@ -39,7 +40,7 @@ def run(
     code = coder(fold, scalars)
     given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
-    written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if r.attrs[0] == "pair"}
+    written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if kind_of(r).per_pair}
     whole = [_whole(t, r, sizes) for r, t in written.items()]
     shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
     tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, width(fold, sizes))
@@ -90,7 +91,7 @@ def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
 
 def written(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
     """Bytes of the results per pair, in the shape of the arguments they are gradients of."""
-    pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if r.attrs[0] == "pair"]
+    pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if kind_of(r).per_pair]
     return sum(t.numel() * sizes.compute.itemsize for t in pairs)
 
 
@@ -107,9 +108,8 @@ def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Exp
 
 
 def width(fold: Fold, sizes: Sizes) -> int:
-    """How many numbers a pair holds: more than one only for a user monoid's vectors, which are folded whole."""
-    users = [a for r in fold.reductions if r.attrs[0] == "user" for a in r.args]
-    return max([1, *(sizes.of(str(a.feature)) for a in users if a.feature is not None)])
+    """How many numbers a pair holds at once: more than one only for vectors that are folded whole."""
+    return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
 
 
 def _empty(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:

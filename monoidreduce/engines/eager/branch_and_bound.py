@@ -27,6 +27,7 @@ from ...program.contract import interval
 from ...program.expression import Expr, size, topological
 from ...program.intervals import INF
 from ...program.lower import Fold
+from ...reductions import kind_of
 from ..common import tile_counter
 from ..common.evaluate import Sizes
 from .tile_code import hot_sum
@@ -100,7 +101,7 @@ def _distance(r: Expr) -> Expr | None:
     """The one squared distance between leaves that all pairs of a reduction are made of, if there is one.
 
     Numbers made of it by anything that might cancel are left alone: there rounding, not distance, decides."""
-    if r.attrs[0] not in ("best", "topk") or r.args[0].dtype != "float":
+    if not kind_of(r).selected(r.attrs[2]) or r.args[0].dtype != "float":
         return None
     under = topological(r.args[:1])
     found = [e for e in under if e.op == "sqdist"]
@@ -178,7 +179,7 @@ class Near(Chunk):
     def walk(self) -> None:
         (accumulator,) = self.accumulators
         assert accumulator is not None
-        wanted = accumulator.params[0] if accumulator.kind == "topk" else 1
+        wanted = accumulator.kind.selected(accumulator.params)
         for at in slices(len(self.kept), KEPT):
             block = self.kept[at]
             values = self.side(block, self.over == "cols")

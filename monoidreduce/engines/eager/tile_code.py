@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...program.constructors import substitute
-from ...program.contract import Contraction, contractions, in_tiles, interval
+from ...program.contract import Contraction, interval
 from ...program.expression import Expr, const, topological
 from ...program.lower import Fold
 from ...program.normal_form import hot_condition
 from ...program.primitives import PRIMITIVES
-from ...program.reductions import KINDS
+from ...reductions import kind_of
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,12 @@ def compile_variant(fold: Fold, decided: dict[Expr, bool], scalars: frozenset[Ex
     replace = {c: const(truth) for c, truth in decided.items()}
     reducers = []
     for place, r in enumerate(fold.reductions):
-        kind, over, params = r.attrs
+        kind, (_, over, params) = kind_of(r), r.attrs
+        if not kind.walks(r, fold.reductions):
+            continue
         fields = substitute(r.args, replace)
-        if kind == "pick":
-            if in_tiles(fold, r):
-                reducers.append(Reducer(place, fields[1:2], ()))
-            continue
-        if KINDS[kind].idle(params, [interval(f, {}) for f in fields]):
-            continue
-        if kind == "soft":
-            reducers.append(Reducer(place, fields[:1], tuple(contractions(v, over) for v in fields[1:])))
-        elif kind == "sum":
-            reducers.append(Reducer(place, (), (contractions(fields[0], over),)))
-        elif kind == "pair":
-            reducers.append(Reducer(place, fields[:1], ()))
-        else:
-            reducers.append(Reducer(place, fields, ()))
+        if not kind.idle(params, [interval(f, {}) for f in fields]):
+            reducers.append(Reducer(place, *kind.tile_reads(fields, over)))
     return _schedule(reducers, scalars) if reducers else None
 
 

@@ -10,8 +10,9 @@ from ...program.constructors import ONE
 from ...program.contract import Contraction
 from ...program.expression import Expr, topological
 from ...program.lower import Fold
+from ...reductions import kind_of
 from ..common.evaluate import Sizes
-from .tile_code import Code, Reducer, Step
+from .tile_code import Code, Step
 from .tile_run import FEW_FEATURES
 
 _COPIED = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
@@ -32,7 +33,8 @@ def constant(code: Code) -> int:
 
 def _besides(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
     if step.reducer is not None:
-        return _by_reducer(step.reducer, step.owned, fold, sizes, item)
+        r, reads = fold.reductions[step.reducer.place], (step.reducer.roots, step.reducer.values)
+        return kind_of(r).tile_bytes(_Memory(sizes, item), r.attrs[2], reads, step.owned)
     e = step.node
     if e is None:
         return 0
@@ -49,26 +51,17 @@ def _walked(value: Expr, item: dict[str, int]) -> int:
     return sum(item[n.dtype] for n in inside if n.is_pair and n.feature is not None)
 
 
-def _by_reducer(r: Reducer, owned: tuple[bool, ...], fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
-    kind = fold.reductions[r.place].attrs[0]
-    wide = item["float"]
-    if kind == "soft":
-        weighed = max([0, *(_contracted(c, sizes, item, True) for v in r.values for c in v)])
-        return (0 if owned[0] else wide) + weighed
-    if kind == "sum":
-        return max([0, *(_contracted(c, sizes, item, False) for v in r.values for c in v)])
-    if kind == "moments":
-        return wide
-    if kind == "user":
-        vectors = [sizes.of(str(a.feature)) for a in r.roots if a.feature is not None]
-        return wide * (2 * sum(vectors))  # the elements, stacked, and the first levels of their tree
-    return 0
+class _Memory:
+    """What a kind of reduction is told about sizes (``Reduction.tile_bytes``)."""
 
+    def __init__(self, sizes: Sizes, item: dict[str, int]):
+        self.sizes, self.item, self.wide, self.size_of = sizes, item, item["float"], sizes.of
 
-def _contracted(c: Contraction, sizes: Sizes, item: dict[str, int], weighed: bool) -> int:
-    if c.walk:
-        return _walked(c.weight, item) + (item["float"] if weighed else 0)
-    few = c.vector is not None and sizes.of(str(c.vector.feature)) <= FEW_FEATURES
-    if c.minus is not None and few:
-        return 2 * item["float"]
-    return item["float"] if weighed and c.weight is not ONE else 0
+    def contraction(self, c: Contraction, weighted: bool) -> int:
+        """Bytes per pair beside a contraction; ``weighted``: its weight is multiplied by another."""
+        if c.walk:
+            return _walked(c.weight, self.item) + (self.wide if weighted else 0)
+        few = c.vector is not None and self.sizes.of(str(c.vector.feature)) <= FEW_FEATURES
+        if c.minus is not None and few:
+            return 2 * self.wide
+        return self.wide if weighted and c.weight is not ONE else 0

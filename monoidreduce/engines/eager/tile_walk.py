@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from ...plan import tiles as plan
-from ...program.contract import conditions, in_tiles, interval, ranged
+from ...program.conditions import conditions, ranged
+from ...program.contract import interval
 from ...program.expression import Expr, index, size, topological
 from ...program.intervals import EITHER, NAN, known
 from ...program.lower import Fold
+from ...reductions import kind_of
+from ...reductions.accumulator import Accumulator
 from ..common import matmul, tile_counter
 from ..common.evaluate import Sizes, as_number
 from ..common.label_gather import run_pick
-from .accumulators import ACCUMULATORS, Accumulator
+from .accumulators import make_accumulator
 from .tile_code import Code, Reducer, compile_variant
 from .tile_run import Buffers, TileRun
 
@@ -82,17 +85,14 @@ class Chunk:
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
-            kind, over, _ = r.attrs
-            length = self.rows.stop - self.rows.start if over == "cols" else sizes.cols
+            length = self.rows.stop - self.rows.start if r.attrs[1] == "cols" else sizes.cols
             if kept and place in kept:
                 self.accumulators.append(kept[place])
-            elif kind == "pick" and not in_tiles(code.fold, r):
+            elif not kind_of(r).walks(r, code.fold.reductions):
                 self.accumulators.append(None)
                 self.picked[place] = self._pick(r, length)
             else:
-                widths = [-1 if f.feature is None else sizes.of(str(f.feature)) for f in r.args]
-                own = (homes or {}).get(r, ())
-                accumulator = ACCUMULATORS[kind](r, batch, length, widths, sizes.compute, sizes.device, own)
+                accumulator = make_accumulator(r, batch, length, sizes, (homes or {}).get(r, ()))
                 accumulator.into = leaves.get(r)
                 self.accumulators.append(accumulator)
 

@@ -1,7 +1,7 @@
-"""Programs cut into walks over panels: which passes can share their products, and what each is fed.
+"""A program as loops over panels: which passes share their GEMMs, and what each stage is fed.
 
-A pass joins the walk before it unless it needs a result that only the end of that walk completes: one over rows, or a
-gather. Products of a row's and a column's vector become leaves given per pair.
+A pass joins the loop before it unless it needs a result that only the end of that loop completes: one over rows, or a
+gather. Inner products of a row's and a column's vector become leaves given per pair, which a GEMM computes.
 """
 
 from __future__ import annotations
@@ -14,94 +14,98 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...program.constructors import apply, substitute
-from ...program.contract import in_tiles
 from ...program.expression import Expr, node, result, topological
 from ...program.lower import Fold, Lowered, Pass, lower
-from ...program.reductions import KINDS, make
+from ...reductions import kind_of, make, outputs_of
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass as it is done to a panel: products are leaves per pair; picks that are gathers wait for the end."""
+    """One pass as it is done to a panel: inner products are leaves per pair; ``gathers`` wait for the loop's end."""
 
     fold: Fold
-    feeds: tuple[Expr, ...]  # of the fold's leaves; of a product, itself
+    feeds: tuple[Expr, ...]  # of the fold's leaves; of an inner product, itself
     results: tuple[tuple[Expr, ...], ...]
     gathers: Pass | None
 
     @functools.cached_property
     def products(self) -> list[tuple[Expr, Expr]]:
-        """(leaf, product) of the products it reads."""
+        """(leaf, inner product) of the inner products that it reads."""
         return [(e, f) for e, f in zip(self.fold.leaves, self.feeds, strict=True) if f.op == "dot"]
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Stages done on the same panels."""
+class PanelLoop:
+    """Stages that share one loop over panels."""
 
     stages: tuple[Stage, ...]
 
     @functools.cached_property
     def products(self) -> list[Expr]:
+        """The inner products of all stages; a GEMM fills a panel for each."""
         return list(dict.fromkeys(f for s in self.stages for _, f in s.products))
 
     @property
     def exact(self) -> bool:
-        """Whether its products are to stay as exact as they are."""
+        """Whether inner products may not be rounded to 16 bits."""
         return all(s.fold.exact for s in self.stages)
 
-    def dying(self, at: int) -> list[Expr]:
-        """The products that no stage after ``at`` reads."""
+    def list_last_uses(self, at: int) -> list[Expr]:
+        """The inner products that no stage after ``at`` reads."""
         later = {f for s in self.stages[at + 1 :] for _, f in s.products}
         return [f for _, f in self.stages[at].products if f not in later]
 
-    def apart(self) -> list[Walk]:
-        """The directions of a single stage, each in a walk of its own: more products, and less held at once."""
-        found: list[Walk] = []
+    def split_directions(self) -> list[PanelLoop]:
+        """A single stage as two loops, one for each axis folded over: more GEMMs, and less memory. Empty where that is
+        not possible."""
+        found: list[PanelLoop] = []
         for over in ("cols", "rows") if len(self.stages) == 1 else ():
             stage = self.stages[0]
-            own = {r: u for r, u in by_reduction(stage.fold.reductions, stage.results).items() if r.attrs[1] == over}
+            grouped = group_by_reduction(stage.fold.reductions, stage.results)
+            own = {r: users for r, users in grouped.items() if r.attrs[1] == over}
             if own:
                 used = set(topological(own))
                 kept = [(e, f) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True) if e in used]
                 fold = Fold(tuple(e for e, _ in kept), tuple(own), exact=stage.fold.exact)
                 results = tuple(u for users in own.values() for u in users)
                 gathers = None if found else stage.gathers
-                found.append(Walk((Stage(fold, tuple(f for _, f in kept), results, gathers),)))
+                found.append(PanelLoop((Stage(fold, tuple(f for _, f in kept), results, gathers),)))
         return found if len(found) == 2 else []
 
 
-def least_room(program: Lowered, least: Callable[[Walk], int]) -> int:
-    """Bytes in which every walk of a program can be run, ``least(walk)`` being what one takes by itself; a walk whose
-    directions can be done apart is done so where it does not fit whole."""
-    return max([0, *(least(w) for walk in walks(program) for w in walk.apart() or [walk])])
+def find_least_bytes(program: Lowered, least: Callable[[PanelLoop], int]) -> int:
+    """Bytes in which every loop of a program can run, ``least(loop)`` being what one takes by itself; a loop that does
+    not fit runs one direction at a time where that is possible."""
+    loops = split_into_loops(program)
+    return max([0, *(least(one) for loop in loops for one in loop.split_directions() or [loop])])
 
 
 @functools.lru_cache(maxsize=1024)
-def walks(program: Lowered) -> tuple[Walk, ...]:
-    """A program's passes as walks: a pass joins the walk before it unless it needs what only its end completes."""
+def split_into_loops(program: Lowered) -> tuple[PanelLoop, ...]:
+    """The loops of a program: a pass joins the loop before it unless it needs what only that loop's end completes."""
     found: list[list[Stage]] = []
-    late: set[Expr] = set()  # results complete at the end of the current walk only
+    late: set[Expr] = set()  # results that only the end of the current loop completes
     for p in program.passes:
         under = set(topological(p.feeds))
         if not found or under & late:
             found.append([])
             late = set()
-        stage = _stage(p)
+        stage = _make_stage(p)
         found[-1].append(stage)
         gathered = stage.gathers.results if stage.gathers else ()
-        over_rows = [n for (r, _), users in zip(p.fold.outputs, p.results, strict=True) for n in users if _late(r)]
+        outputs = zip(p.fold.outputs, p.results, strict=True)
+        over_rows = [n for (r, _), users in outputs for n in users if _is_over_rows(r)]
         late |= {n for users in gathered for n in users} | set(over_rows)
-        late |= {e for e in topological(program.outputs) if e.op == "reduce" and _late(e)}
-    return tuple(Walk(tuple(stages)) for stages in found)
+        late |= {e for e in topological(program.outputs) if e.op == "reduce" and _is_over_rows(e)}
+    return tuple(PanelLoop(tuple(stages)) for stages in found)
 
 
-def _late(reduction: Expr) -> bool:
+def _is_over_rows(reduction: Expr) -> bool:
     return reduction.attrs[1] == "rows"
 
 
-def _plain(p: Pass) -> Pass:
-    """A pass with everything that is one-sided fed to it, and its scales in the weights: they are rounded once."""
+def _feed_one_sided(p: Pass) -> Pass:
+    """A pass with all one-sided expressions fed to it, and scales in the weights, which are then rounded once."""
     feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
     reductions = p.fold.pure
     fields = tuple(a for r in reductions for a in r.args)
@@ -115,18 +119,18 @@ def _plain(p: Pass) -> Pass:
     return Pass(fold, feeds, p.results)
 
 
-def _stage(p: Pass) -> Stage:
-    p = _plain(p)
-    outputs = by_reduction(p.fold.reductions, p.results)
-    gathers = [r for r in p.fold.reductions if r.attrs[0] == "pick" and not in_tiles(p.fold, r)]
-    walked = [r for r in p.fold.reductions if r not in gathers]
+def _make_stage(p: Pass) -> Stage:
+    p = _feed_one_sided(p)
+    outputs = group_by_reduction(p.fold.reductions, p.results)
+    gathers = [r for r in p.fold.reductions if not kind_of(r).walks(r, p.fold.reductions)]
+    folded = [r for r in p.fold.reductions if r not in gathers]
     feed = dict(zip(p.fold.leaves, p.feeds, strict=True))
     replace: dict[Expr, Expr] = {}
-    for e in topological(walked):
+    for e in topological(folded):
         if is_product(e):
-            place = f"s{len(replace)}"
-            replace[e] = node("leaf", (), (place,), rows=True, cols=True, feature=None, dtype="float")
-    reductions = substitute(tuple(walked), replace)
+            name = f"s{len(replace)}"
+            replace[e] = node("leaf", (), (name,), rows=True, cols=True, feature=None, dtype="float")
+    reductions = substitute(tuple(folded), replace)
     used = set(topological(reductions))
     kept = [(e, feed[e]) for e in p.fold.leaves if e in used]
     kept += [(leaf, substitute((d,), feed)[0]) for d, leaf in replace.items()]
@@ -135,20 +139,21 @@ def _stage(p: Pass) -> Stage:
     if gathers:
         users = tuple(u for r in gathers for u in outputs[r])
         later = Pass(Fold(tuple(own), tuple(gathers)), tuple(feed[e] for e in own), users)
-    results = tuple(u for r in walked for u in outputs[r])
+    results = tuple(u for r in folded for u in outputs[r])
     fold = Fold(tuple(e for e, _ in kept), reductions, exact=p.fold.exact)
     return Stage(fold, tuple(f for _, f in kept), results, later)
 
 
 def is_product(e: Expr) -> bool:
-    """Whether a node is a product of a row's and a column's vector that a matrix product computes."""
+    """Whether a node is an inner product of a row's and a column's vector, which a GEMM computes."""
     return e.op == "dot" and e.dtype == "float" and all(a.op == "leaf" and not a.is_pair for a in e.args)
 
 
-def by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, list]:
+def group_by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, list]:
+    """The results of each reduction, of a list with all of them in a row."""
     found, at = {}, 0
     for r in reductions:
-        count = len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
+        count = len(outputs_of(r))
         found[r] = list(results[at : at + count])
         at += count
     return found
@@ -157,18 +162,14 @@ def by_reduction(reductions: tuple[Expr, ...], results: tuple) -> dict[Expr, lis
 @functools.lru_cache(maxsize=1024)
 def as_program(fold: Fold) -> Lowered:
     """A fold as a program whose outputs are its results."""
-    results = tuple(
-        result(r, k, feature, dtype)
-        for r in fold.pure
-        for k, (feature, dtype) in enumerate(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]))
-    )
+    results = tuple(result(r, k, feature, dtype) for r in fold.pure for k, (feature, dtype) in enumerate(outputs_of(r)))
     only = Pass(Fold(fold.leaves, fold.pure), fold.leaves, tuple((e,) for e in results))
     return Lowered((only,), results).having(fold.exact)
 
 
 @functools.lru_cache(maxsize=1024)
-def split_means(program: Lowered) -> Lowered:
-    """A program with every softmax mean of vectors as a sum, weighted by a softmax that an earlier pass completed."""
+def split_softmax_means(program: Lowered) -> Lowered:
+    """A program with every softmax mean of vectors as a sum, weighted by a softmax that an earlier pass completes."""
     replace: dict[Expr, Expr] = {}
     for e in topological(program.outputs):
         if e.op == "result" and e.feature is not None and e.args[0].attrs[0] == "soft":
@@ -180,20 +181,22 @@ def split_means(program: Lowered) -> Lowered:
     return lower(substitute(program.outputs, replace)).having(program.exact) if replace else program
 
 
-def fed(stage: Stage) -> list[tuple[Expr, Expr]]:
+def list_feeds(stage: Stage) -> list[tuple[Expr, Expr]]:
+    """(leaf, what it is fed) of all leaves but inner products."""
     return [(e, f) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True) if f.op != "dot"]
 
 
-def paired(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[tuple[Expr, ...], Tensor]]:
-    """The nodes that each result is, beside it."""
-    for nodes, values in zip(by_reduction(stage.fold.reductions, stage.results).values(), results, strict=True):
+def pair_results(stage: Stage, results: list[list[Tensor] | None]) -> Iterator[tuple[tuple[Expr, ...], Tensor]]:
+    """Each result that is there, beside the nodes of the program that it is the value of."""
+    grouped = group_by_reduction(stage.fold.reductions, stage.results)
+    for nodes, values in zip(grouped.values(), results, strict=True):
         if values is not None:
             yield from zip(nodes, values, strict=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def row_numbers(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The numbers per row under ``feeds`` that depend on no reduction and no vector: computed once for all rows."""
+def find_row_scalars(feeds: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The scalars per row under ``feeds`` that depend on no reduction and no vector: computed once for all rows."""
     order = topological(feeds)
     late = {e for e in order if e.op in ("reduce", "result") or e.feature is not None}
     for e in order:  # arguments first

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...program.expression import Expr
 from ...program.gradient import gradient
 from ...program.lower import Fold, Lowered, lower
-from ...program.reductions import KINDS
+from ...reductions import KINDS
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.saved_tensors import own, saved
 

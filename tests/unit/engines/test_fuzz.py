@@ -7,7 +7,7 @@ import collections
 
 import pytest
 
-from monoidreduce.engines.common import axis_reductions as library_dense
+from monoidreduce.reductions import KINDS
 from tests.fuzz.generate import generate
 from tests.fuzz.runner import Outcome, assert_programs, outcomes, report
 from tests.fuzz.tree import topological
@@ -26,9 +26,9 @@ def test_compiled_programs_agree_with_plain_torch():
 
 def test_a_failure_is_shrunk_to_a_short_script(monkeypatch):
     """With a dense engine that is wrong, what is printed is short, runs by itself, and prints two different results."""
-    right = library_dense.REDUCERS["soft"]
+    right = KINDS["soft"].dense
     wrong = lambda *given: [x * 1.001 for x in right(*given)]
-    monkeypatch.setitem(library_dense.REDUCERS, "soft", wrong)
+    monkeypatch.setattr(KINDS["soft"], "dense", wrong)
     softened = (k for k in range(1000) if _is_soft(k))
     failing: Outcome = next(o for o in outcomes(softened) if o.failure and "differs" in o.failure.kind)
     text = report(failing)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.eager import accumulators, branch_and_bound
+from monoidreduce.engines.eager import branch_and_bound
 from monoidreduce.plan.schedule import Choice, follow
+from monoidreduce.reductions.best import first_best
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +200,7 @@ def test_a_place_found_by_runs_is_the_first(size: int, kind: str) -> None:
             "alike": x[:1, :1, :1].expand(x.shape),
         }[kind]
         expected = (made.argmax if largest else made.argmin)(dim, keepdim=True)
-        assert torch.equal(accumulators._first(made, dim, largest), expected)
+        assert torch.equal(first_best(made, dim, largest), expected)
 
 
 def test_small_tiles_are_filled() -> None:

@@ -25,7 +25,7 @@ from tests.support.layers import BY_NAME, ZOO
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=1, ROUND=4)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=1, MULTIPLE=4)
 
 
 @pytest.mark.parametrize("rows", [3, 1000], ids=lambda n: f"{n} rows")
@@ -83,7 +83,7 @@ def test_sums_take_their_gradient_in_the_forward(layer, rows, seed, monkeypatch)
     with mr.budget(4 * tiles.LEAST + rows * 37 * 8 * 2):
         got = pulled(layer.op.total, args, 3.0)
     assert_equal(got, pulled(lambda *a: layer.dense(*a).sum(), args, 3.0))
-    products = any(f for w in panel_program.walks(layer.op.program(*args)) for f in w.products)
+    products = any(f for w in panel_program.split_into_loops(layer.op.program(*args)) for f in w.products)
     assert bool(taken) == products  # without a product there is nothing to keep
 
 
@@ -121,7 +121,7 @@ def rows_of(x: mr.Row["d"], w: mr.Col["d"], bias: mr.Col, scale: float):
 
 def test_a_plan_of_sums_asks_who_wants_gradients_and_within_what_memory(seed, monkeypatch):
     """Calls of one kind share a plan; what they ask for differs from call to call."""
-    internals.set_panel_sizes(monkeypatch, FEW=4)
+    internals.set_panel_sizes(monkeypatch, MIN_ROWS=4)
     x, w, bias = (torch.randn(s, dtype=torch.float64) for s in ((9, 5), (13, 5), (13,)))
     plain = lambda x, w, bias, scale: (x @ w.T * scale + bias).logsumexp(1).sum()
     tight = tiles.LEAST + 13 * 8 * 2
@@ -236,11 +236,11 @@ def test_budgets_are_read(given, expected):
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
 @pytest.mark.parametrize("room", [10**4, 10**5, 10**7])
 def test_parts_fit_their_room(length, room, monkeypatch):
-    internals.set_panel_sizes(monkeypatch, ROUND=128, FEW=128)
-    found = panel_layout.by_rows(length, 777, 4, room)
+    internals.set_panel_sizes(monkeypatch, MULTIPLE=128, MIN_ROWS=128)
+    found = panel_layout.plan_whole_rows(length, 777, 4, room)
     assert found is not None and found.rows * 777 * 4 <= room
     for each in (0, 64, 1200):
-        parts = panel_layout.cut(length, 777, 4, room, each)
+        parts = panel_layout.cut_both_axes(length, 777, 4, room, each)
         assert parts is None or parts[0] * parts[1] * 4 + (parts[0] * each if parts[1] < 777 else 0) <= room
 
 

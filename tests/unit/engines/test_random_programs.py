@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 import torch
 
-from monoidreduce.engines.eager import accumulators
 from monoidreduce.program.primitives import COMPOSITES, NAMES, PRIMITIVES
+from monoidreduce.reductions.sum import SumAccumulator
 from tests.support.random_programs import INPUTS, Program, program_of, programs
 
 SHARDS, EXAMPLES = 10, 25
@@ -41,8 +41,8 @@ def test_engines_agree_on_random_programs(shard: int):
 
 def test_a_failure_is_printed_as_a_short_script(monkeypatch):
     """With an engine that is wrong by a thousandth, what is printed runs by itself, fails, and is short."""
-    right = accumulators.Sum.finish
-    monkeypatch.setattr(accumulators.Sum, "finish", lambda self: [x * 1.001 for x in right(self)])
+    right = SumAccumulator.finish
+    monkeypatch.setattr(SumAccumulator, "finish", lambda self: [x * 1.001 for x in right(self)])
     tapes = (bytes(random.Random(k).randbytes(200)) for k in range(100))
     failing = next(p for p in map(program_of, tapes) if len(p.assignments) > 8 and "eager differs" in p.failure())
     with pytest.raises(AssertionError) as caught:

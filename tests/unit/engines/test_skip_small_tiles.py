@@ -20,7 +20,7 @@ ENGINES = ["eager", "panel"]
 def small(monkeypatch):
     """Tiles of 8 × 8, and features that count as wide."""
     monkeypatch.setattr(skip_small_tiles, "TILE", 8)
-    internals.set_panel_sizes(monkeypatch, NARROW=0, FEW=1)
+    internals.set_panel_sizes(monkeypatch, NARROW=0, MIN_ROWS=1)
 
 
 @mr.op

@@ -6,8 +6,8 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines import panel
 from monoidreduce.engines.common.evaluate import Sizes
-from monoidreduce.engines.panel.panel_program import as_program, split_means, walks
-from monoidreduce.engines.triton.panel.arena import Room
+from monoidreduce.engines.panel.panel_program import as_program, split_into_loops, split_softmax_means
+from monoidreduce.engines.triton.panel.memory_plan import MemoryPlan
 from monoidreduce.plan import budget
 from monoidreduce.program.gradient import gradient
 from monoidreduce.program.lower import lower
@@ -70,10 +70,10 @@ def test_what_a_step_on_panels_takes_at_least_is_enough_for_it(rows, cols, dtype
         folds += [p.fold for fold in list(folds) for p in backward_of(fold)]
         for fold in folds:
             sizes = Sizes(rows, cols, (), {"f": 300}, torch.device("cpu"), torch.float32)
-            for walk in walks(split_means(as_program(fold))):
+            for walk in split_into_loops(split_softmax_means(as_program(fold))):
                 for each in walk.apart() or [walk]:
-                    for made in (panel.TorchStep(each, sizes, {dtype}), Room(each, sizes, {dtype})):
-                        assert made.choose(made.least()) is not None, (type(made), fold)
+                    for made in (panel.TorchStep(each, sizes, {dtype}), MemoryPlan(each, sizes, {dtype})):
+                        assert made.choose_layout(made.least_bytes()) is not None, (type(made), fold)
 
 
 def backward_of(fold):

@@ -15,6 +15,8 @@ import textwrap
 from dataclasses import dataclass
 
 from ....program.expression import Expr, topological
+from ....reductions.kernel_lines import Lines
+from ....reductions.softmax import SoftmaxLines
 from . import k_loop, tile_ranges
 from . import reductions as kinds
 from .expressions import ExpressionWriter
@@ -33,7 +35,6 @@ from .kernel_text import (
     write_tile_body,
     write_tile_range,
 )
-from .reduction import Kind
 from .reductions import known
 
 
@@ -86,7 +87,7 @@ def run_passes(spec: Spec) -> Passes:
     return Passes(spec, conditions, tile_range, loops, results, accumulators, invariants, kernel)
 
 
-def write_results(writer: ExpressionWriter, reductions: list[Kind]) -> list[str]:
+def write_results(writer: ExpressionWriter, reductions: list[Lines]) -> list[str]:
     """The lines after the loops: what is computed of the accumulators, and its stores."""
     writer.loop(False)
     stores = write_stores(reductions, writer)
@@ -95,7 +96,7 @@ def write_results(writer: ExpressionWriter, reductions: list[Kind]) -> list[str]
 
 def join_text(
     spec: Spec,
-    reductions: list[Kind],
+    reductions: list[Lines],
     shifts: int,
     invariants: list[str],
     accumulators: list[str],
@@ -175,12 +176,12 @@ def _used_leaves(spec: Spec) -> list[Expr]:
 # The loops, and the guessed maximum that whole tiles use in place of the running one
 
 
-def _guessing(reductions: list[Kind]) -> list[kinds.Soft]:
+def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
     """The softmaxes that need no running maximum in whole tiles."""
-    return [r for r in reductions if isinstance(r, kinds.Soft) and r.guesses]
+    return [r for r in reductions if isinstance(r, SoftmaxLines) and r.guesses]
 
 
-def write_loops(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, bool]) -> list[str]:
+def write_loops(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr, bool]) -> list[str]:
     """The two loops. In whole tiles a softmax uses a guessed maximum; the second loop keeps a running one (online
     softmax), and visits all tiles again where the guess proved too far off."""
     soft = _guessing(reductions)
@@ -196,7 +197,7 @@ def write_loops(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, 
     return [*guess, *_join_loops(v.spec, plain, *after, write_tile_body(v, reductions, {}, masked=True))]
 
 
-def _write_guess(v: ExpressionWriter, soft: list[kinds.Soft], truths: dict[Expr, bool]) -> list[str]:
+def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Expr, bool]) -> list[str]:
     """Guess each softmax's maximum from one whole tile: the first, or with ALiBi the one nearest to the diagonal."""
     if not soft:
         return []
@@ -221,7 +222,7 @@ def _write_guess(v: ExpressionWriter, soft: list[kinds.Soft], truths: dict[Expr,
     ]
 
 
-def _check_guess(spec: Spec, reductions: list[Kind], soft: list[kinds.Soft]) -> list[str]:
+def _check_guess(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) -> list[str]:
     """Where a guess was too far off, reset all accumulators and leave every tile to the second loop."""
     if not soft:
         return []
@@ -244,7 +245,7 @@ _NO_WHOLE_TILES = {  # lines that leave every tile to the second loop, by whethe
 }
 
 
-def _finish_delayed(reductions: list[Kind]) -> list[str]:
+def _finish_delayed(reductions: list[Lines]) -> list[str]:
     """The products that the last whole tile left to the next (``accumulators.py``)."""
     return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
 

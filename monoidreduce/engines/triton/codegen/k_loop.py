@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ....program.expression import Expr, topological
 from ....program.lower import Fold
+from ....reductions import kind_of
 from .kernel_spec import WIDEST, Spec
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
 ]
-_BLIND = ("best", "topk")  # kinds that have no gradient: they see the product as exact as it is
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,16 +36,18 @@ def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
     """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
-    short = all(r.attrs[2][0] <= FEW for r in fold.reductions if r.attrs[0] == "topk")
+    short = all(kind_of(r).selected(r.attrs[2]) <= FEW for r in fold.reductions)
     return narrow and width > WIDEST and plain and short and bool(products)
 
 
 def rounds_products(spec: Spec) -> bool:
     """Whether products are rounded as a panel would hold them.
 
-    So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``).
+    So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
+    pairs see products as exact as they are.
     """
-    return not spec.raw and spec.narrow == "bfloat16" and any(r.attrs[0] not in _BLIND for r in spec.fold.reductions)
+    sums = not all(kind_of(r).selected(r.attrs[2]) for r in spec.fold.reductions)
+    return not spec.raw and spec.narrow == "bfloat16" and sums
 
 
 def list_operands(spec: Spec) -> list[Expr]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....program.expression import Expr
-from ....program.reductions import KINDS as OUTPUTS
+from ....reductions import outputs_of
+from ....reductions.kernel_lines import Lines
 from . import device_functions, k_loop, tile_ranges
 from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Spec
-from .reduction import Kind
 from .reductions import known
 
 # The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
@@ -97,7 +97,7 @@ def write_header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
 def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
     """The run-time parameters of a kernel, in the order in which ``fold_kernel.py`` gives them, and those that Triton
     must not specialize on."""
-    count = sum(len(OUTPUTS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
+    count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
     numbers = []
     for e in used:
@@ -167,7 +167,7 @@ def write_tile_range(spec: Spec) -> list[str]:
     ]
 
 
-def write_tile_body(v: ExpressionWriter, reductions: list[Kind], truths: dict[Expr, bool], masked: bool) -> list[str]:
+def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr, bool], masked: bool) -> list[str]:
     """The body of a loop over tiles: what one tile adds to every reduction.
 
     ``truths``: conditions whose value is known in this loop; ``masked``: tiles may reach beyond the folded axis."""
@@ -194,7 +194,7 @@ def describe_reduction(r: Expr) -> str:
     return text if len(text) <= 110 else f"{text[:107]}..."
 
 
-def write_stores(reductions: list[Kind], v: ExpressionWriter) -> list[str]:
+def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
     """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....program.conditions import conditions
 from ....program.constructors import substitute
-from ....program.contract import conditions, interval
+from ....program.contract import interval
 from ....program.expression import Expr, const, topological
 from ....program.lower import Fold
 from ....program.normal_form import hot_condition
-from ....program.reductions import KINDS
+from ....reductions import kind_of
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
@@ -67,11 +68,7 @@ def list_idle_codes(fold: Fold) -> tuple[bool, ...]:
 
 
 def _idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
-    kind, _, params = r.attrs
-    fields = substitute(r.args, replace)
-    if kind == "pick":  # nothing to read where its value is zero
-        return interval(fields[1], {}) == (0.0, 0.0)
-    return KINDS[kind].idle(params, [interval(f, {}) for f in fields])
+    return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
 
 
 def compute_tile_ranges(

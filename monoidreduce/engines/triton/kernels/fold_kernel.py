@@ -20,6 +20,7 @@ from torch import Tensor
 from ....plan.default_tiles import PAIRED, Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
+from ....reductions import kind_of
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Form, Room, Sizes, form
@@ -98,7 +99,7 @@ class FoldLaunch:
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         # the leaves that masks depend on, and their places
         self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.asked(fold))
-        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if r.attrs[0] == "topk" and k == 0]
+        self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.spec, self.before = spec_from_tensors.describe(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.count = torch.Size(batch).numel()  # batch elements
@@ -317,7 +318,7 @@ class FoldLaunch:
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
         """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
         vector = len(shape) > len(self.sizes.batch) + 1
-        narrow = self.spec.narrow and vector and r.attrs[0] in ("sum", "soft") and not self.fold.raised
+        narrow = self.spec.narrow and vector and kind_of(r).sums_vectors and not self.fold.raised
         return getattr(torch, str(self.spec.narrow)) if narrow else dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:

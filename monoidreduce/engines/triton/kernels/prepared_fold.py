@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ....plan import tiles
 from ....program.constructors import ONE
-from ....program.contract import in_tiles
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ....program.reductions import KINDS
+from ....reductions import kind_of, outputs_of
 from ...common import batching
 from ...common.evaluate import Room, Sizes
 from ...common.label_gather import run_pick
@@ -186,7 +185,7 @@ def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
     parts: list[list[tuple[Expr, Expr]]] = []
     held = WIDEST
     for r, scale in fold.scaled:
-        shapes = [feature for feature, _ in KINDS[r.attrs[0]].outputs(r.args, r.attrs[2]) if feature is not None]
+        shapes = [feature for feature, _ in outputs_of(r) if feature is not None]
         width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
         if not parts or (width and held + width > WIDEST):
             parts.append([])
@@ -203,7 +202,7 @@ def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
     for over in ("cols", "rows"):
         mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
         whole = Fold(fold.leaves, tuple(mine))
-        picks = tuple(r for r in mine if r.attrs[0] == "pick" and not in_tiles(whole, r))
+        picks = tuple(r for r in mine if not kind_of(r).walks(r, whole.reductions))
         kept = {r: s for r, s in mine.items() if r not in picks}
         found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
     return tuple(found)

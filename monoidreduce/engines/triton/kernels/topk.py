@@ -19,8 +19,8 @@ from ....plan import budget
 from ....program.constructors import ONE
 from ....program.expression import Expr
 from ....program.lower import Fold
+from ....reductions import kind_of
 from ...common import matmul
-from ...common.combine import COMBINERS
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module, operation_replay
@@ -146,8 +146,8 @@ _kernels = Kernels(_TEXT)
 
 def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     """A list as users get it: best first, and no place where there was nothing."""
-    merge: Callable = COMBINERS["topk"].merge
-    values, places = (t.squeeze(0) for t in merge([values.unsqueeze(0), places.unsqueeze(0)], r.attrs[2]))
+    merged = kind_of(r).merge(r.attrs[2], [values.unsqueeze(0), places.unsqueeze(0)])
+    values, places = (t.squeeze(0) for t in merged)
     worst = float("-inf") if r.attrs[2][1] else float("inf")
     return [values, places.masked_fill(values == worst, -1)]
 

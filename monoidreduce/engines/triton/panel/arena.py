@@ -1,253 +1,215 @@
-"""How much of the pairs a step on a GPU holds at once, and where: panels by rows or by columns, totals, weights.
+"""The arena of a loop over panels: all scratch memory, whether it is allocated or borrowed from gradients.
 
-Apart from ``kernel_step.py``, which does to a panel what is planned here.
+A panel lies in buffers of its own, or in bytes of a *host*: the column gradient, which is written a few columns at a
+time, or one allocation for all blocks of rows. Row gradients are added up in float32 and rounded to 16 bits at the very
+end: until then their own memory, and that of later rows, holds float32 totals of half as many rows
+(:class:`BorrowedTotals`). What is placed where is planned in ``plan/panel_layout.py`` and ``memory_plan.py``.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import copy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ....plan import budget, in_place_layout, panel_layout, row_blocks
+from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
 from ....program.expression import Expr
-from ...common import matmul, skip_small_tiles
 from ...common.evaluate import Sizes
-from ...panel.panel_program import Walk, fed
-from ..codegen.kernel_spec import WIDEST
-from ..schedules import spec_from_tensors
-from . import epilogue, stored_weights
-from .fuse_stages import groups, parts
-from .lent_memory import aligned
+from ...panel import ALIGN
 
-_ROW = 32  # bytes: the numbers of a row of a panel
-_SHARE = 32  # of the room, one part in so many, at most, is left to the numbers of all rows
+_ALIGNED_COLS = 16  # columns of a panel that has fewer than ``ALIGN``: descriptors need 16 bytes
+_ALIGNED_BYTES = 16  # where totals may begin
+_PADDED_ROWS = 8  # scalars of tiles are aligned
+_FIRST_ROWS = 8  # rows that are rounded by way of other memory
 
-
-@functools.lru_cache(maxsize=1024)
-def _homes(
-    walk: Walk, at: int, pairs: torch.dtype, weights: torch.dtype, compute: torch.dtype
-) -> list[tuple[torch.dtype, Expr | int | None]]:
-    """Where each weight of a stage goes: its type and the product it overwrites, else the number of a buffer.
-
-    None for a weight that is a product itself, and is multiplied where it lies. ``pairs``: the type of a panel's
-    products; ``weights``: that in which weights are multiplied; a number per pair that is sorted keeps its digits."""
-    stage, cut = walk.stages[at], parts(walk.stages[at])
-    product = dict(stage.products)
-    multiplied = {c.weight for _, _, cs in cut.sums for c in cs}
-    kinds = [weights if w in multiplied else pairs if w in product else compute for w in cut.weights]
-    plain = [w in product and kind == pairs for w, kind in zip(cut.weights, kinds, strict=True)]
-    kept = {product[w] for w, is_plain in zip(cut.weights, plain, strict=True) if is_plain}
-    free = [f for f in walk.dying(at) if f not in kept]
-    found: list[tuple[torch.dtype, Expr | int | None]] = []
-    extra = 0
-    for kind, is_plain in zip(kinds, plain, strict=True):
-        if is_plain:
-            found.append((kind, None))
-        elif free and kind == pairs:
-            found.append((kind, free.pop(0)))
-        else:
-            found.append((kind, extra))
-            extra += 1
-    return found
+PanelBuffers = dict[Any, Tensor]  # by inner product, or by (number, type) of an extra buffer of weights
 
 
-class Room:
-    """A walk on sizes and types: what its stages need in memory."""
+def row_pitch(cols: int) -> int:
+    """Elements from one row of a panel to the next. Few columns are not rounded up beyond what a budget allows."""
+    step = ALIGN if cols >= ALIGN else _ALIGNED_COLS
+    return -(-cols // step) * step
 
-    def __init__(self, walk: Walk, sizes: Sizes, kinds: set[torch.dtype]):
-        self.walk, self.sizes, self.given = walk, sizes, kinds
-        self.parts = [parts(s) for s in walk.stages]
-        self.groups = groups(walk)
-        sixteen = kinds & set(matmul.SIXTEEN)
-        self.narrow = sixteen.pop() if len(sixteen) == 1 else None
-        # float16 logits may overflow, and what is computed on one side may leave its range: bfloat16 alone is stored
-        self.stored = torch.bfloat16 if self.narrow is torch.bfloat16 else None
-        self.kind = self.stored or sizes.compute
-        self.fused: dict[bool, epilogue.Epilogue | None] = {}
-        self._hold(self.kind)
-        if walk.exact and not self.fuses():  # the vendor's products are rounded to the type of their panel
-            self.fused = {False: None, True: None}
-            self._hold(sizes.compute)
 
-    def _hold(self, pairs: torch.dtype) -> None:
-        """Panels of products of a type."""
-        self.pairs, places = pairs, range(len(self.walk.stages))
-        self.homes = [_homes(self.walk, at, pairs, self.kind, self.sizes.compute) for at in places]
+def pad_rows(rows: int) -> int:
+    """The length of a tile's scalars of all rows."""
+    return -(-rows // _PADDED_ROWS) * _PADDED_ROWS
 
-    def fuses(self) -> bool:
-        """Whether weights are written by products of our own, whatever the panels."""
-        return all(self._fused(moved) is not None for moved in (False, True))
 
-    def _fused(self, moved: bool) -> epilogue.Epilogue | None:
-        """The whole walk as one product that writes weights over what would be its own place.
+def tile_sum_bytes(rows: int, tiles: int) -> int:
+    """Bytes of the maxima (bfloat16) and sums (float32) of all rows in so many tiles."""
+    return (torch.bfloat16.itemsize + torch.float32.itemsize) * pad_rows(rows) * tiles
 
-        Not where small tiles are left out: its weights lack a factor of their row.
-        """
-        if moved not in self.fused:
-            alone = len(self.groups) == 1 and self.stored and epilogue.on(self.sizes.device)
-            alone = alone and skip_small_tiles.now() is None
-            found = epilogue.epilogue(self.walk, self.groups[0], moved) if alone else None
-            self.fused[moved] = found if found and self._serves(found) else None
-        return self.fused[moved]
 
-    def _without(self) -> epilogue.Epilogue | None:
-        """The same with each row's own column left out of the weights, where totals lie in row gradients: it is added
-        to those, and to column gradients after all panels, so that 16 bits round it once."""
-        if not self._lends():
-            return None
-        if self._is_sum():
-            found = self._fused(True) and epilogue.epilogue(self.walk, self.groups[0], True, True)
-        else:
-            found = self._later(True)
-        vectors = [dict(fed(self.walk.stages[-1]))[v] for v in self._vectors("rows")]
-        return found if all(v.op in ("input", "leaf") for v in vectors) else None  # they are there anyway
+def is_aligned(width: int, compute: torch.dtype) -> bool:
+    """Whether totals of so many features all begin at aligned addresses, if the first does."""
+    return width * compute.itemsize % _ALIGNED_BYTES == 0
 
-    def _later(self, without: bool = False) -> epilogue.Epilogue | None:
-        """The last stage by itself, as a product that writes weights of rows that are known: of logits that are not
-        rounded, as those which the stages before it guess by."""
-        last = self.groups[0][-1]
-        return epilogue.epilogue(self.walk, range(last, last + 1), True, without, stows=True)
 
-    def _stows(self) -> epilogue.Epilogue | None:
-        """The whole walk as products of some columns at a time, whose weights are stowed until rows are known
-        (``stored_weights.py``)."""
-        fused = self._fused(False)
-        if fused is None or fused.task.late is None or any(e.is_pair for e, _ in fused.feeds) or not self._lends():
-            return None
-        if len(self._widths("rows")) != 1 or len(self._widths("cols")) > 1 or self._later() is None:
-            return None
-        labels = fused.task.late.hit is not None
-        found = epilogue.epilogue(self.walk, self.groups[0], True, stows=True)
-        return found if labels == (self._without() is not None) else None
+class Arena:
+    """The scratch memory of one loop.
 
-    def _serves(self, found: epilogue.Epilogue) -> bool:
-        """Whether it has features enough, its weights go where the product would be, and are summed one way each."""
-        last = self.groups[0][-1]
-        wide = self.sizes.of(str(found.product.args[0].feature)) > WIDEST
-        over = self.homes[last] == [(self.stored, found.product)]
-        return wide and over and all(len(products) == 1 for _, _, products in self.parts[last].sums)
+    ``panel``: the buffers of the panel that is worked on, ``own`` if they are not in borrowed memory."""
 
-    def choose(self, room: int) -> panel_layout.Panels | None:
-        """Whole rows where column totals stay accurate, else whole columns of a plain sum.
+    def __init__(self, buffers: dict[Any, torch.dtype], layout: PanelLayout, sizes: Sizes, narrow: torch.dtype | None):
+        """``buffers``: those of a panel, and their types; ``narrow``: the type of 16-bit gradients."""
+        self.buffers, self.sizes, self.narrow = buffers, sizes, narrow
+        self.own: PanelBuffers = {}
+        if not layout.blocks:
+            shape = layout.rows, row_pitch(layout.cols)
+            self.own = {key: torch.empty(shape, dtype=t, device=sizes.device) for key, t in buffers.items()}
+        self.panel = self.own
+        self.host: Tensor | None = None
+        self.scalars: dict[Expr, Tensor] = {}
 
-        Column totals of 16 bits are rounded once a panel: beyond a few panels they are kept in float32.
-        """
-        rows, cols, pair, totals = self.sizes.rows, self.sizes.cols, self._pair(), self._totals("rows")
-        each = self._beside()
-        whole = panel_layout.by_rows(rows, cols, pair, room, each=each)
-        if totals and (whole is None or not self.stored or whole.count(rows) > panel_layout.ADDS):
-            # a gradient of 16 bits, half as large, is not there before the panel is gone
-            left = room - totals // 2 if totals <= room else 0
-            whole = panel_layout.by_rows(rows, cols, pair, left, wide=True, each=each)
-        if whole is not None and whole.pays(rows):
-            return whole
-        if not self._is_sum():
-            fused = self._stows()
-            stowing = self._tail(room, fused) if fused else None
-            return panel_layout.Panels(rows, stowing.own, tail=stowing) if stowing else whole
-        found_tail, few = self._tail(room), self._blocks(room)
-        if found_tail and (not few or cols // len(found_tail.turns) * rows >= few.rows * few.cols):
-            return panel_layout.Panels(rows, found_tail.own, tail=found_tail)  # panels are larger there, on average
-        if not self._each("rows"):
-            found = panel_layout.cut(rows, cols, pair, room, self._each("cols"))
-            return panel_layout.Panels(*found, outer="rows") if found else whole
-        found = panel_layout.cut(cols, rows, pair, room - self._totals("cols"), self._each("rows"))
-        if few and (found is None or found[0] * found[1] < few.rows * few.cols):
-            return few
-        return panel_layout.Panels(*found[::-1]) if found else whole
+    def fork(self) -> Arena:
+        """The same memory; what is allocated from the copy is the copy's alone."""
+        other = copy.copy(self)
+        other.scalars = dict(self.scalars)
+        return other
 
-    def chosen(self) -> panel_layout.Panels | None:
-        """What would be chosen now, where nobody asks for a budget."""
-        return self.choose(budget.limit(lambda: matmul.free_memory(self.sizes.device), self.least()))
+    def get_scalars(self, name: Expr) -> Tensor:
+        """Where kernels write a scalar of every row: allocated once, not once a panel."""
+        if name not in self.scalars:
+            dtype = self.sizes.compute if name.dtype == "float" else torch.int64
+            self.scalars[name] = torch.empty(self.sizes.rows, dtype=dtype, device=self.sizes.device)
+        return self.scalars[name]
 
-    def _blocks(self, room: int) -> panel_layout.Panels | None:
-        """Blocks of rows, where column gradients of 16 bits are added to."""
-        if not self.stored or not self._each("rows"):
-            return None
-        rows, cols = self.sizes.rows, self.sizes.cols
-        most = panel_layout.ADDS if self._without() else panel_layout.BLOCKS
-        strips = len(self._widths("rows")) == 1 == len(self._widths("cols"))
-        room -= min(rows * _ROW, room // _SHARE)
-        machine = row_blocks.Machine(
-            spec_from_tensors.processors(self.sizes.device), (panel_layout.TILE[0], self._tile())
-        )
-        return row_blocks.blocks(rows, cols, self._held(), machine, room, most, strips)
+    # Panels
 
-    def _held(self) -> row_blocks.Held:
-        """What blocks of rows hold, where column gradients are of 16 bits."""
-        row, widths = self._each("cols"), (sum(self._widths("cols")), sum(self._widths("rows")))
-        lent = row * self.kind.itemsize // self.sizes.compute.itemsize if self._lends() else 0
-        return row_blocks.Held(self._pair(), row, self._each("rows"), lent, widths)
+    def borrow(self, gradient: Tensor) -> None:
+        """Use the memory of a gradient that is not written yet as the host."""
+        self.host = gradient.view(-1).view(torch.uint8)
 
-    def _lends(self) -> bool:
-        """Whether row gradients lend their memory to float32 totals of blocks: not where small tiles are looked for,
-        in whole panels, nor where totals would not be aligned."""
-        return skip_small_tiles.now() is None and all(aligned(w, self.sizes.compute) for w in self._widths("cols"))
+    def allocate_host(self, count: int) -> None:
+        """Allocate a host of so many bytes."""
+        self.host = torch.empty(count, dtype=torch.uint8, device=self.sizes.device)
 
-    def _tail(self, room: int, fused: epilogue.Epilogue | None = None) -> in_place_layout.Tail | None:
-        """Turns that keep most of what they hold in the column gradients' memory, where these are of 16 bits.
+    def move_panel(self, at: int | None, rows: int, cols: int) -> None:
+        """Place the panel at a byte offset of the host, or in its own buffers where that is None."""
+        self.panel = self.own if at is None else self.place_panel(at, rows, cols)
 
-        ``fused``: products whose weights are stowed there."""
-        if not self.stored or not self._each("rows"):
-            return None
-        rows, cols = self.sizes.rows, self.sizes.cols
-        line, column = max(self._widths("rows")) * self.stored.itemsize, rows * self._pair()
-        half = rows * self.stored.itemsize // self.sizes.compute.itemsize // panel_layout.ROUND * panel_layout.ROUND
-        lent = half if skip_small_tiles.now() is None else 0  # small tiles are looked for in whole panels
-        given, stow = in_place_layout.Rows(rows, lent, self._each("cols")), None
-        if fused is not None:
-            tile = fused.plan("write_guessed", self.sizes).block_folded
-            stow = in_place_layout.Stow(stored_weights.bytes_of_sums(fused, self.sizes), rows * line, tile)
-        return in_place_layout.tail(cols, line, column, given, room, panel_layout.MOST, self._filling(rows), stow)
+    def place_panel(self, at: int, rows: int, cols: int) -> PanelBuffers:
+        """A panel's buffers at a byte offset of the host."""
+        found = {}
+        for key, dtype in self.buffers.items():
+            found[key] = self.view_host(at, (rows, row_pitch(cols)), dtype)
+            at += found[key].nbytes
+        return found
 
-    def _filling(self, rows: int) -> Callable[[int], int]:
-        return panel_layout.filling(rows, spec_from_tensors.processors(self.sizes.device), self._tile())
+    def panel_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of a panel's buffers."""
+        return sum(rows * row_pitch(cols) * dtype.itemsize for dtype in self.buffers.values())
 
-    def _tile(self) -> int:
-        """Columns of a tile of the product that fills a panel of some columns."""
-        fused = self._fused(True) or self._fused(False)
-        return fused.plan("write_known", self.sizes).block_folded if fused else panel_layout.TILE[1]
+    @property
+    def spare(self) -> Tensor | None:
+        """The memory of panels, flat and of the gradients' type, when they are done with."""
+        return next((b.view(-1) for b in (self.own or self.panel).values() if b.dtype == self.narrow), None)
 
-    def least(self) -> int:
-        rows, cols, pair = self.sizes.rows, self.sizes.cols, self._pair()
-        row = (
-            cols * pair + self._beside() + (self._totals("rows") if rows > panel_layout.ADDS or not self.stored else 0)
-        )
-        if not self._is_sum():
-            return row
-        each = max(self._each("rows"), self._each("cols"))  # directions can be done apart
-        return min(row, panel_layout.SMALLEST * (each + pair * panel_layout.SMALLEST))
+    # Other memory of the host
 
-    def _pair(self) -> int:
-        """Bytes held of one pair."""
-        extra = [sum(kind.itemsize for kind, home in homes if isinstance(home, int)) for homes in self.homes]
-        return max(1, len(self.walk.products) * self.pairs.itemsize + max([0, *extra]))
+    def view_host(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor at a byte offset of the host."""
+        assert self.host is not None
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.host[at : at + size].view(dtype).view(shape)
 
-    def _beside(self) -> int:
-        """Bytes held of a row besides its pairs: the sums of its tiles, and then its vectors times a factor."""
-        fused = self._fused(False)
-        if fused is None or not fused.guesses:
-            return 0
-        return _ROW + max(fused.each(self.sizes), max([0, *self._widths("rows")]) * self.kind.itemsize)
+    def place_tile_sums(self, tiles: int) -> tuple[Tensor, Tensor]:
+        """The maxima and the sums of exponentials of all rows in all tiles, at the beginning of the host."""
+        shape = tiles, pad_rows(self.sizes.rows)
+        sums = self.view_host(0, shape, torch.float32)
+        return self.view_host(sums.nbytes, shape, torch.bfloat16), sums
 
-    def _totals(self, over: str) -> int:
-        """Bytes of the float32 totals of 16-bit gradients of one direction; none where gradients are float32."""
-        return self._each(over) * (self.sizes.cols if over == "rows" else self.sizes.rows) if self.narrow else 0
+    def borrow_row_totals(self, gradients: dict[Any, Tensor], layout: InPlaceLayout) -> dict[Any, BorrowedTotals]:
+        """Float32 totals of all rows in their gradients' memory, the rest where the layout says."""
+        found, at = {}, layout.totals
+        for key, gradient in gradients.items():
+            assert self.host is not None
+            place = None if at is None else self.host[at:]
+            found[key] = BorrowedTotals.allocate(gradient, len(gradient), layout.lent, self.sizes.compute, place)
+            rest = (len(gradient) - layout.lent) * gradient.shape[1] * self.sizes.compute.itemsize
+            at = None if at is None else at + rest
+        return found
 
-    def _each(self, over: str) -> int:
-        """Bytes of the totals of one row or column."""
-        return sum(self._widths(over)) * self.sizes.compute.itemsize
+    def borrow_block_totals(
+        self, gradients: dict[Any, Tensor], strips: dict[Any, int], block: RowBlock, lent: int
+    ) -> tuple[dict[Any, BorrowedTotals], dict[Any, Tensor]]:
+        """Float32 totals of a block's rows: of ``lent`` of them in the gradients of these and later rows, of the others
+        behind the panel. Where the block has strips, also those of a strip's columns (``strips``: their features),
+        behind the rows' totals."""
+        assert self.host is not None
+        place = self.host[self.panel_bytes(block.rows, block.cols) :]
+        rows, columns = {}, {}
+        count, compute = block.last - block.first, self.sizes.compute
+        for key, gradient in gradients.items():
+            own, width = gradient[block.first :], gradient.shape[1]
+            rows[key] = BorrowedTotals.allocate(own, count, lent, compute, place, block.first)
+            place = place[(count - lent) * width * compute.itemsize :]
+            for other, wide in strips.items() if block.strips else ():
+                free = own.view(-1).view(compute)[count * width :]
+                columns[other] = free[: block.cols * wide].view(block.cols, wide)
+        return rows, columns
 
-    def _widths(self, over: str) -> list[int]:
-        return [self.sizes.of(str(v.feature)) for v in self._vectors(over)]
 
-    def _vectors(self, over: str) -> list[Expr]:
-        vectors = [cs[0].vector for p in self.parts for _, o, cs in p.sums if o == over]
-        return [v for v in vectors if v is not None]
+def count_lendable(gradient: Tensor, count: int, compute: torch.dtype) -> int:
+    """Of how many rows, ``count`` at most, a gradient's memory holds the totals."""
+    fits = gradient.shape[0] * gradient.itemsize // compute.itemsize
+    begins = gradient.storage_offset() * gradient.itemsize
+    return min(count, fits) if begins % _ALIGNED_BYTES == 0 and is_aligned(gradient.shape[1], compute) else 0
 
-    def _is_sum(self) -> bool:
-        """Whether parts of a row can be added up: one stage, of sums and of picks."""
-        kinds = {r.attrs[0] for s in self.walk.stages for r in s.fold.reductions}
-        return len(self.walk.stages) == 1 and kinds <= {"sum", "pick"}
+
+@dataclass(frozen=True)
+class BorrowedTotals:
+    """Float32 totals of some rows, as many as fit in the memory of their own 16-bit gradient.
+
+    ``gradient``: from the first of these rows on, whose number is ``first``; ``pieces``: slices of the rows, and their
+    totals; ``inside``: the totals of so many rows lie in the gradient."""
+
+    gradient: Tensor
+    pieces: tuple[tuple[slice, Tensor], ...]
+    first: int
+    inside: int
+
+    @staticmethod
+    def allocate(
+        gradient: Tensor, count: int, lent: int, compute: torch.dtype, place: Tensor | None = None, first: int = 0
+    ) -> BorrowedTotals:
+        """Zeros for ``count`` rows, ``lent`` of them in the gradient's memory, the others in ``place`` (bytes), or in a
+        new allocation."""
+        width, pieces = gradient.shape[1], []
+        if lent:
+            inside = gradient.view(-1)[: lent * width * compute.itemsize // gradient.itemsize]
+            pieces.append((slice(0, lent), inside.view(compute).view(lent, width).zero_()))
+        if lent < count:
+            size = (count - lent) * width * compute.itemsize
+            rest = torch.empty(size, dtype=torch.uint8, device=gradient.device) if place is None else place[:size]
+            pieces.append((slice(lent, count), rest.view(compute).view(count - lent, width).zero_()))
+        return BorrowedTotals(gradient, tuple(pieces), first, lent)
+
+    def select(self, rows: slice) -> list[tuple[slice, Tensor]]:
+        """The totals of some rows in pieces, each with its slice of these rows."""
+        begin, end = rows.start - self.first, rows.stop - self.first
+        inside = [(max(own.start, begin), min(own.stop, end), own.start, totals) for own, totals in self.pieces]
+        return [(slice(a - begin, b - begin), totals[a - at : b - at]) for a, b, at, totals in inside if a < b]
+
+    def round_into_gradient(self, spare: Tensor | None = None) -> None:
+        """Write the gradient from its totals. Those that lie in its memory go by way of ``spare``, memory of its type,
+        where that holds them; else from the first row on, each written where totals were read already."""
+        for rows, totals in self.pieces:
+            if rows.start >= self.inside:
+                self.gradient[rows] = totals
+            elif spare is not None and spare.numel() >= totals.numel():
+                self.gradient[rows] = spare[: totals.numel()].view(totals.shape).copy_(totals)
+            else:
+                self._round_in_place(totals)
+
+    def _round_in_place(self, totals: Tensor) -> None:
+        at = min(_FIRST_ROWS, len(totals))
+        self.gradient[:at] = totals[:at].to(self.gradient.dtype)
+        while at < len(totals):
+            end = min(2 * at, len(totals))
+            self.gradient[at:end] = totals[at:end]
+            at = end

@@ -1,10 +1,9 @@
-"""Products that write weights instead of themselves: what needs no sweep over the panel afterwards.
+"""GEMMs with an epilogue that writes weights in place of inner products: no pass over the panel afterwards.
 
-Where all numbers of rows are known a generated product's epilogue writes the weights of the sums at once. Where they
-wait for a softmax it writes exp(s - guess), the guess being the greatest of a few logits of the row, and sums tiles as
-it goes; the totals then multiply the sums' other operands (``row_factor.py``, ``label_corrections.py``). A guess is
-checked on the device:
-rows that it served ill are written once more, exactly, and nobody waits to hear whether there were any.
+Where all scalars of rows are known, the epilogue writes the weights of the sums at once. Where they wait for a softmax
+it writes exp(s - guess), the guessed maximum being the greatest of a few logits of the row, and sums exponentials tile
+by tile; the row's factor, known late, multiplies the sums' other operands (``row_factor.py``). A guess is checked on
+the device: rows whose guessed maximum was too far off are recomputed there, exactly, without a host sync.
 """
 
 from __future__ import annotations
@@ -22,205 +21,220 @@ from ....program.expression import Expr, node, reduce_node, topological
 from ....program.lower import Fold
 from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
-from ...panel.panel_program import Walk
+from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import WIDEST, Spec
 from ..launch import descriptors, jit_module
 from ..schedules import attention, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
 from ..schedules.pingpong_template import DEEPEST, OTHERS, TILE
 from . import pingpong_epilogue, row_kernel
-from .epilogue_kernels import BY_ROWS, HALVES, kernel, reads
-from .epilogue_task import Task
-from .fuse_stages import PLACES, counted, joint, parts
-from .label_corrections import Rest
-from .row_factor import Late, Own, apart, distinct, late
+from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, list_reads, write_kernel
+from .fuse_stages import fuse_stages, shift_indices, split_stage
+from .row_factor import (
+    LabelTerm,
+    LateFactor,
+    RowCorrections,
+    has_distinct_labels,
+    split_label_column,
+    split_row_factor,
+)
 
-# A guess looks at 64 columns. Products of few features end often: with two smaller ones on a processor, one multiplies
-# while the other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)
+# A guess reads 64 columns. GEMMs of few features end often: with two smaller tiles on an SM, one multiplies while the
+# other writes. (On an H200 of 512 and 768 features these took 5 to 12 % less, of 2304 and 4096 13 % more.)
 PLANS = {
-    "write_known": KernelPlan(128, 256, 8, 4),
-    "write_spare": KernelPlan(128, 128, 8, 3),
-    "guess_peaks": KernelPlan(64, 64, 4, 8),
-    "pick_own": KernelPlan(1, 1024, 4, 1),
-    "match_own": KernelPlan(64, 64, 4, 3),
-    "weigh_own": KernelPlan(64, 64, 4, 3),
+    "write_weights": KernelPlan(128, 256, 8, 4),
+    "recompute_rows": KernelPlan(128, 128, 8, 3),
+    "guess_maxima": KernelPlan(64, 64, 4, 8),
+    "gather_label_logits": KernelPlan(1, 1024, 4, 1),
+    "multiply_labels": KernelPlan(64, 64, 4, 3),
+    "weigh_labels": KernelPlan(64, 64, 4, 3),
     "write_guessed": KernelPlan(128, 256, 8, 4),
     "sum_guessed": KernelPlan(128, 256, 8, 4),
-    "close_rows": KernelPlan(16, 256, 8, 1),
+    "finish_rows": KernelPlan(16, 256, 8, 1),
 }
-TURNS = "write_known", "write_guessed", "sum_guessed"  # as groups take turns, in tiles that are wide or not
-PAIRED = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}
-SHALLOW = dict.fromkeys(TURNS, KernelPlan(128, 128, 4, 3))
-_FEW = 1024  # features
-# Features, above which tiles by turns are wide. On an H200, time ÷ products, heads of 2304 in 1100 MB took 1.03 where
-# they took 1.06 in narrow ones (in turns with the products 1.00, 1.01), of 1536 in 550 MB 1.08 and 1.05 (1.03 both).
-_MANY = 2048
-_LEAST = 64  # columns of a tile: a descriptor's pieces have 16 bytes and more
-_LIGHT = 12  # operations on a pair: more of them need registers that the product has taken
+GEMMS = "write_weights", "write_guessed", "sum_guessed"  # the kernels with a ping-pong form
+PINGPONG = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}  # by is_wide
+SHALLOW = dict.fromkeys(GEMMS, KernelPlan(128, 128, 4, 3))  # for few features
+_SHALLOW_FEATURES = 1024
+# Features above which ping-pong tiles are wide. On an H200, time ÷ GEMMs, heads of 2304 in 1100 MB took 1.03 where they
+# took 1.06 in narrow ones (in turns with the GEMMs 1.00, 1.01), of 1536 in 550 MB 1.08 and 1.05 (1.03 both).
+_WIDE_FEATURES = 2048
+_MIN_COLS = 64  # of a tile: a descriptor's blocks have 16 bytes and more
+_MAX_OPERATIONS = 12  # on a pair: more of them need registers that the GEMM has taken
 
 
-def plan_of(name: str, width: int, by_turns: bool = False, wide: bool = False) -> KernelPlan:
-    """The tiles of a kernel for products of so many features; ``by_turns``: where groups of warps take turns at it, in
-    tiles that are ``wide`` or not."""
-    if by_turns and name in TURNS:
-        return PAIRED[wide]
-    return SHALLOW[name] if width <= _FEW and name in SHALLOW else PLANS[name]
+def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = False) -> KernelPlan:
+    """The tiles of a kernel for ``width`` features; ``pingpong``: in its ping-pong form, with ``wide`` tiles or not."""
+    if pingpong and name in GEMMS:
+        return PINGPONG[wide]
+    return SHALLOW[name] if width <= _SHALLOW_FEATURES and name in SHALLOW else PLANS[name]
 
 
 def is_wide(width: int) -> bool:
-    """Whether groups take turns at wide tiles, which read less and end less often: where features are many, by a Triton
-    that has registers for them (3.9 spills)."""
-    return width > _MANY and jit_module.triton_version() < (3, 7)
+    """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
+    registers for them (3.9 spills)."""
+    return width > _WIDE_FEATURES and jit_module.triton_version() < (3, 7)
 
 
-def on(device: torch.device) -> bool:
-    """Whether generated products are as fast as the vendor's there: where tensor descriptors feed the matrix units."""
+def is_fast_on(device: torch.device) -> bool:
+    """Whether generated GEMMs are as fast as the vendor's there: where tensor descriptors feed the tensor cores."""
     return device.type == "cuda" and descriptors.are_supported(device)
 
 
 @dataclass(frozen=True)
-class Epilogue:
-    """The stages of a group as one product. ``sides``: the vectors that are multiplied, as the program has them."""
+class EpilogueGemm:
+    """A group of stages as one GEMM with an epilogue. ``operands``: the vectors multiplied, as the program has them;
+    ``operand_leaves``: the same as kernels call them."""
 
-    task: Task
+    epilogue: Epilogue
     product: Expr
-    sides: tuple[Expr, Expr]
-    vectors: tuple[Expr, Expr]  # and as kernels call them
+    operands: tuple[Expr, Expr]
+    operand_leaves: tuple[Expr, Expr]
     feeds: tuple[tuple[Expr, Expr], ...]  # of the other leaves
-    raw: bool  # whether logits are not rounded as a panel would hold them
-    ready: dict[tuple, _Ready] = field(default_factory=dict, compare=False)
-    met: set[tuple] = field(default_factory=set, compare=False)  # what kernels were asked for, besides the rows
+    exact: bool  # whether logits are not rounded as a panel would hold them
+    prepared: dict[tuple, PreparedGemm] = field(default_factory=dict, compare=False)
+    compiled: set[tuple] = field(default_factory=set, compare=False)  # keys whose kernels were compiled together
 
     @property
     def guesses(self) -> bool:
-        return self.task.late is not None
+        """Whether weights are measured from a guessed maximum."""
+        return self.epilogue.late is not None
 
-    def each(self, sizes: Sizes) -> int:
-        """Bytes besides the panel that are held of one row: what its tiles sum to."""
-        return 6 * -(-sizes.cols // self.plan("write_guessed", sizes).block_folded) if self.guesses else 0
+    def row_bytes(self, sizes: Sizes) -> int:
+        """Bytes besides the panel that are held of one row: the maxima and sums of its tiles."""
+        return 6 * -(-sizes.cols // self.plan_kernel("write_guessed", sizes).block_folded) if self.guesses else 0
 
-    def plan(self, name: str, sizes: Sizes) -> KernelPlan:
+    def plan_kernel(self, name: str, sizes: Sizes) -> KernelPlan:
         """The tiles of a kernel, where a panel is large enough for them."""
-        width = sizes.of(str(self.sides[0].feature))
+        width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        return plan_of(name, width, (wide or width <= DEEPEST) and attention.on(sizes.device), wide)
+        return plan_kernel(name, width, (wide or width <= DEEPEST) and attention.on(sizes.device), wide)
 
-    def __call__(self, out: Tensor, values: Mapping[Expr, Any], numbers: list[Tensor], here: Sizes) -> Rest | None:
-        """Write the weights into ``out`` and results into ``numbers``; what is left to do to their sums.
+    def write_weights(
+        self, out: Tensor, values: Mapping[Expr, Any], results: list[Tensor], here: Sizes
+    ) -> RowCorrections | None:
+        """Write the weights into ``out`` and the folds' results into ``results``; returns what their sums still need.
 
         ``values``: of all leaves, numbers or tensors ``[1, length(, features)]``."""
-        return self._ready((out, *numbers), values, here)(out, dict(values), numbers)
+        return self.prepare((out, *results), values, here).write_weights(out, dict(values), results)
 
-    def own(self, values: Mapping[Expr, Any], here: Sizes) -> Rest:
-        """What is left out of the weights, of some rows and all columns: each row's own."""
-        assert self.task.own is not None
-        hits = torch.empty(here.rows, dtype=torch.float32, device=here.device)
-        targets = torch.empty(here.rows, dtype=torch.int64, device=here.device)
-        self._ready((hits,), values, here)._launch("weigh_own", [hits, targets], values)
-        return Rest(None, hits, targets, distinct(self.task.own.target))
+    def weigh_labels(self, values: Mapping[Expr, Any], here: Sizes) -> RowCorrections:
+        """The weights in the label columns of some rows, which are left out of the others; of all columns."""
+        assert self.epilogue.label is not None
+        weights = torch.empty(here.rows, dtype=torch.float32, device=here.device)
+        labels = torch.empty(here.rows, dtype=torch.int64, device=here.device)
+        self.prepare((weights,), values, here).launch("weigh_labels", [weights, labels], values)
+        return RowCorrections(None, weights, labels, has_distinct_labels(self.epilogue.label.label))
 
-    def _ready(self, outputs: tuple[Tensor, ...], values: Mapping[Expr, Any], here: Sizes) -> _Ready:
-        told = tuple(map(row_kernel.specialized, (*values.values(), *outputs)))
+    def prepare(self, outputs: tuple[Tensor, ...], values: Mapping[Expr, Any], here: Sizes) -> PreparedGemm:
+        """The kernels for panels of these lengths, types, strides and alignment."""
+        told = tuple(map(row_kernel.specialization, (*values.values(), *outputs)))
         key = (here.rows, here.cols, here.device, *told, *PLANS.values(), *SHALLOW.values())
-        ready = self.ready.get(key)
-        if ready is None:
-            ready = self.ready.setdefault(key, _Ready(self, outputs[0], values, here))
-        return ready
+        found = self.prepared.get(key)
+        if found is None:
+            found = self.prepared.setdefault(key, PreparedGemm(self, outputs[0], values, here))
+        return found
 
 
-class _Ready:
-    """The kernels on panels of given lengths, types, strides and alignment; they are written when first called."""
+class PreparedGemm:
+    """The kernels of an :class:`EpilogueGemm` on panels of given lengths, types, strides and alignment; each is written
+    when it is first launched."""
 
-    def __init__(self, whole: Epilogue, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
-        self.whole, self.here, self.lengths = whole, here, (here.rows, here.cols)
-        self.prepared: dict[str, row_kernel.Prepared] = {}
-        wide = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in whole.vectors]
-        self.copied = whole.vectors if all(wide) and descriptors.are_supported(here.device) else ()
-        name = "write_guessed" if whole.guesses else "write_known"
-        many = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and attention.on(here.device)
-        width = values[whole.vectors[0]].shape[-1]
+    def __init__(self, gemm: EpilogueGemm, out: Tensor, values: Mapping[Expr, Any], here: Sizes):
+        self.gemm, self.here, self.lengths = gemm, here, (here.rows, here.cols)
+        self.launches: dict[str, row_kernel.PreparedKernel] = {}
+        leaves = gemm.operand_leaves
+        fits = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in leaves]
+        self.copied = leaves if all(fits) and descriptors.are_supported(here.device) else ()  # by tensor descriptors
+        name = "write_guessed" if gemm.guesses else "write_weights"
+        large = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and attention.on(here.device)
+        width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
-        cut = here.cols % PAIRED[self.wide].block_folded != 0
-        self.by_turns = (
-            many and pingpong_epilogue.kernel(name, whole.task, self._spec(name, values), cut, self.wide) is not None
-        )
-        self.plans = {name: self._plan(name, width) for name in PLANS}
+        self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
+        self.plans = {name: self._plan_kernel(name, width) for name in PLANS}
         plan = self.plans[name]
-        self.turns = -(-here.cols // plan.block_folded)
-        box = (plan.block_kept, OTHERS if self.by_turns else plan.block_folded // HALVES)
-        self.box = descriptors.make_descriptor(out, (), box, self.by_turns) if out.dim() == 2 else None
+        self.tiles = -(-here.cols // plan.block_folded)  # across all columns
+        block = (plan.block_kept, OTHERS if self.pingpong else plan.block_folded // HALVES)
+        self.out_descriptor = descriptors.make_descriptor(out, (), block, self.pingpong) if out.dim() == 2 else None
 
-    def _plan(self, name: str, width: int) -> KernelPlan:
-        found = plan_of(name, width, self.by_turns, self.wide)
-        if name in ("pick_own", "match_own", "weigh_own") or (self.by_turns and name in TURNS):
+    def _plan_kernel(self, name: str, width: int) -> KernelPlan:
+        found = plan_kernel(name, width, self.pingpong, self.wide)
+        if name in ("gather_label_logits", "multiply_labels", "weigh_labels") or (self.pingpong and name in GEMMS):
             return found
-        kept, folded = (
-            row_kernel.power(self.here.rows, found.block_kept),
-            row_kernel.power(self.here.cols, found.block_folded),
-        )
-        folded = found.block_folded if name == "close_rows" else min(found.block_folded, max(_LEAST, folded))
+        kept = row_kernel.round_to_power(self.here.rows, found.block_kept)
+        folded = row_kernel.round_to_power(self.here.cols, found.block_folded)
+        folded = found.block_folded if name == "finish_rows" else min(found.block_folded, max(_MIN_COLS, folded))
         return replace(found, block_kept=kept, block_folded=folded)
 
-    def __call__(self, out: Tensor, values: dict[Expr, Any], numbers: list[Tensor]) -> Rest | None:
-        box, rows, device = self.filled(out), self.here.rows, out.device
-        if not self.whole.guesses:
-            self._launch("write_known", [box], values)
+    def write_weights(self, out: Tensor, values: dict[Expr, Any], results: list[Tensor]) -> RowCorrections | None:
+        """See :meth:`EpilogueGemm.write_weights`."""
+        descriptor, rows, device = self.describe_output(out), self.here.rows, out.device
+        if not self.gemm.guesses:
+            self.launch("write_weights", [descriptor], values)
             return None
         empty, padded = functools.partial(torch.empty, device=device), -(-rows // 8) * 8  # aligned
-        guesses, picked, factors, hits = empty(4, padded, dtype=torch.float32)[:, :rows]
-        marks, targets = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
-        tops, sums = (empty(self.turns, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
-        late = self.whole.task.late
-        self._launch("guess_peaks", [guesses], values)
-        self._launch("write_guessed", [box, guesses, tops, sums, padded], values)
-        if late is not None and late.target is not None:
-            self._launch("pick_own", [picked], values)
-        close = [*numbers, guesses, tops, sums, padded, picked, out, out.stride(0), factors, hits, targets, marks]
-        self._launch("close_rows", close, values, self.turns)
-        values |= {name: t.unsqueeze(0) for name, t in zip(self.whole.task.names, numbers, strict=True)}
-        self._launch("write_spare", [out, out.stride(0), marks], values)
-        if late is None or late.hit is None:
-            return Rest(factors)
-        return Rest(factors, hits, targets, distinct(late.target))
+        guesses, label_logits, factors, label_weights = empty(4, padded, dtype=torch.float32)[:, :rows]
+        marks, labels = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
+        maxima, sums = (empty(self.tiles, padded, dtype=t) for t in (torch.bfloat16, torch.float32))
+        late = self.gemm.epilogue.late
+        self.launch("guess_maxima", [guesses], values)
+        self.launch("write_guessed", [descriptor, guesses, maxima, sums, padded], values)
+        if late is not None and late.label is not None:
+            self.launch("gather_label_logits", [label_logits], values)
+        tiles = [guesses, maxima, sums, padded]
+        rest = [label_logits, out, out.stride(0), factors, label_weights, labels, marks]
+        self.launch("finish_rows", [*results, *tiles, *rest], values, self.tiles)
+        values |= {name: t.unsqueeze(0) for name, t in zip(self.gemm.epilogue.names, results, strict=True)}
+        self.launch("recompute_rows", [out, out.stride(0), marks], values)
+        if late is None or late.label_weight is None:
+            return RowCorrections(factors)
+        return RowCorrections(factors, label_weights, labels, has_distinct_labels(late.label))
 
-    def filled(self, out: Tensor) -> Any:
-        """What kernels write ``out`` by."""
-        return descriptors.replace_base(self.box, out)
+    def describe_output(self, out: Tensor) -> Any:
+        """The descriptor by which kernels write ``out``."""
+        return descriptors.replace_base(self.out_descriptor, out)
 
-    def _launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
-        found = self.prepared.get(name)
+    def launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
+        """Launch a kernel. ``outputs``: its first arguments; ``tiles``: in place of the number of tiles of rows."""
+        found = self.launches.get(name)
         if found is None:
-            found = self.prepared[name] = self._prepare(name, values, tiles)
+            found = self.launches[name] = self._prepare_kernel(name, values, tiles)
         found(outputs, values, self.here.device, alike=True)
 
     def _grid(self, name: str) -> int:
-        """How many program instances: one for each tile of rows, or as many as run at a time, for tiles in turns."""
+        """The number of program instances: one for each tile of rows, or as many as run at a time, in a persistent loop
+        over tiles."""
         plan = self.plans[name]
-        rows, turns = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
-        shared = self.by_turns and name in TURNS  # two groups are one instance
-        at_once = spec_from_tensors.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
-        return min(rows * turns, at_once) if name.startswith(("write_", "sum_")) else rows
+        rows, cols = (-(-n // b) for n, b in zip(self.lengths, (plan.block_kept, plan.block_folded), strict=True))
+        shared = self.pingpong and name in GEMMS  # two warp groups are one program instance
+        resident = spec_from_tensors.processors(self.here.device) * (1 if shared else max(1, 8 // plan.num_warps))
+        return min(rows * cols, resident) if name in (*GEMMS, "recompute_rows") else rows
 
-    def _prepare(self, name: str, values: Mapping[Expr, Any], tiles: int) -> row_kernel.Prepared:
-        plan = self.plans[name]
-        asked = (name, self.whole.task, self._spec(name, values), self.here.cols % plan.block_folded != 0)
-        by_turns = self.by_turns and name in TURNS
-        written = (pingpong_epilogue.kernel(*asked, self.wide) if by_turns else None) or kernel(*asked)
-        wide = any(row_kernel.is_wide(e, values[e], (plan.block_kept, plan.block_folded)) for e in written.leaves)
-        order = () if name in BY_ROWS else tuple(e for e in written.leaves if e in self.copied)
+    def _write_pingpong(self, name: str, values: Mapping[Expr, Any], plan: KernelPlan) -> Any:
+        spec, masked = self._make_spec(name, values), self.here.cols % plan.block_folded != 0
+        return pingpong_epilogue.write_kernel(name, self.gemm.epilogue, spec, masked, self.wide)
+
+    def _prepare_kernel(self, name: str, values: Mapping[Expr, Any], tiles: int) -> row_kernel.PreparedKernel:
+        plan, pingpong = self.plans[name], self.pingpong and name in GEMMS
+        spec, masked = self._make_spec(name, values), self.here.cols % plan.block_folded != 0
+        kernel = self._write_pingpong(name, values, plan) if pingpong else None
+        kernel = kernel or write_kernel(name, self.gemm.epilogue, spec, masked)
+        blocks = (plan.block_kept, plan.block_folded)
+        wide = any(row_kernel.needs_64_bits(e, values[e], blocks) for e in kernel.leaves)
+        order = () if name in ROW_KERNELS else tuple(e for e in kernel.leaves if e in self.copied)
         copied = [(e, plan.block_folded if e.cols else plan.block_kept) for e in order]
-        if by_turns and self.wide:
+        if pingpong and self.wide:
             copied = [(e, TILE) for e in order] + [(e, OTHERS) for e in order if e.cols]
-        return row_kernel.Prepared(written, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
+        return row_kernel.PreparedKernel(kernel, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
 
-    def _spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
+    def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:
         here = self.here
-        wanted = reads(name, self.whole.task)
+        wanted = list_reads(name, self.gemm.epilogue)
         numbers = tuple(r if r.op == "reduce" else reduce_node("sum", "cols", (), (r,)) for r in wanted)
         under = set(topological(numbers))
         fold = Fold(tuple(e for e in values if e in under), numbers)
         types = tuple(str(values[e].dtype)[6:] if isinstance(values[e], Tensor) else "number" for e in fold.leaves)
-        copied = () if name in BY_ROWS else self.copied
+        copied = () if name in ROW_KERNELS else self.copied
         return Spec(
             fold,
             "cols",
@@ -234,55 +248,59 @@ class _Ready:
             lanes=False,
             guess=False,
             deep=True,
-            raw=self.whole.raw,
+            raw=self.gemm.exact,
             boxes=tuple(() if e in copied else None for e in fold.leaves),
         )
 
 
 @functools.lru_cache(maxsize=1024)
-def epilogue(walk: Walk, group: range, moved: bool, without: bool = False, stows: bool = False) -> Epilogue | None:
-    """The stages of a group as one product, where they have one product and one weight, and folds bear a guess.
+def fuse_epilogue(
+    loop: PanelLoop, group: range, shifted: bool, without_labels: bool = False, stored: bool = False
+) -> EpilogueGemm | None:
+    """A group of stages as one GEMM with an epilogue; None where they have more than one inner product or weight, or
+    where their folds cannot be measured from a guessed maximum.
 
-    ``without``: each row's own column is left out of the weights; None where rows have none. ``stows``: rows are folded
-    some columns at a time before any weight is summed; what stands in their own columns is nobody's business here."""
-    whole, own = joint(walk, group, moved), None
-    if without:
-        found = apart(joint(walk, group, False).weights[0]) if len(whole.weights) == 1 else None
+    ``shifted``: the panel may begin at another column than 0. ``without_labels``: each row's label column is left out
+    of the weights; None where rows have no label. ``stored``: weights are stored, some columns at a time, until all
+    columns are folded; label columns are then taken care of elsewhere."""
+    stages, label = fuse_stages(loop, group, shifted), None
+    if without_labels:
+        found = split_label_column(fuse_stages(loop, group, False).weights[0]) if len(stages.weights) == 1 else None
         if found is None:
             return None
-        others, there = found
-        weights = substitute((others, there.weight, there.target), counted("col") if moved else {})
-        whole, own = replace(whole, weights=weights[:1]), Own(*weights[1:])
-    cuts = [parts(walk.stages[at]) for at in group]
-    products = [(e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if f.op == "dot"]
-    if len(products) != 1 or len(whole.weights) != 1 or any(c.tops or c.numbers["rows"] for c in cuts):
+        others, term = found
+        weights = substitute((others, term.weight, term.label), shift_indices("col") if shifted else {})
+        stages, label = replace(stages, weights=weights[:1]), LabelTerm(*weights[1:])
+    splits = [split_stage(loop.stages[at]) for at in group]
+    products = [(e, f) for e, f in zip(stages.leaves, stages.feeds, strict=True) if f.op == "dot"]
+    if len(products) != 1 or len(stages.weights) != 1 or any(s.topk or s.folds["rows"] for s in splits):
         return None
-    made = [e for e in topological(whole.weights) if e.is_pair and e.op != "leaf"]
-    if len(made) > _LIGHT or any(e.op in DRAWS for e in made):
+    operations = [e for e in topological(stages.weights) if e.is_pair and e.op != "leaf"]
+    if len(operations) > _MAX_OPERATIONS or any(e.op in DRAWS for e in operations):
         return None
-    folds = tuple(r for fold in whole.folds for r in fold)
-    waits = late(joint(walk, group, False)) if folds else None
-    if folds and (moved is not stows or without or waits is None):
+    folds = tuple(r for fold in stages.folds for r in fold)
+    late = split_row_factor(fuse_stages(loop, group, False)) if folds else None
+    if folds and (shifted is not stored or without_labels or late is None):
         return None
     ((leaf, product),) = products
     row, col = product.args if product.args[0].rows else product.args[::-1]
-    vectors = _vector("u0", row), _vector("u1", col)
+    vectors = _make_vector_leaf("u0", row), _make_vector_leaf("u1", col)
     replaced = {leaf: dot(*vectors)}
-    (weight,), folds = substitute(whole.weights, replaced), substitute(folds, replaced)
-    if waits is not None and stows:
-        waits = _replaced(replace(waits, hit=None), counted("col"))
-    waits = None if waits is None else _replaced(waits, replaced)
-    own = None if own is None else Own(*substitute((own.weight, own.target), replaced))
-    names = tuple(n for own in whole.names for n in own)
-    feeds = tuple((e, f) for e, f in zip(whole.leaves, whole.feeds, strict=True) if e is not leaf)
-    task = Task((*vectors, *(e for e, _ in feeds), *PLACES), folds, names, weight, waits, own)
-    return Epilogue(task, product, (row, col), vectors, feeds, bool(folds) or stows or walk.exact)
+    (weight,), folds = substitute(stages.weights, replaced), substitute(folds, replaced)
+    if late is not None and stored:
+        late = _substitute_late(replace(late, label_weight=None), shift_indices("col"))
+    late = None if late is None else _substitute_late(late, replaced)
+    label = None if label is None else LabelTerm(*substitute((label.weight, label.label), replaced))
+    names = tuple(n for own in stages.names for n in own)
+    feeds = tuple((e, f) for e, f in zip(stages.leaves, stages.feeds, strict=True) if e is not leaf)
+    epilogue = Epilogue(folds, names, weight, late, label)
+    return EpilogueGemm(epilogue, product, (row, col), vectors, feeds, bool(folds) or stored or loop.exact)
 
 
-def _vector(name: str, side: Expr) -> Expr:
-    return node("leaf", (), (name,), rows=side.rows, cols=side.cols, feature=side.feature, dtype="float")
+def _make_vector_leaf(name: str, operand: Expr) -> Expr:
+    return node("leaf", (), (name,), rows=operand.rows, cols=operand.cols, feature=operand.feature, dtype="float")
 
 
-def _replaced(waits: Late, replaced: dict[Expr, Expr]) -> Late:
-    early, power, factor = substitute((waits.early, waits.power, waits.late), replaced)
-    return replace(waits, early=early, power=power, late=factor)
+def _substitute_late(late: LateFactor, replaced: dict[Expr, Expr]) -> LateFactor:
+    parts = substitute((late.pair_weight, late.exponential, late.factor), replaced)
+    return replace(late, pair_weight=parts[0], exponential=parts[1], factor=parts[2])

@@ -1,132 +1,162 @@
-"""The kernels of a product that writes weights (``epilogue.py`` launches them). Each meets a tile of pairs at a time.
+"""The kernels of a GEMM whose epilogue writes weights (``epilogue.py`` launches them).
 
-``write_known``: all numbers of rows are given, and a tile's weights are complete.
-``guess_peaks``: the greatest logit of each row among a few columns.
-``write_guessed``: weights measured from that guess, every tile's greatest logit and sum of exponentials. A tile whose
-greatest lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
-``sum_guessed``: the same of weights that nobody keeps.
-``close_rows``: the totals of rows and what is made of them (``label_corrections.py`` takes it from there). Rows whose
-weights the
-guess could not bear are marked.
-``write_spare``: ``write_known`` for marked rows; where there are none, a look at the marks is all it does.
-Those that meet each row's own column alone are in ``label_kernels.py``.
+Each computes one tile of pairs at a time:
+
+``write_weights``: all scalars of rows are known, and the epilogue writes a tile's weights.
+``guess_maxima``: the guessed maximum of each row, the greatest of its logits in a few columns.
+``write_guessed``: weights measured from the guessed maximum, and every tile's maximum and sum of exponentials. A tile
+whose maximum lies far from the guess is summed from its own, so that totals are exact whatever was guessed.
+``sum_guessed``: the same without storing the weights.
+``recompute_rows``: ``write_weights`` for rows that are marked; where there are none it only reads the marks.
+
+These compute some rows at a time:
+
+``finish_rows``: the totals of rows and what is computed from them (``row_factor.py`` applies it to the sums). Rows
+whose guessed maximum was too far off are marked.
+``gather_label_logits``: the inner product in each row's label column, on the CUDA cores.
+``multiply_labels``: the same on the tensor cores, for many rows at once.
+``weigh_labels``: the weight in the label column, where all scalars of rows are known. Among the other pairs it would
+take registers that they need.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from ....program.constructors import ONE
 from ....program.expression import Expr, topological
-from ....program.reductions import KINDS
-from ..codegen import k_loop, kernel_text, reductions
+from ....reductions import kind_of
+from ....reductions.softmax import SoftmaxLines
+from ..codegen import k_loop, kernel_text
 from ..codegen.exponents import LOG2E, literal
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..codegen.label_gather import LabelColumnWriter
-from . import label_kernels as own
-from .epilogue_task import PLACES, Task, cut, product, sides
-from .row_kernel import RowValues
+from ..codegen.reductions import TOOLS
+from .row_factor import LabelTerm, LateFactor
+from .row_kernel import RowValues, assemble_kernel
 
-FAR = 60  # in powers of two: up to here from what was guessed, weights and sums neither overflow nor lose digits
-# A tile is weighed and written in halves: the first is on its way to memory while the powers of the second are raised.
-# Beside a ring of four blocks of features there is room for one half, and none for a condition among the products:
-# picking labels there took 40 % more time (H200, 2048 rows of 2304 features).
+# In powers of two: up to here from the guessed maximum, weights and sums neither overflow nor lose digits.
+MAX_DISTANCE = 60
+# A tile is weighed and written in halves: the first is on its way to memory while the exponentials of the second are
+# computed. Beside a ring of four blocks of features there is shared memory for one half, and there are no registers for
+# a condition among the products: gathering labels there took 40 % more time (H200, 2048 rows of 2304 features).
 HALVES = 2
-BY_ROWS = ("pick_own", "match_own", "weigh_own", "close_rows")  # kernels that multiply no tiles
-_MOST = 2.0**100  # factors of rows lie below this
+ROW_KERNELS = ("gather_label_logits", "multiply_labels", "weigh_labels", "finish_rows")  # they compute no tiles
+_MAX_FACTOR = 2.0**100  # factors of rows lie below this
+
+_Lines = tuple[list[str], list[str]]  # a kernel's output arguments, and its body
 
 
-class _TileSoft(reductions.Soft):
-    """A softmax whose exponents are measured from a guess."""
+@dataclass(frozen=True)
+class Epilogue:
+    """What a GEMM's epilogue computes: a weight per pair."""
+
+    folds: tuple[Expr, ...]  # a softmax and label gathers, where the weight needs them
+    names: tuple[Expr, ...]  # of their results
+    weight: Expr
+    late: LateFactor | None = None  # the weight in parts, where a factor of it is known late
+    label: LabelTerm | None = None  # the label column, where it is left out of the weight
+
+
+def find_product(epilogue: Epilogue) -> Expr:
+    """The inner product that the GEMM computes."""
+    return next(e for e in topological([epilogue.weight]) if e.op == "dot")
+
+
+def find_operands(product: Expr) -> tuple[Expr, Expr]:
+    """The operands of an inner product, the rows' vector first."""
+    x, y = product.args
+    return (x, y) if x.rows else (y, x)
+
+
+class _TileSoft(SoftmaxLines):
+    """A softmax whose exponents are measured from a guessed maximum."""
 
     def prepare(self) -> None:
         self.fast, self.guesses, self.means = True, False, []
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(name: str, task: Task, spec: Spec, masked: bool) -> kernel_text.Kernel:
+def write_kernel(name: str, epilogue: Epilogue, spec: Spec, masked: bool) -> kernel_text.Kernel:
     """Write one of the kernels; ``masked``: whether tiles may reach beyond the last column."""
     v = RowValues(spec)
     v.loop(masked)
-    if name not in BY_ROWS:  # first of all: what else is read waits until it is there
-        v.number(product(task))
+    if name not in ROW_KERNELS:  # the K loop comes first: all other loads wait until it is done
+        v.number(find_product(epilogue))
     first, v.before, v.inside = [*v.before, *v.inside], [], []
-    outs, lines = _WRITERS[name](v, task, first)
-    under = set(topological(spec.fold.reductions))
-    used = [e for e in spec.fold.leaves if e in under]
-    names, unspecialized = _signature(spec, outs, used)
-    text = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {name}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in lines),
-    ]
-    whole = "\n".join(text)
-    return kernel_text.Kernel(
-        name,
-        "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), "", whole, ""]),
-        tuple(used),
-    )
+    outs, lines = _WRITERS[name](v, epilogue, first)
+    return assemble_kernel(name, spec, outs, lines)
 
 
-def _signature(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
-    """A kernel's arguments, and those not to specialize on."""
-    names, unspecialized = kernel_text.list_arguments(spec, used, 0)
-    count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
-    return [*outs, *names[count:]], unspecialized
+def list_reads(name: str, epilogue: Epilogue) -> tuple[Expr, ...]:
+    """The expressions that a kernel computes, and so reads the leaves of."""
+    late, label = epilogue.late, epilogue.label
+    if name == "weigh_labels" and label is not None:
+        return label.weight, label.label
+    if name in ("write_weights", "recompute_rows") or late is None:
+        return (epilogue.weight,)
+    if name == "finish_rows":
+        return (*epilogue.folds[1:], epilogue.weight, late.factor)
+    if name in ("gather_label_logits", "multiply_labels"):
+        return (find_product(epilogue), *(() if late.label is None else (late.label,)))
+    return (epilogue.folds[0].args[0], late.pair_weight) if name == "write_guessed" else (epilogue.folds[0].args[0],)
 
 
-def reads(name: str, task: Task) -> tuple[Expr, ...]:
-    """The expressions that a kernel reads leaves for."""
-    late, own = task.late, task.own
-    if name == "weigh_own" and own is not None:
-        return own.weight, own.target
-    if name in ("write_known", "write_spare") or late is None:
-        return (task.weight,)
-    if name == "close_rows":
-        return (*task.folds[1:], task.weight, late.late)
-    if name in ("pick_own", "match_own"):
-        return (product(task), *(() if late.target is None else (late.target,)))
-    return (task.folds[0].args[0], late.early) if name == "write_guessed" else (task.folds[0].args[0],)
+# The lines of each kernel
+
+_TILE_INDICES = [
+    "b0 = tl.cast(0, tl.int64)",
+    "kept_at = tile * KEPT + tl.arange(0, KEPT)",
+    "kept_in = kept_at < kept_size",
+    "kept_lane = tl.arange(0, KEPT).to(INT)",
+    "folded_lane = tl.arange(0, FOLDED).to(INT)",
+    "folded_at = start + tl.arange(0, FOLDED)",
+    "folded_in = folded_at < folded_size",
+]
+_ROW_INDICES = ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES]
 
 
-# The lines of each
+def take_bound_lines(v: ExpressionWriter) -> list[str]:
+    """The lines bound before the loop since the last time."""
+    found, v.before = v.before, []
+    return found
 
 
-def _every_tile(lines: list[str], flatten: bool) -> list[str]:
-    """A program instance takes one tile after the other. ``flatten``: the products of one begin before the last of the
-    tile before are done with."""
+def _loop_over_tiles(lines: list[str], flatten: bool) -> list[str]:
+    """A persistent loop over tiles. ``flatten``: the K loop of a tile starts before the epilogue of the one before
+    ends."""
     return [
         "turns = tl.cdiv(folded_size, FOLDED)",
         f"HALF: tl.constexpr = FOLDED // {HALVES}",
         f"for program in tl.range(tl.program_id(0), tiles * turns, tl.num_programs(0), flatten={flatten}):",
         "    tile, turn = grouped(program, tiles, turns, 16)",
         "    start = turn * FOLDED",
-        *(f"    {line}" for line in (*PLACES, *lines)),
+        *(f"    {line}" for line in (*_TILE_INDICES, *lines)),
     ]
 
 
-def _write_known(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    return ["out_box"], _written(v, task, first, lambda k: v.full(task.weight), _STORE)
+def _write_weights(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    return ["out_box"], _write_tiles(v, epilogue, first, lambda k: v.full(epilogue.weight), _STORE)
 
 
-def _written(v: ExpressionWriter, task: Task, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
-    """Every tile's product, and its halves: what ``weigh`` makes of each, to memory. Numbers of rows are read first."""
-    name = v.inner[_key(task)]
-    first = [
-        line for line in first if not (k_loop.rounds_products(v.spec) and line == k_loop.write_rounding(name))
-    ]  # but by halves
-    lines = [*v.inside, f"scores0, scores1 = halved({name})", *_halves(v, task, weigh, store)]
-    return _every_tile([*v.before, *first, *lines], not _numbers(v.spec))
+def _write_tiles(
+    v: ExpressionWriter, epilogue: Epilogue, first: list[str], weigh: Callable[[int], str], store: str
+) -> list[str]:
+    """Every tile's K loop, and its epilogue by halves: ``weigh`` computes one, ``store`` writes it. Scalars of rows are
+    read first."""
+    name = v.inner[_product_key(epilogue)]
+    rounding = k_loop.write_rounding(name) if k_loop.rounds_products(v.spec) else None  # halves are rounded instead
+    first = [line for line in first if line != rounding]
+    lines = [*v.inside, f"scores0, scores1 = halved({name})", *write_strips(v, epilogue, weigh, store)]
+    return _loop_over_tiles([*v.before, *first, *lines], not has_column_scalars(v.spec))
 
 
-def _numbers(spec: Spec) -> bool:
-    """Whether there are numbers per column: these take registers."""
+def has_column_scalars(spec: Spec) -> bool:
+    """Whether there are scalars per column: these take registers."""
     return any(e.cols and e.feature is None for e in spec.fold.leaves)
 
 
@@ -134,41 +164,42 @@ _STORE = "out_box.store([tile * KEPT, start], {}.to(tl.bfloat16))"
 _HALF = ["half_lane = tl.arange(0, HALF).to(INT)", "half_at = start + tl.arange(0, HALF)"]
 
 
-def _halves(
+def write_strips(
     v: ExpressionWriter,
-    task: Task,
+    epilogue: Epilogue,
     weigh: Callable[[int], str],
     store: str,
     places: list[str] = _HALF,
     count: int = HALVES,
 ) -> list[str]:
-    """What is made of each half of a tile's product, or of each strip of ``count``, and how it is written, if it is."""
+    """The epilogue of each half of a tile, or of each of ``count`` strips: ``weigh(k)`` binds what is computed of strip
+    k and returns its name, ``store`` is the line that writes it (empty: nothing is written)."""
     lines = []
     for k in range(count):
         v.loop(v.masked)
-        v.inner[_key(task)] = f"scores{k}"
-        made = weigh(k)
+        v.inner[_product_key(epilogue)] = f"scores{k}"
+        weight = weigh(k)
         lines += [
             f"start = turn * FOLDED + {k} * HALF",
             *places,
             *(["half_in = half_at < folded_size"] if v.masked else []),
             *([k_loop.write_rounding(f"scores{k}")] if k_loop.rounds_products(v.spec) else []),
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
-            *filter(None, [store.format(made)]),
+            *filter(None, [store.format(weight)]),
         ]
     return lines
 
 
-def _key(task: Task) -> tuple:
-    return (*sides(product(task)), "deep")
+def _product_key(epilogue: Epilogue) -> tuple:
+    return (*find_operands(find_product(epilogue)), "deep")
 
 
 _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", "folded_in": "half_in"}
 _IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
 
 
-def _write_spare(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    weight = v.full(task.weight)
+def _recompute_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    weight = v.full(epilogue.weight)
     mask = "(own > 0)[:, None] & folded_in[None, :]"
     place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
     body = [*first, *v.before, *v.inside, f"tl.store({place}, {weight}.to(tl.bfloat16), mask={mask})"]
@@ -179,142 +210,222 @@ def _write_spare(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[lis
         "    row = r + tl.arange(0, 1024)",
         "    some += tl.max(tl.load(marks + row, mask=row < kept_size, other=0))",
         "if some > 0:",
-        *(f"    {line}" for line in _every_tile(turn, False)),
+        *(f"    {line}" for line in _loop_over_tiles(turn, False)),
     ]
 
 
-def _soft(v: ExpressionWriter, task: Task) -> tuple[str, str, str]:
-    """The name of the softmax, of its logits, and the text that multiplies them."""
-    soft = _TileSoft(0, task.folds[0], reductions.ONE, v)
-    return (soft.name, *soft._logit(task.folds[0].args[0]))
+def bind_softmax(v: ExpressionWriter, epilogue: Epilogue) -> tuple[str, str, str]:
+    """The name of the softmax, the name of its logits, and the text of the factor that multiplies them."""
+    soft = _TileSoft(kind_of(epilogue.folds[0]), 0, epilogue.folds[0], ONE, v, TOOLS)
+    return (soft.name, *soft.logit_block(epilogue.folds[0].args[0]))
 
 
-def _guess_peaks(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    _, s, factor = _soft(v, task)
+def _guess_maxima(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    _, s, factor = bind_softmax(v, epilogue)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
-    return ["guesses"], ["tile = tl.program_id(0)", "start = 0", *PLACES, *first, *v.before, *v.inside, store]
+    return ["guesses"], [*_ROW_INDICES, *first, *v.before, *v.inside, store]
 
 
-def _guessed(v: ExpressionWriter, task: Task, first: list[str], store: str) -> tuple[list[str], list[str]]:
-    """``store``: how weights are written, if they are."""
-    n, s, factor = _soft(v, task)
-    _measure(v, n, f"tl.max({s}, 1){factor}")
+def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, first: list[str], store: str) -> _Lines:
+    """``store``: the line that writes weights; empty where only their sums are wanted."""
+    n, s, factor = bind_softmax(v, epilogue)
+    bind_reference(v, n, f"tl.max({s}, 1){factor}")
     v.inside += [f"{n}_half0, {n}_half1 = halved({s})", f"{n}_total = tl.zeros([KEPT], tl.float32)"]
-    weigh = _early if store else _summed
-    lines = _written(v, task, first, lambda k: weigh(v, task, n, f"{n}_half{k}{factor}", "+="), store)
+    weigh = weigh_exponentials if store else add_exponentials
+    lines = _write_tiles(v, epilogue, first, lambda k: weigh(v, epilogue, n, f"{n}_half{k}{factor}", "+="), store)
     lines.append(f"    tl.store(sums + place, {n}_total, mask=kept_in)")
-    return _GUESSED, lines
+    return GUESSED_OUTPUTS, lines
 
 
-_GUESSED = ["out_box", "guesses", "tops", "sums", "tops_r"]
+GUESSED_OUTPUTS = ["out_box", "guesses", "maxima", "sums", "maxima_r"]
 
 
-def _measure(v: ExpressionWriter, n: str, most: str) -> None:
-    """The greatest logit of a tile's rows, and what its exponents are measured from."""
+def bind_reference(v: ExpressionWriter, n: str, most: str) -> None:
+    """Bind the maximum of each row of a tile, and the reference that its exponents are measured from: the guessed
+    maximum, or the tile's own where that is far off."""
     guess = v.bind(f"{n} guess", "tl.load(guesses + kept_at, mask=kept_in, other=0.0)", False, f"{n}_guess")
     v.inside += [
         f"{n}_most = ({most}).to(tl.bfloat16)",
-        "place = tl.cast(turn, tl.int64) * tops_r + kept_at",
-        f"tl.store(tops + place, {n}_most, mask=kept_in)",
+        "place = tl.cast(turn, tl.int64) * maxima_r + kept_at",
+        f"tl.store(maxima + place, {n}_most, mask=kept_in)",
         f"{n}_most = {n}_most.to(tl.float32)  # as the totals will know it",
-        f"{n}_ref = measured({n}_most, {guess}, {FAR})[:, None]",
-        f"{n}_near = tl.where({n}_most < {guess} - {FAR}, 0.0, 1.0)[:, None]  # others are as good as nothing",
+        f"{n}_ref = measured({n}_most, {guess}, {MAX_DISTANCE})[:, None]",
+        f"{n}_near = tl.where({n}_most < {guess} - {MAX_DISTANCE}, 0.0, 1.0)[:, None]  # others are as good as nothing",
     ]
 
 
-def _summed(v: ExpressionWriter, task: Task, n: str, exponent: str, adds: str) -> str:
-    """The exponentials of some columns, which are added to the totals."""
+def add_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
+    """Bind the exponentials of some columns, and add them to the totals."""
     v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
     return ""
 
 
-def _early(v: ExpressionWriter, task: Task, n: str, exponent: str, adds: str) -> str:
-    """The same, and the weights."""
-    assert task.late is not None
-    _summed(v, task, n, exponent, adds)
-    v.inner[task.late.power] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
-    return v.full(task.late.early)
+def weigh_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
+    """The same; returns the name of the weights."""
+    assert epilogue.late is not None
+    add_exponentials(v, epilogue, n, exponent, adds)
+    v.inner[epilogue.late.exponential] = v.bind(f"{n} kept", f"{n}_weight * {n}_near", True)
+    return v.full(epilogue.late.pair_weight)
 
 
-def _close_rows(v: ExpressionWriter, task: Task, first: list[str]) -> tuple[list[str], list[str]]:
-    assert task.late is not None
-    late, outs, n = task.late, [f"out{k}" for k in range(len(task.names))], "soft0"
-    there = None if late.target is None else LabelColumnWriter(v, "own", late.target)
+def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    assert epilogue.late is not None
+    late, outs, n = epilogue.late, [f"out{k}" for k in range(len(epilogue.names))], "soft0"
+    there = None if late.label is None else LabelColumnWriter(v, "own", late.label)
     if there is not None:
-        own = f"tl.load(picked + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
-        there.outer[product(task)] = there.bind("product", own, False, "own_product")
+        own = f"tl.load(label_logits + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
+        there.outer[find_product(epilogue)] = there.bind("product", own, False, "own_product")
     texts = [f"{n}_log + {n}_peak", f"{n}_log", f"{n}_peak"]
-    for r in task.folds[1:]:
+    for r in epilogue.folds[1:]:
         assert there is not None
         number = f"{there.number(r.args[1])} + tl.zeros([KEPT, 1], {v.float})"
         texts.append(f"tl.reshape(tl.where({there.inside_text}, {number}, 0.0), [KEPT])")
-    lines = [*first, *cut(v), *(cut(there) if there else [])]
-    for out, name, text in zip(outs, task.names, texts, strict=True):
+    lines = [*first, *take_bound_lines(v), *(take_bound_lines(there) if there else [])]
+    for out, name, text in zip(outs, epilogue.names, texts, strict=True):
         x = str(name.attrs[0])
         lines += [f"{x} = {text}", f"tl.store({out} + kept_at, {x}, mask=kept_in)"]
         for values in (v, there) if there else (v,):
             values.outer[name] = f"{x}[:, None]"
-    factor = v.number(late.late)
-    weight = there.number(task.weight) if there and late.hit is not None else ""
+    factor = v.number(late.factor)
+    weight = there.number(epilogue.weight) if there and late.label_weight is not None else ""
     lines += [
-        *cut(v),
+        *take_bound_lines(v),
         f"factor = tl.reshape({factor} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
-        f"marked = {n}_far | ~(tl.abs(factor) < {_MOST!r})",
+        f"marked = {n}_far | ~(tl.abs(factor) < {_MAX_FACTOR!r})",
         "tl.store(factors + kept_at, tl.where(marked, 1.0, factor), mask=kept_in)",
         "tl.store(marks + kept_at, tl.where(marked, 1, 0), mask=kept_in)",
     ]
     if there and weight:
         lines += [
-            *cut(there),
+            *take_bound_lines(there),
             f"inside = tl.reshape({there.inside_text}, [KEPT]) & ~marked",
             f"hit = tl.reshape({weight} + tl.zeros([KEPT, 1], {v.float}), [KEPT])",
             f"target = tl.reshape({there.place} + tl.zeros([KEPT, 1], tl.int64), [KEPT])",
-            "tl.store(hits + kept_at, tl.where(inside, hit, 0.0), mask=kept_in)",
-            "tl.store(targets + kept_at, target, mask=kept_in)",
+            "tl.store(label_weights + kept_at, tl.where(inside, hit, 0.0), mask=kept_in)",
+            "tl.store(labels + kept_at, target, mask=kept_in)",
             "nothing = tl.zeros([KEPT], tl.float32).to(tl.bfloat16)",
             "tl.store(pairs + kept_at.to(tl.int64) * pairs_r + target, nothing, mask=inside)",
         ]
-    ends = ["picked", "pairs", "pairs_r", "factors", "hits", "targets", "marks"]
-    return [*outs, "guesses", "tops", "sums", "tops_r", *ends], [*_TOTAL, *lines]
+    ends = ["label_logits", "pairs", "pairs_r", "factors", "label_weights", "labels", "marks"]
+    return [*outs, "guesses", "maxima", "sums", "maxima_r", *ends], [*_COMBINE_TILES, *lines]
 
 
-_PARTS = [
+_LOAD_TILE_MAXIMA = [
     "part = t + tl.arange(0, FOLDED)",
     "there = kept_in[:, None] & (part < parts)[None, :]",
-    "place = part.to(tl.int64)[None, :] * tops_r + kept_at[:, None]",
-    'most = tl.load(tops + place, mask=there, other=float("-inf")).to(tl.float32)',
+    "place = part.to(tl.int64)[None, :] * maxima_r + kept_at[:, None]",
+    'most = tl.load(maxima + place, mask=there, other=float("-inf")).to(tl.float32)',
 ]
-_TOTAL = [
-    "tile = tl.program_id(0)",
-    "start = 0",
-    *PLACES,
+_COMBINE_TILES = [
+    *_ROW_INDICES,
     "parts = tiles",
     "soft0_guess = tl.load(guesses + kept_at, mask=kept_in, other=0.0)",
-    'soft0_tops = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
+    'soft0_maxima = tl.full([KEPT, FOLDED], float("-inf"), tl.float32)',
     "for t in range(0, parts, FOLDED):",
-    *(f"    {line}" for line in _PARTS),
-    "    soft0_tops = tl.maximum(soft0_tops, most)",
-    "soft0_top = tl.max(soft0_tops, 1)",
-    f'soft0_far = (soft0_top != float("-inf")) & ~(tl.abs(soft0_top - soft0_guess) <= {FAR})',
-    f"soft0_ref = measured(soft0_top, soft0_guess, {FAR})",
+    *(f"    {line}" for line in _LOAD_TILE_MAXIMA),
+    "    soft0_maxima = tl.maximum(soft0_maxima, most)",
+    "soft0_max = tl.max(soft0_maxima, 1)",
+    f'soft0_far = (soft0_max != float("-inf")) & ~(tl.abs(soft0_max - soft0_guess) <= {MAX_DISTANCE})',
+    f"soft0_ref = measured(soft0_max, soft0_guess, {MAX_DISTANCE})",
     "soft0_totals = tl.zeros([KEPT, FOLDED], tl.float32)",
     "for t in range(0, parts, FOLDED):",
-    *(f"    {line}" for line in _PARTS),
+    *(f"    {line}" for line in _LOAD_TILE_MAXIMA),
     "    some = tl.load(sums + place, mask=there, other=0.0)",
-    f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {FAR}) - soft0_ref[:, None])",
+    f"    shrink = tl.exp2(measured(most, soft0_guess[:, None], {MAX_DISTANCE}) - soft0_ref[:, None])",
     "    soft0_totals += tl.where(some == 0.0, 0.0, some * shrink)",
     "soft0_total = tl.sum(soft0_totals, 1)",
     "soft0_log = tl.log(soft0_total)",
     f"soft0_peak = tl.where(soft0_total == 0.0, 0.0, soft0_ref) * {literal(1 / LOG2E)}",
 ]
 
-_Writer = Callable[[ExpressionWriter, Task, list[str]], tuple[list[str], list[str]]]
-_WRITERS: dict[str, _Writer] = {
-    "write_known": _write_known,
-    "write_spare": _write_spare,
-    "guess_peaks": _guess_peaks,
-    "write_guessed": functools.partial(_guessed, store=_STORE),
-    "sum_guessed": functools.partial(_guessed, store=""),
-    "close_rows": _close_rows,
-    **own.WRITERS,
+
+# Each row's label column
+
+
+def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    """The inner product in each row's label column, feature by feature."""
+    assert epilogue.late is not None and epilogue.late.label is not None
+    target = v.number(epilogue.late.label)
+    own = f"own = tl.where(({target} >= 0) & ({target} < folded_size), {target}, 0).to(tl.int64)"
+    lines = [
+        *v.before,
+        own,
+        "taken = tl.zeros([KEPT, FOLDED], tl.float32)",
+        *_loop_over_features(v, epilogue, "FOLDED"),
+    ]
+    lines += ["    taken += x.to(tl.float32) * y.to(tl.float32)"]
+    lines += ["tl.store(label_logits + kept_at, tl.sum(taken, 1), mask=kept_in)"]
+    return ["label_logits"], [*_ROW_INDICES, *lines]
+
+
+def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    """The inner product in each row's label column, on the tensor cores."""
+    assert epilogue.late is not None and epilogue.late.label is not None
+    lines = _multiply_on_diagonal(v, epilogue, LabelColumnWriter(v, "own", epilogue.late.label))
+    lines += ["tl.store(label_logits + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
+    return ["label_logits"], [*_ROW_INDICES, *lines]
+
+
+def _weigh_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
+    """The weight in each row's label column."""
+    assert epilogue.label is not None
+    there = LabelColumnWriter(v, "own", epilogue.label.label)
+    lines = _multiply_on_diagonal(v, epilogue, there)
+    there.outer[find_product(epilogue)] = "product"
+    weight = there.number(epilogue.label.weight)
+    lines += [
+        *take_bound_lines(v),
+        *take_bound_lines(there),
+        f"hit = tl.where({there.inside_text}, {weight}, 0.0) + tl.zeros([KEPT, 1], {v.float})",
+        "tl.store(label_weights + kept_at, tl.reshape(hit, [KEPT]), mask=kept_in)",
+        f"place = tl.where({there.inside_text}, {there.place}, -1) + tl.zeros([KEPT, 1], tl.int64)",
+        "tl.store(labels + kept_at, tl.reshape(place, [KEPT]), mask=kept_in)",
+    ]
+    return ["label_weights", "labels"], [*_ROW_INDICES, *lines]
+
+
+def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelColumnWriter) -> list[str]:
+    """The inner product in each row's label column, on the tensor cores: a tile's rows times the label columns of all
+    of them, of which the diagonal is used.
+
+    It must equal the GEMM's to the last bit. Where a row's softmax is almost 1 at its label only the difference from
+    the row's total is left, and features added up in another order outweigh it (H200, a contrastive loss of 3e-8:
+    gradients were off by 41 times their size, and by 0.07 so, as plain torch's are)."""
+    lines = [
+        *take_bound_lines(v),
+        *take_bound_lines(there),
+        f"own = {there.place}",
+        "taken = tl.zeros([KEPT, KEPT], tl.float32)",
+    ]
+    lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop._dot('taken', ['x', 'y'])}"]
+    lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
+    return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
+
+
+def _loop_over_features(v: ExpressionWriter, epilogue: Epilogue, some: str) -> list[str]:
+    """A loop over the features of rows and of the columns ``own``, ``some`` at a time."""
+    multiplied = find_operands(find_product(epilogue))
+    x, y = (str(e.attrs[0]) for e in multiplied)
+    width = v.spec.width(multiplied[0].feature)
+    return [
+        f"for d in range(0, {width}, {some}):",
+        f"    lane = d + tl.arange(0, {some})[None, :]",
+        f"    inside = kept_in[:, None] & (lane < {width})",
+        f"    x = tl.load({x}_ptr + kept_at.to(tl.int64)[:, None] * {x}_s + lane * {x}_f, mask=inside, other=0)",
+        f"    y = tl.load({y}_ptr + own * {y}_s + lane * {y}_f, mask=inside, other=0)",
+    ]
+
+
+# Kernels by their names
+
+_WRITERS: dict[str, Callable[[ExpressionWriter, Epilogue, list[str]], _Lines]] = {
+    "write_weights": _write_weights,
+    "recompute_rows": _recompute_rows,
+    "guess_maxima": _guess_maxima,
+    "write_guessed": functools.partial(_write_guessed, store=_STORE),
+    "sum_guessed": functools.partial(_write_guessed, store=""),
+    "finish_rows": _finish_rows,
+    "gather_label_logits": _gather_label_logits,
+    "multiply_labels": _multiply_labels,
+    "weigh_labels": _weigh_labels,
 }

@@ -1,13 +1,14 @@
-"""What is done to a panel of pairs on a GPU: generated kernels for the arithmetic, the vendor's products for the rest.
+"""Stages of a panel on a GPU: GEMMs by the vendor, everything else by generated kernels.
 
-A group of stages becomes its products, one kernel that takes every row through all of them (``row_kernel.py``), and one
-product for every sum of vectors, whose weights that kernel wrote over the panel; or a generated product writes the
-weights itself (``epilogue.py``). Numbers that are folded over rows have a kernel of their own. Numbers come from the
-generator of the other kernels, a product being a leaf given per pair.
+A group of stages becomes vendor GEMMs that fill the panel, one kernel that takes every row through all stages
+(``row_kernel.py``), and one GEMM for every sum of vectors, whose weights that kernel wrote over the panel; or a
+generated GEMM writes the weights in its epilogue (``epilogue.py``). Scalars that are folded over rows have a kernel of
+their own. A :class:`KernelStep` holds the memory plan of its loop, and from ``begin`` on an arena and accumulators.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -16,339 +17,319 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan import in_place_layout, panel_layout
+from ....plan.panel_layout import InPlaceLayout, PanelLayout
 from ....program.expression import Expr
 from ....program.lower import Fold
-from ....program.reductions import KINDS
+from ....reductions import outputs_of
 from ...common import combine, matmul
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ...common.one_sided import Gathered, gather
-from ...panel import ALIGN, Part, cut_evenly
-from ...panel.panel_program import Walk
+from ...panel import Panel, iterate_grid
+from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
-from ..kernels import elementwise as sides
-from ..kernels import topk
-from ..launch import launch_cache
-from . import epilogue, panel_replay, row_kernel, sparse_contraction
-from .fuse_stages import PLACES, joint, placed
-from .lent_memory import Lent
-from .precompile import look
-from .stored_weights import Stowed
-from .sums import Sums
+from ..kernels import elementwise, topk
+from ..launch import launch_cache, parallel_compile
+from . import panel_replay, row_kernel
+from .accumulators import Accumulators, PanelWeights
+from .arena import Arena
+from .epilogue import EpilogueGemm
+from .fuse_stages import OFFSETS, fuse_stages, shift_reduction
+from .memory_plan import MemoryPlan
+from .stored_weights import StoredWeights
 
-_ALIGNED = 16  # columns of a panel that has fewer than ``ALIGN``: what copies rows wants 16 bytes
+_BOTH = frozenset({"rows", "cols"})
 
 
-class KernelStep(Sums):
+class KernelStep:
     """Stages done by kernels; see :class:`monoidreduce.engines.panel.Step`."""
 
-    splits = True  # softmax means of vectors come as a softmax and a sum
+    splits_softmax_means = True
 
     @staticmethod
-    def repeated(walked: Callable[..., list[Any]], *given: Any) -> list[Any]:
-        return panel_replay.repeated(walked, *given)
+    def run_or_replay(run: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        return panel_replay.repeated(run, *given)
 
-    def before(self, numbers: tuple[Expr, ...], whole: Evaluator) -> None:
-        """Numbers of all rows in one kernel: a torch call each would keep the device waiting."""
-        for side, fed_with, outputs in _gathered(numbers):
+    def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
+        self.loop, self.sizes = loop, sizes
+        self.plan = MemoryPlan(loop, sizes, dtypes)
+        self.groups = self.plan.groups
+
+    def choose_layout(self, limit: int) -> PanelLayout | None:
+        return self.plan.choose_layout(limit)
+
+    def least_bytes(self) -> int:
+        return self.plan.least_bytes()
+
+    def compute_row_scalars(self, scalars: tuple[Expr, ...], whole: Evaluator) -> None:
+        """Scalars of all rows in one kernel: with a torch call each the GPU would wait for the host."""
+        for side, fed_with, outputs in _gather_scalars(scalars):
             leaves = [from_layout(whole(e), e) for e in fed_with]
             key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
-            key += tuple((row_kernel.specialized(v), getattr(v, "shape", None)) for v in leaves)
+            key += tuple((row_kernel.specialization(v), getattr(v, "shape", None)) for v in leaves)
             try:
-                launch = _SIDES.get(key) or sides.ElementwiseLaunch(side, leaves, self.sizes)
+                launch = _SCALAR_LAUNCHES.get(key) or elementwise.ElementwiseLaunch(side, leaves, self.sizes)
             except Unsupported:
                 continue
-            _SIDES[key] = launch
-            while len(_SIDES) > _MOST:
-                del _SIDES[next(iter(_SIDES))]
+            _SCALAR_LAUNCHES[key] = launch
+            while len(_SCALAR_LAUNCHES) > _MAX_LAUNCHES:
+                del _SCALAR_LAUNCHES[next(iter(_SCALAR_LAUNCHES))]
             found = launch(leaves)
             launch_cache.tell(launch.again, (*found, *launch.filled(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
-    def begin(self, panel: panel_layout.Panels) -> None:
-        heard = launch_cache.hearing.get()
-        if heard is not None:
-            heard.begun(KernelStep(self.walk, self.sizes, self.given), panel)
-        self.written = _written(self.walk)
-        self._begin_sums(panel)
-        numbered = {(n, kind) for homes in self.homes for kind, n in homes if isinstance(n, int)}
-        self.kinds = {f: self.pairs for f in self.walk.products} | {k: k[1] for k in sorted(numbered, key=str)}
-        self.buffers = self.own = {} if panel.blocks else {key: self._buffer(kind) for key, kind in self.kinds.items()}
-        self.spare = next((b.view(-1) for b in self.own.values() if b.dtype == self.stored), None)
-        self.over = frozenset({"rows", "cols"})  # the directions that this panel is folded over
-        self.makes: Callable[[Part, Sizes], dict[Expr, Tensor]] | None = None  # weights, if they are made otherwise
-        self.made: tuple[Any, set[Expr]] = (None, set())
-        self.states: list[dict[int, Any]] = [{} for _ in self.walk.stages]
-        self.numbers: dict[Expr, Tensor] = {}  # of every row, by what a kernel calls them
-        self.heres: dict[tuple[int, int], Sizes] = {}
+    def begin(self, layout: PanelLayout) -> None:
+        recorder = launch_cache.hearing.get()
+        if recorder is not None:
+            recorder.begun(self.plan, layout)
+        self.layout, plan = layout, self.plan
+        self.shifted = layout.cols < self.sizes.cols  # panels may begin at another column than 0
+        extra = {(n, dtype) for places in plan.weight_places for dtype, n in places if isinstance(n, int)}
+        buffers = {f: plan.pair_dtype for f in self.loop.products} | {k: k[1] for k in sorted(extra, key=str)}
+        self.arena = Arena(buffers, layout, self.sizes, plan.narrow_dtype)
+        self.accumulators = Accumulators(plan, layout, self.arena)
+        in_blocks = layout.outer == "rows" and layout.rows < self.sizes.rows and self.shifted
+        self.without_labels = plan.epilogue_without_labels() if layout.in_place or in_blocks else None
+        self.directions = _BOTH  # those that the panel is folded over
+        self.stored: Callable[[Panel, Sizes], PanelWeights] | None = None  # the panel's weights, where they are stored
+        self.filled: tuple[Any, set[Expr]] = (None, set())  # a panel, and its inner products that are there
+        self.kernels = _row_kernels(self.loop)
+        self.panel_sizes: dict[tuple[int, int], Sizes] = {}
 
-    def _buffer(self, kind: torch.dtype) -> Tensor:
-        return torch.empty(self.panel.rows, _pitch(self.panel.cols), dtype=kind, device=self.sizes.device)
+    # The order of panels
 
-    def walk_panels(self) -> Iterable[tuple[slice, slice]]:
-        if self.panel.tail is not None:
-            return self._take_turns(self.panel.tail)
-        return self._take_blocks() if self.panel.blocks else cut_evenly(self.sizes, self.panel)
+    def iterate_panels(self) -> Iterable[tuple[slice, slice]]:
+        if self.layout.in_place is not None:
+            return self._iterate_in_place(self.layout.in_place)
+        return self._iterate_blocks() if self.layout.blocks else iterate_grid(self.sizes, self.layout)
 
-    def _take_blocks(self) -> Iterator[tuple[slice, slice]]:
+    def _iterate_blocks(self) -> Iterator[tuple[slice, slice]]:
         """Blocks of rows one after the other, a strip of columns of each at a time."""
-        widths, cols = self._gradients(), self.sizes.cols
-        size = max(self._panel_size(b.rows, b.cols) + self._apart(b) for b in self.panel.blocks)
-        host = torch.empty(size, dtype=torch.uint8, device=self.sizes.device)
-        for block in self.panel.blocks:
-            self.buffers = self._inside(host, 0, block.rows, block.cols)
-            self.spare = next((b.view(-1) for b in self.buffers.values() if b.dtype == self.stored), None)
-            self._begin_block(block, widths, host[self._panel_size(block.rows, block.cols) :])
+        cols = self.sizes.cols
+        self.accumulators.begin_blocks(self.layout.blocks)
+        for block in self.layout.blocks:
+            self.accumulators.begin_block(block)
             for start in range(0, cols, block.cols):
                 for row in range(block.first, block.last, block.rows):
                     yield slice(row, min(block.last, row + block.rows)), slice(start, min(cols, start + block.cols))
-            self._close_lent()
+            self.accumulators.close_borrowed()
 
-    def _take_turns(self, plan: in_place_layout.Tail) -> Iterator[tuple[slice, slice]]:
+    def _iterate_in_place(self, layout: InPlaceLayout) -> Iterator[tuple[slice, slice]]:
         """Panels of all rows, in the memory of the largest column gradient until that is written."""
-        widths, rows = self._gradients(), self.sizes.rows
-        host = self.totals[max(widths["rows"], key=lambda key: widths["rows"][key])].view(-1).view(torch.uint8)
-        at = plan.totals
-        for key, width in widths["cols"].items():
-            place = None if at is None else host[at:]
-            self.lent[key] = Lent.zeros(self.totals[key], rows, plan.lent, self.sizes.compute, place)
-            at = None if at is None else at + (rows - plan.lent) * width * self.sizes.compute.itemsize
-        if plan.stowed:
-            yield from self._take_stowed(plan, host)
-        for turn in plan.turns:
-            if "cols" not in turn.over:  # the row gradients are complete, and their place is needed
-                self._close_lent()
-            self.over = turn.over
-            self.buffers = self.own if turn.at is None else self._inside(host, turn.at, rows, turn.last - turn.first)
-            yield slice(0, rows), slice(turn.first, turn.last)
-        self._close_lent()
+        rows = self.sizes.rows
+        self.accumulators.begin_in_place(layout)
+        if layout.stored:
+            yield from self._iterate_stored(layout)
+        for one in layout.panels:
+            if "cols" not in one.over:  # the row gradients are complete, and the memory of their totals is needed
+                self.accumulators.close_borrowed()
+            self.directions = one.over
+            self.arena.move_panel(one.at, rows, one.last - one.first)
+            yield slice(0, rows), slice(one.first, one.last)
+        self.accumulators.close_borrowed()
 
-    def _take_stowed(self, plan: in_place_layout.Tail, host: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Everything once, for what is folded of it, then the columns whose weights were stowed meanwhile."""
-        fused, rows = self._stows(), slice(0, self.sizes.rows)
-        assert fused is not None
-        stowed = Stowed(self, fused, plan, host)
-        self.makes, self.over = stowed.fold, frozenset()
+    def _iterate_stored(self, layout: InPlaceLayout) -> Iterator[tuple[slice, slice]]:
+        """All columns once, to fold them, then those whose weights were stored meanwhile."""
+        gemm, rows = self.plan.epilogue_with_storage(), slice(0, self.sizes.rows)
+        assert gemm is not None
+        stored = StoredWeights(self.accumulators, layout, gemm, self.without_labels, self._feed_epilogue)
+        self.stored, self.directions = stored.fold_columns, frozenset()
         yield rows, slice(0, self.sizes.cols)
-        for turn in plan.stowed:
-            self.makes, self.over = stowed.weigh, turn.over
-            yield rows, slice(turn.first, turn.last)
-        self.makes = None
-        stowed.close()
-
-    def _inside(self, host: Tensor, at: int, rows: int, cols: int) -> dict[Any, Tensor]:
-        """A panel's buffers in the memory of something else."""
-        found, width = {}, _pitch(cols)
-        for key, kind in self.kinds.items():
-            size = rows * width * kind.itemsize
-            found[key] = host[at : at + size].view(kind).view(rows, width)
-            at += size
-        return found
-
-    def _panel_size(self, rows: int, cols: int) -> int:
-        return sum(rows * _pitch(cols) * kind.itemsize for kind in self.kinds.values())
+        for one in layout.stored:
+            self.stored, self.directions = stored.take_weights, one.over
+            yield rows, slice(one.first, one.last)
+        self.stored = None
+        stored.close()
 
     # A group of stages of one panel
 
-    def __call__(self, group: range, part: Part) -> None:
-        at = group[-1]
-        cut = self.parts[at]
-        here = self._here(part)
-        self._fold_rows(at, part, here)
-        look(self, group, part, here)
-        weights = self._sweep(group, part, here)
-        self.contract = sparse_contraction.Contract()
-        for place, over, products in cut.sums:
-            value = self._contract((at, place), over, products, weights, part) if over in self.over else None
+    def run_stages(self, group: range, panel: Panel) -> None:
+        at, totals = group[-1], self.accumulators
+        split, here = self.plan.splits[at], self._sizes_of(panel)
+        self._fold_over_rows(at, panel, here)
+        self._precompile(group, panel, here)
+        weights = self._write_weights(group, panel, here)
+        for one in split.sums:
+            value = totals.add_vector_sum(at, one, weights, panel) if one.over in self.directions else None
             if value is not None:
-                part.keep(at, place, [value], [self.complete.get((at, place))])
-        if self.panel.tail is None and self.block is None and part.cols.stop == self.sizes.cols:
-            self._close_lent()
-        for place, e in cut.tops:
-            part.keep(
-                at,
-                place,
-                topk.select_best_of_panel(weights[e], self.walk.stages[at].fold.reductions[place], here.compute),
-            )
+                panel.keep_results(at, one.place, [value], [totals.complete.get((at, one.place))])
+        if self.layout.in_place is None and totals.block is None and panel.cols.stop == self.sizes.cols:
+            totals.close_borrowed()
+        for place, e in split.topk:
+            reduction = self.loop.stages[at].fold.reductions[place]
+            panel.keep_results(at, place, topk.select_best_of_panel(weights.matrices[e], reduction, here.compute))
 
-    def _here(self, part: Part) -> Sizes:
-        return self._sized(part.rows.stop - part.rows.start, part.cols.stop - part.cols.start)
+    def finish_stage(self, at: int) -> list[list[Tensor] | None]:
+        return self.accumulators.finish_stage(at)
 
-    def _sized(self, rows: int, cols: int) -> Sizes:
-        if (rows, cols) not in self.heres:
-            self.heres[rows, cols] = replace(self.sizes, rows=rows, cols=cols)
-        return self.heres[rows, cols]
+    def _sizes_of(self, panel: Panel) -> Sizes:
+        rows, cols = panel.rows.stop - panel.rows.start, panel.cols.stop - panel.cols.start
+        if (rows, cols) not in self.panel_sizes:
+            self.panel_sizes[rows, cols] = replace(self.sizes, rows=rows, cols=cols)
+        return self.panel_sizes[rows, cols]
 
-    def _sweep(self, group: range, part: Part, here: Sizes) -> dict[Expr, Tensor]:
-        """Every row through the stages: numbers handed over, the last stage's weights returned, each as a matrix."""
-        moved = self.panel.cols < self.sizes.cols
-        if self.makes is not None:
-            return self.makes(part, here)
-        stowed = self.panel.tail is not None and self.panel.tail.stowed
-        fused, self.rest = self.without or (self._later() if stowed else self._fused(moved)), None
-        if fused and not fused.guesses:
-            rows = part.rows if self.block is None else slice(self.block.first, self.block.last)
-            if self.without and self.mine[0] != rows:
-                across = part.across(rows)
-                self._keep_own(self.without.own(self._given(self.without, across), self._here(across)), across)
-            return self._written(fused, part, here, [])
-        whole = joint(self.walk, group, moved)
-        wholes = [self._rows(n) for names in whole.names for n in names]
-        numbers = [w[part.rows] for w in wholes] if not moved else [torch.empty_like(w) for w in wholes]
-        found = self._written(fused, part, here, numbers) if fused else self._swept(group, part, here, numbers)
-        places = [(stage, place) for stage in group for place in self.parts[stage].places["cols"]]
-        fold = Fold((), tuple(r for fold in whole.folds for r in fold))
-        own = zip(places, combine.split(fold, numbers), combine.split(fold, wholes), strict=True)
-        for (stage, place), (r, results), (_, complete) in own:
-            if "cols" not in self.over:
-                continue
-            if moved:
-                self._combine(self.states[stage], place, r, [t[: here.rows] for t in results], part)
+    def _write_weights(self, group: range, panel: Panel, here: Sizes) -> PanelWeights:
+        """Take every row through the stages: results over columns are handed over, the last stage's weights
+        returned."""
+        if self.stored is not None:
+            return self.stored(panel, here)
+        in_place = self.layout.in_place
+        known = self.plan.epilogue_of_last_stage() if in_place and in_place.stored else None
+        gemm = self.without_labels or known or self.plan.epilogue(self.shifted)
+        if gemm and not gemm.guesses:
+            self._weigh_labels(panel)
+            return self._run_epilogue(gemm, panel, here, [])
+        stages = fuse_stages(self.loop, group, self.shifted)
+        wholes = [self.arena.get_scalars(n) for names in stages.names for n in names]
+        results = [torch.empty_like(w) if self.shifted else w[panel.rows] for w in wholes]
+        run = functools.partial(self._run_epilogue, gemm) if gemm else functools.partial(self._run_row_kernel, group)
+        weights = run(panel, here, results)
+        places = [(stage, place) for stage in group for place in self.plan.splits[stage].places["cols"]]
+        fold = Fold((), tuple(r for own in stages.folds for r in own))
+        own = zip(places, combine.split(fold, results), combine.split(fold, wholes), strict=True)
+        for (stage, place), (r, values), (_, complete) in own if "cols" in self.directions else ():
+            if self.shifted:
+                self.accumulators.combine_scalars(stage, place, r, [t[: here.rows] for t in values], panel)
             else:
-                part.keep(stage, place, results, complete)
-        return found
+                panel.keep_results(stage, place, values, complete)
+        return weights
 
-    def _given(self, fused: epilogue.Epilogue, part: Part) -> dict[Expr, Any]:
-        values = {e: self._value(f, part) for e, f in fused.feeds} | self._begins(part)
-        sides = zip(fused.vectors, fused.sides, strict=True)
-        return values | {e: part.feed(f).to(self.narrow).unsqueeze(0) for e, f in sides}
+    def _weigh_labels(self, panel: Panel) -> None:
+        """Weigh the label columns of a panel's rows, or of its block's, once, where they are left out of weights."""
+        block = self.accumulators.block
+        rows = panel.rows if block is None else slice(block.first, block.last)
+        if self.without_labels and self.accumulators.labelled_rows != rows:
+            across = panel.with_all_columns(rows)
+            values = self._feed_epilogue(self.without_labels, across)
+            terms = self.without_labels.weigh_labels(values, self._sizes_of(across))
+            self.accumulators.keep_label_terms(terms, across)
 
-    def _written(self, fused: epilogue.Epilogue, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
-        """Weights by a product of its own; ``rest``: what is left to do to their sums."""
-        out = self.buffers[fused.product][: here.rows, : here.cols]
-        self.rest = fused(out, self._given(fused, part), numbers, here)
-        return {self.parts[self.groups[0][-1]].weights[0]: out}
+    def _run_epilogue(self, gemm: EpilogueGemm, panel: Panel, here: Sizes, results: list[Tensor]) -> PanelWeights:
+        """Weights by a GEMM with an epilogue."""
+        out = self.arena.panel[gemm.product][: here.rows, : here.cols]
+        corrections = gemm.write_weights(out, self._feed_epilogue(gemm, panel), results, here)
+        return PanelWeights({self.plan.splits[self.groups[0][-1]].weights[0]: out}, corrections)
 
-    def _swept(self, group: range, part: Part, here: Sizes, numbers: list[Tensor]) -> dict[Expr, Tensor]:
-        """Weights by the vendor's product and a kernel over its rows."""
-        moved = self.panel.cols < self.sizes.cols
-        whole = joint(self.walk, group, moved)
-        values = {e: self._value(f, part) for e, f in zip(whole.leaves, whole.feeds, strict=True)}
-        outputs: list[Any] = list(numbers)
+    def _feed_epilogue(self, gemm: EpilogueGemm, panel: Panel) -> dict[Expr, Any]:
+        values = {e: self._feed_kernel(f, panel) for e, f in gemm.feeds} | self._offsets(panel)
+        operands = zip(gemm.operand_leaves, gemm.operands, strict=True)
+        return values | {e: panel.feed(f).to(self.plan.gemm_dtype).unsqueeze(0) for e, f in operands}
+
+    def _run_row_kernel(self, group: range, panel: Panel, here: Sizes, results: list[Tensor]) -> PanelWeights:
+        """Weights by vendor GEMMs and a kernel over the rows of their panel."""
+        stages, last = fuse_stages(self.loop, group, self.shifted), group[-1]
+        values = {e: self._feed_kernel(f, panel) for e, f in zip(stages.leaves, stages.feeds, strict=True)}
+        outputs: list[Any] = list(results)
         found, written = {}, []
-        last = group[-1]
-        for w, inside, (kind, home) in zip(self.parts[last].weights, whole.weights, self.homes[last], strict=True):
-            if home is None:
+        places = self.plan.weight_places[last]
+        for w, inside, (dtype, place) in zip(self.plan.splits[last].weights, stages.weights, places, strict=True):
+            if place is None:
                 found[w] = values[inside][0]
                 continue
-            buffer = self.buffers[(home, kind) if isinstance(home, int) else home].view(kind)
+            buffer = self.arena.panel[(place, dtype) if isinstance(place, int) else place].view(dtype)
             found[w] = buffer[: here.rows, : here.cols]
             written.append(inside)
             outputs += [found[w], found[w].stride(0)]
         if outputs:
-            work = row_kernel.Work(whole.leaves, whole.folds, whole.names, tuple(written))
-            self._launch((group, moved), work, "cols", values, part, here, outputs)
-        return found
+            work = row_kernel.RowWork(stages.leaves, stages.folds, stages.names, tuple(written))
+            self._launch((group, self.shifted), work, "cols", values, panel, here, outputs)
+        return PanelWeights(found)
 
-    def _rows(self, name: Expr) -> Tensor:
-        """Where a kernel writes a number of every row: allocated once, not once a panel."""
-        if name not in self.numbers:
-            self.numbers[name] = _output(name.dtype, self.sizes.rows, self.sizes)
-        return self.numbers[name]
-
-    def _fold_rows(self, at: int, part: Part, here: Sizes) -> None:
-        """Numbers folded over the rows of a panel, added to those of the panels before."""
-        cut, stage = self.parts[at], self.walk.stages[at]
-        if not cut.numbers["rows"] or "rows" not in self.over:
+    def _fold_over_rows(self, at: int, panel: Panel, here: Sizes) -> None:
+        """Fold scalars over the rows of a panel, and combine them with those of the panels before."""
+        split, stage = self.plan.splits[at], self.loop.stages[at]
+        if not split.folds["rows"] or "rows" not in self.directions:
             return
-        fold = Fold((*stage.fold.leaves, *PLACES), tuple(map(placed, cut.numbers["rows"])))
-        values = {e: self._value(f, part) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
-        kinds = [KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])[k][1] for r, k in fold.outputs]
-        outputs = [_output(kind, here.cols, here) for kind in kinds]
-        self._launch(at, row_kernel.Plain(fold), "rows", values, part, here, outputs)
-        found = combine.split(fold, outputs)
-        for place, (r, own) in zip(cut.places["rows"], found, strict=True):
-            self._combine(self.states[at], place, r, own, part)
+        fold = Fold((*stage.fold.leaves, *OFFSETS), tuple(map(shift_reduction, split.folds["rows"])))
+        values = {e: self._feed_kernel(f, panel) for e, f in zip(stage.fold.leaves, stage.feeds, strict=True)}
+        kinds = [outputs_of(r)[k][1] for r, k in fold.outputs]
+        dtypes = [here.compute if kind == "float" else torch.int64 for kind in kinds]
+        outputs = [torch.empty(here.cols, dtype=dtype, device=here.device) for dtype in dtypes]
+        self._launch(at, row_kernel.RowFold(fold), "rows", values, panel, here, outputs)
+        for place, (r, own) in zip(split.places["rows"], combine.split(fold, outputs), strict=True):
+            self.accumulators.combine_scalars(at, place, r, own, panel)
 
-    def _value(self, f: Expr, part: Part) -> Any:
-        """What is fed to a kernel: numbers, and tensors ``[1, length(, length)]``; a product is computed once."""
+    # Feeds and launches
+
+    def _feed_kernel(self, f: Expr, panel: Panel) -> Any:
+        """What is fed to a kernel: numbers, and tensors ``[1, length(, length)]``; an inner product is computed
+        once."""
         if f.feature is not None:
             return None
-        value = self._product(f, part) if f.op == "dot" else part.feed(f)
+        value = self._compute_product(f, panel) if f.op == "dot" else panel.feed(f)
         if isinstance(value, Tensor):
             return value.unsqueeze(0)
-        if self.sizes.compute is torch.float64 and f.dtype == "float":  # a kernel's own numbers are float32
+        if self.sizes.compute is torch.float64 and f.dtype == "float":  # scalar arguments of kernels are float32
             return torch.full((1,), value, dtype=torch.float64, device=self.sizes.device)
         return value
 
-    def _product(self, f: Expr, part: Part) -> Tensor:
-        where = (part.rows, part.cols, self.over)
-        panel = self.buffers[f][: part.rows.stop - part.rows.start, : part.cols.stop - part.cols.start]
-        if self.made[0] != where:
-            self.made = (where, set())
-        if f not in self.made[1]:
-            sides = [part.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1])]
-            x, y = (t if self.narrow is None else t.to(self.narrow) for t in sides)
-            matmul.panel_into(panel, x, y)
-            self.made[1].add(f)
-        return panel
+    def _compute_product(self, f: Expr, panel: Panel) -> Tensor:
+        """An inner product of a panel, by a vendor GEMM."""
+        where, here = (panel.rows, panel.cols, self.directions), self._sizes_of(panel)
+        out = self.arena.panel[f][: here.rows, : here.cols]
+        if self.filled[0] != where:
+            self.filled = (where, set())
+        if f not in self.filled[1]:
+            operands = [panel.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1])]
+            dtype = self.plan.gemm_dtype
+            x, y = (t if dtype is None else t.to(dtype) for t in operands)
+            matmul.panel_into(out, x, y)
+            self.filled[1].add(f)
+        return out
+
+    def _offsets(self, panel: Panel) -> dict[Expr, int]:
+        begins = (panel.rows.start, panel.cols.start, self.sizes.rows, self.sizes.cols)
+        return dict(zip(OFFSETS, begins, strict=True))
 
     def _launch(
-        self, key: Any, work: row_kernel.Written, over: str, values: dict, part: Part, here: Sizes, outputs: list
+        self, key: Any, work: row_kernel.KernelWork, over: str, values: dict, panel: Panel, here: Sizes, outputs: list
     ) -> None:
-        values = {**values, **self._begins(part)}
-        kinds = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
+        values = {**values, **self._offsets(panel)}
+        types = tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in values.values())
         sizes = (here.rows, here.cols, here.compute, here.device, tuple(here.letters.values()))
-        whole = (key, over, len(outputs), kinds, sizes, row_kernel.PLANS[over])
-        if whole not in self.written:
-            self.written[whole] = row_kernel.prepare(work, over, values, here)
-        self.written[whole](outputs, values, here.device)
+        whole = (key, over, len(outputs), types, sizes, row_kernel.PLANS[over])
+        if whole not in self.kernels:
+            self.kernels[whole] = row_kernel.prepare_kernel(work, over, values, here)
+        self.kernels[whole](outputs, values, here.device)
 
-    def _begins(self, part: Part) -> dict[Expr, int]:
-        begins = (part.rows.start, part.cols.start, self.sizes.rows, self.sizes.cols)
-        return dict(zip(PLACES, begins, strict=True))
+    # Compilation
 
-    # What panels add up to
-
-    def _combine(self, states: dict[int, Any], place: int, r: Expr, own: list[Tensor], part: Part) -> None:
-        """Add a panel's numbers to those of the panels before: over rows by ⊙, over columns as sums."""
-        rows, cols = part.rows, part.cols
-        if r.attrs[1] == "cols":
-            if place not in states:
-                length = (self.sizes.rows, *own[0].shape[1:])
-                states[place] = [torch.zeros(length, dtype=own[0].dtype, device=own[0].device)]
-            states[place][0][rows] += own[0]
+    def _precompile(self, group: range, panel: Panel, here: Sizes) -> None:
+        """Compile the eight kernels around a GEMM with a guessed maximum at the same time, before the first panel of
+        its kind is worked on."""
+        gemm = self.plan.epilogue(self.shifted)
+        if gemm is None or not gemm.guesses:
             return
-        new = combine.opened(r, [t.unsqueeze(0) for t in own], [rows.stop - rows.start], [rows.start])
-        if self.panel.cols < self.sizes.cols:  # sums: one total for all columns
-            if place not in states:
-                states[place] = [t.new_zeros(1, self.sizes.cols, *t.shape[2:]) for t in new]
-            states[place][0][:, cols] += new[0]
+        key = (here.cols, here.device, self.directions, *here.letters.values())
+        if key in gemm.compiled:
             return
-        states[place] = combine.merged(r, [states[place], new] if place in states else [new])
+        if parallel_compile.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
+            gemm.compiled.add(key)
 
-    def finish(self, at: int) -> list[list[Tensor] | None]:
-        cut = self.parts[at]
-        self.add_waiting(at)
-        results: dict[int, list[Tensor]] = {p: [t] for (a, p), t in self.totals.items() if a == at}
-        for over, reductions in cut.numbers.items():
-            for place, r in zip(cut.places[over], reductions, strict=True):
-                state = self.states[at].get(place)
-                if state is not None:
-                    results[place] = state if over == "cols" else combine.closed(r, state)
-        return [results.get(place) for place in range(len(self.walk.stages[at].fold.reductions))]
-
-
-def _pitch(cols: int) -> int:
-    """Numbers from one row of a panel to the next. Few columns are not rounded up to what a budget has no room for."""
-    step = ALIGN if cols >= ALIGN else _ALIGNED
-    return -(-cols // step) * step
+    def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:
+        """Launch all that is done to a panel but vendor GEMMs, on copies: nothing is added to the real totals."""
+        step = copy.copy(self)
+        step.arena = self.arena.fork()
+        totals = step.accumulators = self.accumulators.fork(step.arena)
+        names = [n for names in fuse_stages(self.loop, group, False).names for n in names]
+        results = [step.arena.get_scalars(n)[panel.rows] for n in names]
+        weights = step._run_epilogue(gemm, panel, here, results)
+        weights = replace(weights, contract=lambda *given, **named: None)
+        for one in self.plan.splits[group[-1]].sums:
+            if one.over in self.directions:
+                totals.add_vector_sum(group[-1], one, weights, panel)
+        totals.add_waiting_labels(group[-1])
 
 
-_MOST = 256
-_SIDES: dict[tuple, sides.ElementwiseLaunch] = {}
+_MAX_LAUNCHES = 256
+_SCALAR_LAUNCHES: dict[tuple, elementwise.ElementwiseLaunch] = {}
 
 
 @functools.lru_cache(maxsize=1024)
-def _gathered(numbers: tuple[Expr, ...]) -> list[Gathered]:
-    return gather(numbers, frozenset())
+def _gather_scalars(scalars: tuple[Expr, ...]) -> list[Gathered]:
+    return gather(scalars, frozenset())
 
 
 @functools.lru_cache(maxsize=256)
-def _written(walk: Walk) -> dict[tuple, row_kernel.Prepared]:
-    """The kernels of a walk that were written so far."""
+def _row_kernels(loop: PanelLoop) -> dict[tuple, row_kernel.PreparedKernel]:
+    """The kernels of a loop that were written so far."""
     return {}
-
-
-def _output(kind: str, length: int, sizes: Sizes) -> Tensor:
-    return torch.empty(length, dtype=sizes.compute if kind == "float" else torch.int64, device=sizes.device)

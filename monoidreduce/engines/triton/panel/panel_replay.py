@@ -40,7 +40,9 @@ class _Heard:
 
     def serves(self, asked: bool) -> bool:
         """Whether it would be the same now; ``asked``: the room is."""
-        return self.plans == _plans() and (asked or all(step.chosen() == panels for step, panels in self.choices))
+        return self.plans == _plans() and (
+            asked or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
+        )
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""The kernel that does everything to a row of a panel but its products, and how kernels on a panel are launched.
+"""The row kernel: all that is done to a row of a panel but GEMMs; and how kernels on a panel are launched.
 
-A program instance owns a row. It walks the columns once for every stage that folds numbers, does the arithmetic on
-rows that stands between stages, and last writes the weights of the sums over the products that they were made from. A
-walk goes back the way the one before it came, so that what was read last, and may still be near, is read first.
+A program instance owns a row. It makes one pass over the columns for every stage that folds scalars, does the
+arithmetic on rows that stands between stages, and last writes the weights of the sums over the inner products that they
+were computed from. Every pass runs in the opposite direction of the one before, so that what was read last, and may
+still be in cache, is read first.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from torch import Tensor
 from ....program.constructors import apply
 from ....program.expression import Expr, index, reduce_node, topological
 from ....program.lower import Fold
-from ....program.reductions import KINDS
+from ....reductions import outputs_of
+from ....reductions.kernel_lines import Lines
+from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
-from ..codegen import compiler, k_loop, kernel_text, warp_reductions
+from ..codegen import compiler, k_loop, kernel_text
+from ..codegen import reductions as codegen_reductions
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
-from ..codegen.reduction import Kind
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
 from ..launch.launch_cache import Again, Kept
 from ..schedules.kernel_plan import KernelPlan
-from .fuse_stages import FIRST, PLACES
+from .fuse_stages import FIRST, OFFSETS
 
-# A row at a time, in tiles as long as the registers of the warps allow; folds over rows take columns in strips of 128.
+# By the axis folded over: a row at a time, in tiles as long as registers allow; columns 128 at a time.
 PLANS = {"cols": KernelPlan(1, 2048, 8, 2), "rows": KernelPlan(128, 32, 4, 2)}
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is done to a row, in some leaves: folds in turn, then numbers per pair to write."""
+class RowWork:
+    """What is done to a row, from some leaves: folds one after the other, then scalars per pair to write."""
 
     leaves: tuple[Expr, ...]
     folds: tuple[tuple[Expr, ...], ...]
@@ -47,18 +50,18 @@ class Work:
 
     @property
     def fold(self) -> Fold:
-        """All of it as one fold, for what a spec says of its leaves."""
+        """All of it as one fold: a spec says of its leaves what kernels need."""
         numbers = tuple(r for fold in self.folds for r in fold)
         written = tuple(reduce_node("sum", "cols", (), (w,)) for w in self.weights)
-        return Fold((*self.leaves, *PLACES), (*numbers, *written))
+        return Fold((*self.leaves, *OFFSETS), (*numbers, *written))
 
     def write(self, spec: Spec) -> kernel_text.Kernel:
-        return kernel(self, spec)
+        return write_kernel(self, spec)
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A fold over rows, as any kernel folds."""
+class RowFold:
+    """A fold over rows, by the general fold kernel."""
 
     fold: Fold
 
@@ -66,11 +69,11 @@ class Plain:
         return compiler.compile_fold(spec)
 
 
-Written = Work | Plain
+KernelWork = RowWork | RowFold
 
 
 class RowValues(ExpressionWriter):
-    """A row's own numbers, where they are compared with the columns' index, in the index's type: half the work."""
+    """Compares a row's integer with the column index in the index's type (int32): half the work of int64."""
 
     def _text(self, e: Expr) -> str:
         for here, there in (e.args, e.args[::-1]) if e.op == "eq" else ():
@@ -83,19 +86,19 @@ class RowValues(ExpressionWriter):
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(work: Work, spec: Spec) -> kernel_text.Kernel:
-    """Write the kernel that does some work."""
-    writer = _Writer(spec)
+def write_kernel(work: RowWork, spec: Spec) -> kernel_text.Kernel:
+    """Write the row kernel of some work."""
+    writer = _KernelWriter(spec)
     for fold, names in zip(work.folds, work.names, strict=True):
         if fold:
-            writer.fold(fold, names)
+            writer.add_fold(fold, names)
     if work.weights:
-        writer.write(work.weights)
-    return writer.kernel()
+        writer.add_store(work.weights)
+    return writer.finish()
 
 
-class _Writer:
-    """The lines of a kernel, loop after loop. Numbers per row are bound between the loops, once."""
+class _KernelWriter:
+    """The lines of a kernel, pass after pass. Scalars per row are bound between passes, once."""
 
     def __init__(self, spec: Spec):
         self.spec, self.v = spec, RowValues(spec)
@@ -106,16 +109,16 @@ class _Writer:
         ]
         self.outs: list[str] = []
         self.helpers: list[str] = []
-        self.made, self.walks = 0, 0
+        self.made, self.passes = 0, 0
 
-    def fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
-        """One walk that folds numbers; their results are stored, and named for what comes later."""
+    def add_fold(self, reductions: tuple[Expr, ...], names: tuple[Expr, ...]) -> None:
+        """A pass that folds scalars; their results are stored, and named for what comes later."""
         v, self.v.before = self.v, []
-        kinds = [warp_reductions.make(self.made + k, r, v) for k, r in enumerate(reductions)]
+        kinds = [codegen_reductions.make_for_row(self.made + k, r, v) for k, r in enumerate(reductions)]
         self.made += len(kinds)
-        guessing = [kind for kind in kinds if isinstance(kind, warp_reductions.LaneSoft)]
-        guess = self._peek(guessing)
-        walk = warp_reductions.guarded(guessing, self._walk(kinds), self._walk(guessing))
+        guessing = [kind for kind in kinds if isinstance(kind, SoftmaxLaneLines)]
+        guess = self._read_first_tile(guessing)
+        loops = walk_again_if_far(guessing, self._fold_tiles(kinds), self._fold_tiles(guessing))
         v.loop(False)
         texts = [texts[0] for kind in kinds for texts, _ in kind.finish()]
         results = v.inside
@@ -126,11 +129,11 @@ class _Writer:
             self.outs.append(out)
         self.helpers += [line for kind in kinds for line in ([*kind.helpers, ""] if kind.helpers else [])]
         begin = [line for kind in kinds for line in kind.start()]
-        self.body += ["", *v.before, *begin, *guess, *walk, *results]
-        self.walks += 1
+        self.body += ["", *v.before, *begin, *guess, *loops, *results]
+        self.passes += 1
 
-    def _peek(self, guessing: list[warp_reductions.LaneSoft]) -> list[str]:
-        """A look at the first tile."""
+    def _read_first_tile(self, guessing: list[SoftmaxLaneLines]) -> list[str]:
+        """Read the first tile, from whose maximum softmaxes are measured."""
         if not guessing:
             return []
         self.v.loop(True)
@@ -143,13 +146,13 @@ class _Writer:
             *self.v.inside,
         ]
 
-    def _walk(self, kinds: Sequence[Kind]) -> list[str]:
+    def _fold_tiles(self, kinds: Sequence[Lines]) -> list[str]:
         return self._loops(
             *(list(kernel_text.write_tile_body(self.v, list(kinds), {}, masked)) for masked in (False, True))
         )
 
-    def write(self, weights: tuple[Expr, ...]) -> None:
-        """One walk that writes numbers per pair. Every tile is read whole before any of it is written over."""
+    def add_store(self, weights: tuple[Expr, ...]) -> None:
+        """A pass that writes scalars per pair. Every tile is read whole before any of it is overwritten."""
         v, self.v.before = self.v, []
         turns = []
         first = len(self.outs)
@@ -166,40 +169,57 @@ class _Writer:
         self.body += ["", *v.before, *self._loops(*turns)]
 
     def _loops(self, whole: list[str], ragged: list[str]) -> list[str]:
-        """The loop over whole tiles, and what lies beyond them: before it on the way back, after it on the way."""
-        back = self.walks % 2 == 1
+        """The loop over whole tiles, and the ragged last tile: after the loop, or before it in a backward pass."""
+        backward = self.passes % 2 == 1
         at = "folded_at = start + tl.arange(0, FOLDED)"
-        loop = ["for t in range(0, whole):", f"    start = {'(whole - 1 - t)' if back else 't'} * FOLDED", f"    {at}"]
+        loop = [
+            "for t in range(0, whole):",
+            f"    start = {'(whole - 1 - t)' if backward else 't'} * FOLDED",
+            f"    {at}",
+        ]
         loop += [f"    {line}" for line in whole]
         rest = ["if RAGGED:", "    start = whole * FOLDED", f"    {at}", "    folded_in = folded_at < folded_size"]
         rest += [f"    {line}" for line in ragged]
-        return [*rest, *loop] if back else [*loop, *rest]
+        return [*rest, *loop] if backward else [*loop, *rest]
 
-    def kernel(self) -> kernel_text.Kernel:
-        spec = self.spec
-        under = set(topological(spec.fold.reductions))
-        used = [e for e in spec.fold.leaves if e in under]
-        names, unspecialized = kernel_text.list_arguments(spec, used, 0)
-        count = sum(len(KINDS[r.attrs[0]].outputs(r.args, r.attrs[2])) for r in spec.fold.reductions)
-        arguments = ", ".join([*self.outs, *names[count:]]) + ","
-        function = [
-            f"@triton.jit(do_not_specialize={unspecialized!r})",
-            "def sweep_rows(",
-            *textwrap.wrap(arguments, 110, initial_indent="    ", subsequent_indent="    "),
-            f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
-            "):",
-            *(f"    {line}" if line else "" for line in self.body),
-        ]
-        whole = kernel_text.decorate_functions("\n".join(self.helpers)) + "\n".join(function)
-        text = "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), whole, ""])
-        return kernel_text.Kernel("sweep_rows", text, tuple(used))
+    def finish(self) -> kernel_text.Kernel:
+        """The whole kernel."""
+        return assemble_kernel("sweep_rows", self.spec, self.outs, self.body, self.helpers)
+
+
+def assemble_kernel(
+    name: str, spec: Spec, outs: list[str], lines: list[str], helpers: Sequence[str] = ()
+) -> kernel_text.Kernel:
+    """A kernel of some lines. ``outs``: its first arguments, before those of the leaves that a spec's fold reads;
+    ``helpers``: the lines of functions that it calls."""
+    under = set(topological(spec.fold.reductions))
+    used = [e for e in spec.fold.leaves if e in under]
+    names, unspecialized = list_arguments(spec, outs, used)
+    function = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {name}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in kernel_text.CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in lines),
+    ]
+    whole = kernel_text.decorate_functions("\n".join(helpers)) + "\n".join(function)
+    text = "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), whole, ""])
+    return kernel_text.Kernel(name, text, tuple(used))
+
+
+def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
+    """The names of a kernel's arguments, and of those that Triton is not to specialize on."""
+    names, unspecialized = kernel_text.list_arguments(spec, used, 0)
+    count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
+    return [*outs, *names[count:]], unspecialized
 
 
 # Launching ----------------------------------------------------------------------------------------------------
 
 
-class Prepared:
-    """A kernel on panels of given lengths, written once; from the second launch on without a look-up."""
+class PreparedKernel:
+    """A kernel on panels of given lengths; from the second launch on without Triton's look-up."""
 
     def __init__(
         self,
@@ -211,19 +231,20 @@ class Prepared:
         grid: int = 0,
         copied: tuple[tuple[Expr, int], ...] = (),
     ):
-        """``tiles``: of the kept axis, as many program instances unless ``grid`` says another number. ``copied``: the
-        leaves whose blocks tensor descriptors copy, and how many of their vectors a block has."""
+        """``tiles``: of the kept axis; ``grid``: the number of program instances, ``tiles`` if left out. ``copied``:
+        the leaves that tensor descriptors copy, and how many of their vectors a block has. ``wide``: offsets need 64
+        bits."""
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
         self.kept = Kept()  # by the alignment of what is pointed to
-        self.boxes: list[Any] = []
+        self.templates: list[Any] = []
 
     def __call__(
         self, outputs: list[Any], values: Mapping[Expr, Any], device: torch.device, alike: bool = False
     ) -> None:
-        """Launch. ``outputs``: the first arguments; ``alike``: all calls have arguments of the same kinds, strides and
-        alignment."""
+        """Launch. ``outputs``: the first arguments; ``alike``: all calls have arguments of the same types, strides and
+        alignment, so one launcher serves them."""
         arguments = list(outputs)
         for e in self.kernel.leaves:
             v = values[e]
@@ -232,11 +253,12 @@ class Prepared:
                 arguments += [0 if n == 1 else s for n, s in zip(v.shape, v.stride(), strict=True)]
         arguments += [*self.lengths, self.tiles]
         if self.copied:
-            self.boxes = self.boxes or [self._box(values[e], block) for e, block in self.copied]
+            self.templates = self.templates or [self._make_template(values[e], block) for e, block in self.copied]
             arguments += [
-                descriptors.replace_base(box, values[e]) for box, (e, _) in zip(self.boxes, self.copied, strict=True)
+                descriptors.replace_base(one, values[e])
+                for one, (e, _) in zip(self.templates, self.copied, strict=True)
             ]
-        key = () if alike else tuple(map(specialized, arguments))
+        key = () if alike else tuple(map(specialization, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
@@ -244,19 +266,20 @@ class Prepared:
         call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)
 
-    def _box(self, v: Tensor, block: int) -> Any:
+    def _make_template(self, v: Tensor, block: int) -> Any:
         return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.staged)
 
 
-def specialized(v: Any) -> Any:
-    """What a compiled kernel may rely on of an argument."""
+def specialization(v: Any) -> Any:
+    """What Triton specializes a kernel on, of one argument."""
     if isinstance(v, Tensor):
         return v.data_ptr() & 15, v.dtype, v.stride()
     return v.bit_length() > 31 if isinstance(v, int) else type(v)
 
 
-def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -> Prepared:
-    """Write a kernel for a panel of these sizes. ``values``: leaves as numbers or tensors ``[1, length(, length)]``."""
+def prepare_kernel(work: KernelWork, over: str, values: Mapping[Expr, Any], here: Sizes) -> PreparedKernel:
+    """The kernel of some work for a panel of these sizes. ``values``: leaves as numbers or tensors
+    ``[1, length(, length)]``."""
     fold = work.fold
     given = [values[e] for e in fold.leaves]
     types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in given)
@@ -265,19 +288,19 @@ def prepare(work: Written, over: str, values: Mapping[Expr, Any], here: Sizes) -
     narrow = "bfloat16" if any(e.is_pair and t == "bfloat16" for e, t in zip(fold.leaves, types, strict=True)) else None
     spec = Spec(fold, over, types, (0,) * len(types), letters, str(here.compute)[6:], narrow, 1, False, in_lanes, False)
     lengths = (here.rows, here.cols) if over == "cols" else (here.cols, here.rows)
-    plan = replace(PLANS[over], block_folded=power(lengths[1], PLANS[over].block_folded))
+    plan = replace(PLANS[over], block_folded=round_to_power(lengths[1], PLANS[over].block_folded))
     written = work.write(spec)
     blocks = (plan.block_kept, plan.block_folded)
-    wide = any(is_wide(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
-    return Prepared(written, plan, lengths, wide)
+    wide = any(needs_64_bits(e, values[e], blocks if over == "cols" else blocks[::-1]) for e in written.leaves)
+    return PreparedKernel(written, plan, lengths, wide)
 
 
-def power(length: int, most: int) -> int:
-    """The least power of two that holds a length, at least 16 and at most ``most``."""
+def round_to_power(length: int, most: int) -> int:
+    """The least power of two that is not below a length; at least 16, at most ``most``."""
     return max(16, min(most, 1 << max(0, length - 1).bit_length()))
 
 
-def is_wide(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
+def needs_64_bits(e: Expr, v: Any, blocks: tuple[int, int]) -> bool:
     """Whether offsets inside a tile, or a number, need 64 bits."""
     if not isinstance(v, Tensor):
         return isinstance(v, int) and abs(v) >= fold_kernel.SMALL

@@ -1,8 +1,8 @@
-"""Contractions of a panel without the tiles that are left out (``engines/common/skip_small_tiles.py``).
+"""GEMMs of a panel's weights that skip small tiles (``engines/common/skip_small_tiles.py``).
 
 One kernel finds the largest weight of every tile, one lists the tiles that are not small beside the largest of all,
-along each axis, and the product walks a list. Nothing is read back: lists and counts stay on the device, and the order
-of a sum is that of its tiles.
+along each axis, and the GEMM iterates over a list. There is no host sync: lists and counts stay on the device, and the
+order of a sum is that of its tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..codegen.kernel_spec import padded
 from ..launch import jit_module
 from ..launch.launch_cache import Kernels
 
-_TEXT = '''"""Products of a matrix of weights, of whose tiles some are left out."""
+_TEXT = '''"""Products of a matrix of weights without its small tiles."""
 
 import triton
 import triton.language as tl
@@ -103,34 +103,35 @@ _PLANS = {2: (256, 64, 8, 3), 4: (64, 32, 8, 2), 8: (32, 16, 4, 1)}
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The tiles of a matrix of weights that are contracted: per line of tiles along each axis, which and how many."""
+class KeptTiles:
+    """The tiles of a matrix of weights that are not skipped: per line of tiles along each axis, which and how many."""
 
     asked: skip_small_tiles.skip_below
     lists: dict[str, Tensor]  # by the axis that is folded
     counts: dict[str, Tensor]
 
 
-class Contract:
-    """The contractions of one panel. A matrix of weights is looked at once, whichever axes it is folded over."""
+class PanelContraction:
+    """The GEMMs of one panel. A matrix of weights is searched for small tiles once, whichever axes it is folded
+    over."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple, Kept | None] = {}
+        self.kept: dict[tuple, KeptTiles | None] = {}
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool) -> None:
         """out (+)= weights @ vectors over columns, weightsᵀ @ vectors over rows."""
         key = weights.data_ptr(), weights.dtype, weights.stride()
         if key not in self.kept:
-            self.kept[key] = _kept(weights)
+            self.kept[key] = _list_kept_tiles(weights)
         kept = self.kept[key]
         if kept is None:
             matmul.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
         else:
-            _contract(out, weights, vectors, over, add, kept)
+            _contract_kept_tiles(out, weights, vectors, over, add, kept)
 
 
-def _kept(weights: Tensor) -> Kept | None:
-    """Look at a matrix of weights; None where nothing is to be left out."""
+def _list_kept_tiles(weights: Tensor) -> KeptTiles | None:
+    """The tiles of a matrix of weights that are not small; None where none is to be skipped."""
     skipped = skip_small_tiles.now()
     if skipped is None or not weights.numel() or weights.stride(1) != 1:
         return None
@@ -147,10 +148,10 @@ def _kept(weights: Tensor) -> Kept | None:
     for over, length, step in (("cols", across, (across, 1)), ("rows", down, (1, across))):
         into = (lists[over], counts[over], maxima, least, *step, length)
         _kernels("list_kept", (len(lists[over]),), into, dict(LANES=min(1024, padded(length))))
-    return Kept(skipped, lists, counts)
+    return KeptTiles(skipped, lists, counts)
 
 
-def _contract(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: Kept) -> None:
+def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: str, add: bool, kept: KeptTiles) -> None:
     weights = weights if over == "cols" else weights.mT
     vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
     wide, depth, warps, stages = _PLANS[weights.element_size()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....program.expression import Expr
-from ..codegen.reductions import Soft
+from ....reductions.softmax import SoftmaxLines
 
 _INDICES = ("row_index", "col_index")
 
@@ -20,7 +20,7 @@ _INDICES = ("row_index", "col_index")
 class Slant:
     """Logits that are a block of pairs times ``factor``, less a ``rate`` times a distance of indices."""
 
-    soft: Soft
+    soft: SoftmaxLines
     core: Expr
     factor: str
     rate: str  # a name, bound before the loop
@@ -40,10 +40,10 @@ class Slant:
         self.soft.add_weights()
 
 
-def slant(soft: Soft, logit: Expr) -> Slant | None:
+def slant(soft: SoftmaxLines, logit: Expr) -> Slant | None:
     """The line of a logit that is pairs and a number times a distance, or a difference, of plain indices."""
     v = soft.v
-    whole, factor = soft._scaled(logit)
+    whole, factor = soft.scaled_logit(logit)
     if whole.op not in ("add", "sub") or not all(a.is_pair for a in whole.args):
         return None
     core, fall = whole.args

@@ -19,13 +19,14 @@ import torch
 from ....plan.default_tiles import STAGED, Tile
 from ....program.contract import contractions
 from ....program.expression import Expr, topological
+from ....reductions.softmax import SoftmaxLines
 from ..codegen import compiler, kernel_text, tile_ranges
 from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.dropout import DropoutFactor, match_dropout_factor
 from ..codegen.exponents import literal
 from ..codegen.expressions import ExpressionWriter, is_one
 from ..codegen.kernel_spec import Spec
-from ..codegen.reductions import Soft, known, make
+from ..codegen.reductions import known, make
 from ..launch import jit_module
 from . import attention_template
 from .alibi import Slant, slant
@@ -120,7 +121,7 @@ def kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_text.K
     weight = move_factors_to_weight(part).weight
     v.ringed, v.toss = _ringed(spec), match_dropout_factor(weight, spec) if even and spec.over == "cols" else None
     soft = make(0, *spec.fold.scaled[0], v)
-    assert isinstance(soft, Soft)
+    assert isinstance(soft, SoftmaxLines)
     truths, near = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, soft.level
     soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
     soft.compensates = near and soft.rounded[0]
@@ -181,7 +182,7 @@ def _carried(part: str, packs: bool, tosses: bool) -> dict[str, str]:
     return {"weights": weights, "operand": "weights", "last": "weights", "taken": "", "taken_other": ""}
 
 
-def _loop(soft: Soft, bent: Bend | None, spares: bool, tosses: bool, fields: dict[str, str]) -> str:
+def _loop(soft: SoftmaxLines, bent: Bend | None, spares: bool, tosses: bool, fields: dict[str, str]) -> str:
     """The walk through whole tiles: where a polynomial may stand in for tanh, by it, if that was chosen.
 
     ``spares``: the registers of kept vectors are worth more to what is done to pairs."""
@@ -233,7 +234,7 @@ class _Values(ExpressionWriter):
 
 
 def _turn(
-    soft: Soft,
+    soft: SoftmaxLines,
     truths: dict[Expr, bool],
     masked: bool,
     near: bool,
@@ -263,7 +264,7 @@ def _turn(
     return [*v.inside, f"{n}_part = {part}"]
 
 
-def _state(soft: Soft, bent: Bend | None) -> dict[str, str]:
+def _state(soft: SoftmaxLines, bent: Bend | None) -> dict[str, str]:
     """What a softmax begins with, what its sums shrink by where its maximum runs, and when a guess of it holds."""
     n, rows = soft.name, "tl.SliceLayout(1, SCORES)"
     running = [
@@ -310,7 +311,7 @@ def _rings(spec: Spec, v: _Values) -> dict[str, str]:
     }
 
 
-def _results(soft: Soft, spec: Spec) -> list[str]:
+def _results(soft: SoftmaxLines, spec: Spec) -> list[str]:
     """Numbers are stored from where they are; vectors go through shared memory, so that rows are written whole."""
     v = soft.v
     v.loop(False)

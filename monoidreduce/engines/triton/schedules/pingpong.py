@@ -14,11 +14,12 @@ import re
 import torch
 
 from ....program.expression import Expr, topological
+from ....reductions.kernel_lines import Lines
+from ....reductions.pick import PickLines
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen import reductions as kinds
 from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import WIDEST, Spec
-from ..codegen.reduction import Kind
 from ..launch import jit_module
 from . import attention, pingpong_template
 from .kernel_plan import KernelPlan
@@ -100,9 +101,9 @@ def _numbers(spec: Spec) -> bool:
     return any(e.op == "leaf" and e.feature is None and spec.folds(e) for e in topological(spec.fold.reductions))
 
 
-def _turn(v: _Values, reductions: list[Kind], folded: int, masked: bool) -> list[str]:
+def _turn(v: _Values, reductions: list[Lines], folded: int, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
-    picks = [r for r in reductions if isinstance(r, kinds.Pick)]
+    picks = [r for r in reductions if isinstance(r, PickLines)]
     lines = _laid(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
     found = pingpong_template.in_strips(lines, folded, masked)
     for pick in picks:
@@ -111,8 +112,8 @@ def _turn(v: _Values, reductions: list[Kind], folded: int, masked: bool) -> list
     return found
 
 
-def _first_own(v: _Values, reductions: list[Kind]) -> list[str]:
-    own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, kinds.Pick)]
+def _first_own(v: _Values, reductions: list[Lines]) -> list[str]:
+    own = [v.own_place(r.reduction.args[0]) for r in reductions if isinstance(r, PickLines)]
     return [f"next_own = {pingpong_template.next_own(name, 'begin * FOLDED')}" for name in own]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....program.expression import Expr
+from ....reductions.softmax import SoftmaxLines
 from ..codegen.exponents import LOG2E, factor_out, literal
-from ..codegen.reductions import Soft
 
 Made = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 
@@ -35,7 +35,7 @@ NAMES = "bent_gain", "bent_shift", "bent_base"  # of a s ((s² + shift)² + base
 class Bend:
     """One tanh: of a block of pairs times ``inner``, then times ``outer``, which is ``factor`` in the text."""
 
-    soft: Soft
+    soft: SoftmaxLines
     core: Expr
     inner: Made
     outer: Made
@@ -76,7 +76,7 @@ class Bend:
         return f"(bounded({n}_total, {n}_top, {self.reach()}, folded_size) | ({n}_bends == 0))"
 
 
-def bend(soft: Soft, logit: Expr) -> Bend | None:
+def bend(soft: SoftmaxLines, logit: Expr) -> Bend | None:
     """The tanh of a logit that is one, times numbers; None for any other."""
     v = soft.v
     whole, factor, numbers = factor_out(logit, v.spec, positive=True)

@@ -1,0 +1,256 @@
+"""What the panels of a loop add up to: sums of vectors by GEMMs, in the type and the place that keep them exact, and
+scalars by the combine of their reduction.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....plan.panel_layout import InPlaceLayout, PanelLayout, RowBlock
+from ....program.expression import Expr
+from ...common import combine
+from ...panel import Panel
+from ...panel.panel_program import list_feeds
+from .arena import Arena, BorrowedTotals, count_lendable
+from .fuse_stages import VectorSum
+from .memory_plan import MemoryPlan
+from .row_factor import RowCorrections
+from .sparse_contraction import PanelContraction
+
+Key = tuple[int, int]  # of a sum: its stage, and its place among the stage's reductions
+
+
+@dataclass(frozen=True)
+class PanelWeights:
+    """The weights of one panel: a matrix for each, what their sums still need, and the GEMM that sums them."""
+
+    matrices: dict[Expr, Tensor]
+    corrections: RowCorrections | None = None
+    contract: Callable[..., None] = field(default_factory=PanelContraction)
+
+
+class Accumulators:
+    """The totals of a loop, by direction. A direction is named by the axis that is folded over."""
+
+    def __init__(self, plan: MemoryPlan, layout: PanelLayout, arena: Arena):
+        self.plan, self.layout, self.arena, self.sizes = plan, layout, arena, plan.sizes
+        self.feeds = [dict(list_feeds(stage)) for stage in plan.loop.stages]
+        self.totals: dict[Key, Tensor] = {}  # of vectors: the gradients, whole
+        self.complete: dict[Key, Tensor] = {}  # of vectors of all rows, each complete with its panel
+        self.borrowed: dict[Key, BorrowedTotals] = {}  # of rows, in float32, in the memory of their own gradients
+        self.partial: dict[Key, Tensor] = {}  # of some columns, in float32, before they are rounded
+        self.block: RowBlock | None = None  # that is worked on
+        self.labelled_rows: slice | None = None  # those of ``label_terms``
+        self.label_terms: RowCorrections | None = None
+        self.columns: dict[Key, Tensor] = {}  # the vectors that rows' totals are sums of, of all columns
+        self.waiting: dict[Key, list[tuple[RowCorrections, Tensor]]] = {}  # label terms to add after all panels
+        self.states: list[dict[int, Any]] = [{} for _ in plan.loop.stages]  # of scalars, by place
+
+    def fork(self, arena: Arena) -> Accumulators:
+        """A copy in another arena: what is allocated or waits in it is the copy's alone."""
+        other = copy.copy(self)
+        other.arena, other.waiting = arena, {}
+        other.totals, other.complete, other.partial = dict(self.totals), dict(self.complete), dict(self.partial)
+        return other
+
+    # Gradients allocated before anything is summed
+
+    def _allocate_gradients(self, over: str) -> dict[Key, Tensor]:
+        at = self.plan.groups[0][-1]
+        length = self.sizes.cols if over == "rows" else self.sizes.rows
+        keys = [(at, one.place) for one in self.plan.splits[at].sums if one.over == over]
+        for key, width in zip(keys, self.plan.widths(over), strict=True):
+            self.totals[key] = torch.empty(length, width, dtype=self.plan.weight_dtype, device=self.sizes.device)
+        return {key: self.totals[key] for key in keys}
+
+    def begin_in_place(self, layout: InPlaceLayout) -> None:
+        """Allocate gradients; the largest column gradient lends its memory to panels, row gradients to their totals."""
+        columns, rows = self._allocate_gradients("rows"), self._allocate_gradients("cols")
+        self.arena.borrow(max(columns.values(), key=lambda gradient: gradient.shape[1]))
+        self.borrowed = self.arena.borrow_row_totals(rows, layout)
+
+    def begin_blocks(self, blocks: Sequence[RowBlock]) -> None:
+        """Allocate gradients, and memory for the panel of any block and the totals that gradients do not hold."""
+        self.column_gradients, self.row_gradients = self._allocate_gradients("rows"), self._allocate_gradients("cols")
+        row = self.plan.total_bytes("cols")
+        totals = [(b.last - b.first - self._count_lent_rows(b)) * row for b in blocks]
+        panels = [self.arena.panel_bytes(b.rows, b.cols) for b in blocks]
+        self.arena.allocate_host(max(map(sum, zip(panels, totals, strict=True))))
+
+    def begin_block(self, block: RowBlock) -> None:
+        """Place a block's panel and the totals of its rows."""
+        self.block = block
+        self.arena.move_panel(0, block.rows, block.cols)
+        strips = {key: gradient.shape[1] for key, gradient in self.column_gradients.items()}
+        found = self.arena.borrow_block_totals(self.row_gradients, strips, block, self._count_lent_rows(block))
+        self.borrowed, self.partial = found
+
+    def _count_lent_rows(self, block: RowBlock) -> int:
+        """Of how many rows of a block the totals lie in gradients, its own and those of later rows: of all or none."""
+        count = block.last - block.first
+        free = (self.sizes.rows - block.first) * self.plan.weight_dtype.itemsize // self.sizes.compute.itemsize
+        return count if self.plan.lends_gradients() and count <= free else 0
+
+    # Sums of vectors
+
+    def add_vector_sum(self, at: int, one: VectorSum, weights: PanelWeights, panel: Panel) -> Tensor | None:
+        """Add Σ weight × vector of a panel to a sum of the stage ``at``; returned where its panel completes it."""
+        key, over, (rows, cols) = (at, one.place), one.over, (panel.rows, panel.cols)
+        feeds = [self.feeds[at][c.vector] for c in one.products if c.vector is not None]
+        vectors = [panel.feed(f) for f in feeds]
+        kept, folded = (rows, cols) if over == "cols" else (cols, rows)
+        completes = over == "cols" and self.layout.cols == self.sizes.cols
+        width = vectors[0].shape[-1]
+        if completes:
+            outs: Sequence[tuple[slice, Tensor]] = [(slice(None), self._complete_sum(key, rows, width))]
+        else:
+            outs = self._find_totals(key, over, kept, folded, width)
+        corrections = weights.corrections
+        for k, (c, vector) in enumerate(zip(one.products, vectors, strict=True)):
+            weight = weights.matrices[c.weight]
+            if corrections and over == "rows":
+                vector = corrections.scale_vectors(vector, weight.dtype)
+            else:
+                vector = vector.to(weight.dtype)
+            begun = not completes and (folded.start > self._rounding_span(over)[0] or key in self.borrowed)
+            for piece, out in outs:
+                weights.contract(out, weight[piece], vector, over, add=k > 0 or begun)
+        if corrections and over == "rows":
+            self._add_labels(key, corrections, out, vectors[0], given=feeds[0].op == "input")
+        if completes:
+            return corrections.complete_row_sums(out, vectors[0]) if corrections else out
+        first, last = self._rounding_span(over)
+        if key in self.partial and folded.stop == last:
+            whole, own = self.totals[key][kept], self.partial[key][: kept.stop - kept.start]
+            whole.add_(own) if first else whole.copy_(own)
+        return None
+
+    def _rounding_span(self, over: str) -> tuple[int, int]:
+        """The folded indices over which totals are added up before they are rounded."""
+        if over == "rows" and self.block and self.block.strips:
+            return self.block.first, self.block.last
+        return 0, self.sizes.cols if over == "cols" else self.sizes.rows
+
+    def _complete_sum(self, key: Key, rows: slice, width: int) -> Tensor:
+        """Where sums go that are complete with their panel: to those of all rows, unless a later stage reads them."""
+        empty = functools.partial(torch.empty, dtype=self.plan.weight_dtype, device=self.sizes.device)
+        if key[0] < len(self.plan.loop.stages) - 1:
+            return empty(rows.stop - rows.start, width)
+        if key not in self.complete:
+            self.complete[key] = empty(self.sizes.rows, width)
+        return self.complete[key][rows]
+
+    def _find_totals(
+        self, key: Key, over: str, kept: slice, folded: slice, width: int
+    ) -> Sequence[tuple[slice, Tensor]]:
+        """What to add to, in pieces: the whole total, or float32 totals of some rows or columns where 16 bits would be
+        rounded too often.
+
+        The outer loop over panels completes each slice of its axis before the next; the whole total may then be of 16
+        bits. So may column totals over few enough panels of whole rows."""
+        if key in self.borrowed:
+            return self.borrowed[key].select(kept)
+        count = kept.stop - kept.start
+        if self.block:
+            return [(slice(None), self.partial[key][:count] if key in self.partial else self.totals[key][kept])]
+        layout, sizes = self.layout, self.sizes
+        lengths, steps = (sizes.cols, sizes.rows), (layout.cols, layout.rows)
+        (length, other), (own, step) = (lengths, steps) if over == "rows" else (lengths[::-1], steps[::-1])
+        is_outer = layout.outer != over and own < length
+        narrow = None if layout.float32_totals or not (is_outer or over == "rows") else self.plan.narrow_dtype
+        empty = functools.partial(torch.empty, device=sizes.device)
+        if key not in self.totals:
+            self.totals[key] = empty(length, width, dtype=narrow or sizes.compute)
+        if not (narrow and is_outer and step < other):
+            return [(slice(None), self.totals[key][kept])]
+        if over == "cols":
+            gradient = self.totals[key][kept.start :]
+            lent = count_lendable(gradient, count, sizes.compute) if self.plan.lends_gradients() else 0
+            self.borrowed[key] = BorrowedTotals.allocate(gradient, count, lent, sizes.compute, first=kept.start)
+            return self.borrowed[key].pieces
+        if key not in self.partial:
+            self.partial[key] = empty(own, width, dtype=sizes.compute)
+        return [(slice(None), self.partial[key][:count])]
+
+    def close_borrowed(self) -> None:
+        """Write the gradients of rows from their totals, and add their label terms. The panel is done with."""
+        for key, borrowed in self.borrowed.items():
+            for rows, totals in borrowed.pieces:
+                if self.label_terms:
+                    self.label_terms.select_rows(rows).complete_row_sums(totals, self.columns[key])
+            borrowed.round_into_gradient(self.arena.spare)
+        self.borrowed = {}
+
+    def scale_borrowed(self, factors: RowCorrections) -> None:
+        """Multiply the totals of rows by their factors: what is added from now on has these in it."""
+        for borrowed in self.borrowed.values():
+            for rows, totals in borrowed.pieces:
+                factors.select_rows(rows).complete_row_sums(totals, totals)
+
+    # Label columns
+
+    def keep_label_terms(self, terms: RowCorrections, panel: Panel) -> None:
+        """Keep the label terms of some rows and all columns: for the end of their totals, and of all panels."""
+        self.labelled_rows, self.label_terms = panel.rows, terms
+        at = self.plan.groups[0][-1]
+        for one in self.plan.splits[at].sums:
+            vector = one.products[0].vector
+            assert vector is not None
+            vectors = panel.feed(self.feeds[at][vector])
+            if one.over == "cols":
+                self.columns[at, one.place] = vectors
+            else:
+                self.waiting.setdefault((at, one.place), []).append((terms, vectors))
+
+    def _add_labels(self, key: Key, terms: RowCorrections, out: Tensor, vectors: Tensor, given: bool) -> None:
+        """Add the label terms of a panel's rows: after all panels, so that 16 bits round them once, where the vectors
+        are inputs, which stay in memory anyway."""
+        if given:
+            self.waiting.setdefault(key, []).append((terms, vectors))
+        else:
+            terms.add_label_terms(out, vectors)
+
+    def add_waiting_labels(self, at: int) -> None:
+        """Add the label terms of a stage that waited for all panels."""
+        for key in [key for key in self.waiting if key[0] == at]:
+            for terms, vectors in self.waiting.pop(key):
+                terms.add_label_terms(self.totals[key], vectors)
+
+    # Scalars
+
+    def combine_scalars(self, at: int, place: int, r: Expr, own: list[Tensor], panel: Panel) -> None:
+        """Combine a panel's results of one reduction with those of the panels before: over rows by the reduction's
+        combine, over columns as sums."""
+        states, rows, cols = self.states[at], panel.rows, panel.cols
+        if r.attrs[1] == "cols":
+            if place not in states:
+                length = (self.sizes.rows, *own[0].shape[1:])
+                states[place] = [torch.zeros(length, dtype=own[0].dtype, device=own[0].device)]
+            states[place][0][rows] += own[0]
+            return
+        new = combine.opened(r, [t.unsqueeze(0) for t in own], [rows.stop - rows.start], [rows.start])
+        if self.layout.cols < self.sizes.cols:  # sums: one total for all columns
+            if place not in states:
+                states[place] = [t.new_zeros(1, self.sizes.cols, *t.shape[2:]) for t in new]
+            states[place][0][:, cols] += new[0]
+            return
+        states[place] = combine.merged(r, [states[place], new] if place in states else [new])
+
+    def finish_stage(self, at: int) -> list[list[Tensor] | None]:
+        """The results of a stage that only all panels complete, None for the others."""
+        split = self.plan.splits[at]
+        self.add_waiting_labels(at)
+        results: dict[int, list[Tensor]] = {place: [t] for (stage, place), t in self.totals.items() if stage == at}
+        for over, reductions in split.folds.items():
+            for place, r in zip(split.places[over], reductions, strict=True):
+                state = self.states[at].get(place)
+                if state is not None:
+                    results[place] = state if over == "cols" else combine.closed(r, state)
+        return [results.get(place) for place in range(len(self.plan.loop.stages[at].fold.reductions))]

@@ -1,0 +1,275 @@
+"""The base class of all kinds of reduction: the questions that the library asks of a kind, and answers that follow.
+
+A kind is one object, made once and kept in the table of the package (``KINDS``); it holds no data of a call. The first
+argument of many methods is ``params``, the kind's own parameters in a reduction (``k`` of a top-k, say).
+
+The least that a kind must say is
+
+- ``outputs``: the feature and the number class of each of its results;
+- ``pullback``: the cotangents of one pair's fields, from the final results (Theorem 2.1), as symbols;
+- a monoid on *states*: ``identity`` (one number per state field), ``lift`` (a pair's fields as a state), ``combine``
+  (two states as one) and ``finish`` (a state as results). These are written in torch functions that act number by
+  number, since they are called with tensors and, to write a kernel, with symbols;
+- ``open``: results back into a state, where results are not the state itself: splits, ranks and streams exchange
+  states.
+
+From these come the dense form, the accumulators of tiles in torch (``derived.py``), the lines of a Triton kernel, the
+combination of partial results, the exchange between ranks and the cost. A kind overrides what it can do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..program import intervals as iv
+from ..program.contract import Contraction
+from ..program.expression import Expr, Feature
+from .accumulator import Accumulator
+from .derived import DerivedAccumulator, DerivedLines, fold_states
+from .kernel_lines import CombineLaunch, Form, Lines
+
+Outputs = list[tuple[Feature, str]]  # of every result: its feature, and "float", "int" or "bool"
+State = list[Tensor]  # of several parts of the folded axis: every tensor is [parts, *batch, length(, features)]
+Exchange = Generator[tuple[str, list[Tensor]], list[Tensor], State]  # yields (operation, tensors), is sent the outcome
+Reads = tuple[tuple[Expr, ...], tuple[tuple[Contraction, ...], ...]]  # numbers per pair, and contractions by value
+Local = Callable[[list[Tensor], tuple, int], list[Tensor]]  # the dense form on (fields, params, length)
+
+
+class Reduction:
+    """One kind of reduction. ``r`` stands for a reduction of this kind, a node of a program."""
+
+    name: ClassVar[str]
+
+    # The program ----------------------------------------------------------------------------------------------
+
+    fixed: ClassVar[tuple[int, ...]] = ()  # results that are constants to a gradient
+    per_pair: ClassVar[bool] = False  # True: folds nothing, and writes a number per pair instead
+    gathers: ClassVar[bool] = False  # True: reads single pairs, by their index on one axis (``fields[0]``)
+    place: ClassVar[int | None] = None  # which result, if any, holds places on the folded axis (-1: none)
+
+    def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
+        """The feature and the number class of each result."""
+        raise NotImplementedError
+
+    def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list[Any]:
+        """The cotangent of each field of one pair (None: zero), from those of the results (None: zero)."""
+        raise NotImplementedError
+
+    def moves(self, k: int, count: int) -> bool:
+        """True when result ``k`` of ``count`` has a cotangent."""
+        return k not in self.fixed and k - count not in self.fixed
+
+    def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
+        """True when every pair whose fields lie in these intervals is the identity: its tile need not be computed."""
+        return False
+
+    def walks(self, r: Expr, reductions: Sequence[Expr]) -> bool:
+        """True when pairs must be computed tile by tile; False when single pairs are gathered.
+
+        ``reductions`` are all reductions of the fold, ``r`` among them."""
+        return True
+
+    def check_length(self, params: tuple, length: int, axis: str) -> None:
+        """Raise the user's mistake if ``length`` rows or columns are too few for these parameters."""
+
+    def selected(self, params: tuple) -> int:
+        """How many pairs the results are chosen from all: 1 for a best value, k for a top-k, 0 if all count."""
+        return 0
+
+    # The monoid -----------------------------------------------------------------------------------------------
+
+    def identity(self, params: tuple) -> tuple[float, ...]:
+        """The state of no pair at all, one number per field."""
+        raise NotImplementedError
+
+    def lift(self, params: tuple, fields: Sequence[Any]) -> Sequence[Any]:
+        """The state of one pair; plain numbers are allowed in it."""
+        return fields
+
+    def combine(self, params: tuple, a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        """Two states as one, number by number."""
+        raise NotImplementedError
+
+    def finish(self, params: tuple, state: Sequence[Any]) -> Sequence[Any]:
+        """A state as results."""
+        return state
+
+    def state_names(self, params: tuple) -> list[str]:
+        """What the fields of the state are called in a kernel."""
+        return [f"s{k}" for k in range(len(self.identity(params)))]
+
+    def fold(self, params: tuple, state: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """The states along an axis as one, in order; that axis is gone."""
+        return fold_states(self, params, state, dim)
+
+    # Dense ----------------------------------------------------------------------------------------------------
+
+    def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:
+        """The results by plain torch from whole fields ``[*batch, rows, cols(, features)]``, differentiable.
+
+        The folded axis has ``size`` indices and is kept at size 1. This is what fast engines are compared with."""
+        spread = stretch(fields, vectors, over, size)
+        # the folded axis counted without features, from the front: the same number for scalars and vectors
+        at = (spread[0].dim() - vectors[0]) + folded_dim(over)
+        lifted = [
+            x if isinstance(x, Tensor) else torch.full_like(spread[0], x, dtype=spread[0].dtype)
+            for x in self.lift(params, spread)
+        ]
+        return [t.unsqueeze(at) for t in self.finish(params, self.fold(params, lifted, at))]
+
+    def dense_part(self, local: Local, fields: list[Tensor], params: tuple, length: int) -> list[Tensor]:
+        """The dense form of the ``length`` indices that one rank has."""
+        return local(fields, params, length)
+
+    def dense_results(self, results: list[Tensor]) -> list[Tensor]:
+        """All results, where the dense form gives only those that programs read."""
+        return results
+
+    def has_whole_form(self, r: Expr) -> bool:
+        """True when the dense engine can compute ``r``."""
+        return True
+
+    def whole_form(self, r: Expr, writer: Any, used: frozenset[int]) -> tuple[Callable[..., list[Tensor]], list[str]]:
+        """How the dense engine computes ``r`` on whole matrices: a function of (sizes, *values), and the names that
+        ``writer`` gives to these values. ``used``: which results are read."""
+        own = _Plain(self, r.attrs[1], r.attrs[2], tuple(a.feature is not None for a in r.args))
+        return own, [writer.field(a) for a in r.args]
+
+    # Partial results ------------------------------------------------------------------------------------------
+
+    merges_one: ClassVar[bool] = False  # True: a single part is merged too, which brings it to its final form
+
+    def open(self, params: tuple, results: State, lengths: Sequence[int]) -> State:
+        """Results of parts of the folded axis, so long each, as states that combine without loss."""
+        return results
+
+    def merge(self, params: tuple, state: State) -> State:
+        """One part from several, in their order."""
+        return [t.unsqueeze(0) for t in self.fold(params, state, 0)]
+
+    def close(self, params: tuple, state: State) -> State:
+        """States as results."""
+        return list(self.finish(params, state))
+
+    def merge_ordered(self, params: tuple, results: State) -> list[Tensor] | None:
+        """The results of the whole from those of parts that follow each other, if there is a faster way than states."""
+        return None
+
+    def empty_state(self, params: tuple, state: State) -> State:
+        """The state of one part that saw nothing; ``state`` has no parts, but the shapes."""
+        return [
+            t.new_zeros(1, *t.shape[1:]).fill_(value) for t, value in zip(state, self.identity(params), strict=True)
+        ]
+
+    def merge_all(self, params: tuple, states: Sequence[State]) -> State:
+        """One part from all those of several states, in their order; the identity where there is none."""
+        whole = states[0] if len(states) == 1 else [torch.cat(ts) for ts in zip(*states, strict=True)]
+        if whole[0].shape[0] == 0:
+            return self.empty_state(params, whole)
+        return whole if whole[0].shape[0] == 1 and not self.merges_one else self.merge(params, whole)
+
+    def exchange(self, params: tuple, state: State) -> Exchange:
+        """Combine a state with those of the other ranks: yields ("SUM", "MAX", "MIN" or "GATHER", tensors).
+
+        By default all ranks' states are gathered and combined, in the order of ranks, on each of them."""
+        found: State = []
+        for t in state:  # a state may mix number types, a message does not
+            found += yield "GATHER", [t]
+        return self.merge_all(params, [found])
+
+    def settled(self, results: list[Tensor]) -> list[Tensor]:
+        """The results that are the same by every plan, up to rounding."""
+        return results
+
+    # Tiles in torch -------------------------------------------------------------------------------------------
+
+    accumulator: ClassVar[type[Accumulator]] = DerivedAccumulator
+
+    def tile_reads(self, fields: tuple[Expr, ...], over: str) -> Reads:
+        """What a tile computes for the accumulator: numbers per pair, and contractions of values with vectors."""
+        return fields, ()
+
+    def tile_width(self, r: Expr, size_of: Callable[[str], int]) -> int:
+        """How many numbers a pair holds at once in a tile."""
+        return max([1, *(size_of(str(a.feature)) for a in r.args if a.feature is not None)])
+
+    def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
+        """Bytes per pair that the accumulator holds besides the numbers it reads: ``memory.wide`` is a float's,
+        ``memory.contraction`` a contraction's. By default the states, and the first levels of their tree."""
+        return memory.wide * 2 * len(self.identity(params))
+
+    # Triton ---------------------------------------------------------------------------------------------------
+
+    lines: ClassVar[type[Lines]] = DerivedLines
+    lane_lines: ClassVar[type[Lines] | None] = None  # where a program instance owns one row; None: as elsewhere
+    sums_vectors: ClassVar[bool] = False  # True: vector results are sums, and may be returned in 16 bits
+    unsorted: ClassVar[bool] = False  # True: a kernel leaves a list that torch sorts
+    combine_text: ClassVar[str] = ""  # kernels that combine the results of splits
+
+    def no_kernel(self, r: Expr) -> str:
+        """Why a kernel cannot fold ``r``; empty where it can."""
+        return "" if all(a.feature is None for a in r.args) else f"{self.name} has vector fields"
+
+    def combine_launches(self, params: tuple, stacked: tuple[Form, ...], splits: int) -> list[CombineLaunch] | None:
+        """The launches of ``combine_text`` for stacked results of these forms; None: torch combines them."""
+        return None
+
+    # Cost -----------------------------------------------------------------------------------------------------
+
+    plain_ops: ClassVar[int] = 12  # plain operations per pair, besides those that its fields take
+    combine_ops: ClassVar[int] = 12  # launches that combine the results of splits
+
+    def count_pair(self, counter: Any, r: Expr) -> None:
+        """Add to ``counter`` (of ``plan/op_counts.py``) what one pair takes."""
+        for a in r.args:
+            counter.count_value(a)
+        counter.plain += self.plain_ops
+
+    def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
+        """Bytes of one row's (or column's) state that ranks reduce, and that they gather; ``item`` bytes a number."""
+        return 0, len(self.identity(r.attrs[2])) * item
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The dense form of a kind, on whole matrices."""
+
+    kind: Reduction
+    over: str
+    params: tuple
+    vectors: tuple[bool, ...]
+
+    def __call__(self, sizes: Any, *fields: Tensor) -> list[Tensor]:
+        found = self.kind.dense(list(fields), list(self.vectors), self.over, self.params, sizes.of(self.over))
+        return [v.squeeze(len(sizes.batch) + (self.over == "cols")) for v in found]
+
+
+# Shared by kinds ------------------------------------------------------------------------------------------------
+
+
+def folded_dim(over: str, vector: bool = False) -> int:
+    """The folded axis of ``[*batch, rows, cols(, features)]``, from the back."""
+    return (-1 if over == "cols" else -2) - vector
+
+
+def stretch(fields: list[Tensor], vectors: list[bool], over: str, size: int) -> list[Tensor]:
+    """Give every field the folded axis, and all fields one shape but for features."""
+    base = torch.broadcast_shapes(*(f.shape[:-1] if v else f.shape for f, v in zip(fields, vectors, strict=True)))
+    shape = list(base)
+    shape[folded_dim(over)] = size
+    return [f.expand(*shape, f.shape[-1]) if v else f.expand(*shape) for f, v in zip(fields, vectors, strict=True)]
+
+
+def per_part(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """A number for each part, shaped to broadcast with ``like`` ``[parts, ...]``."""
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device).view(-1, *(1,) * (like.dim() - 1))
+
+
+def broadcast(x: Tensor, like: Tensor) -> Tensor:
+    """A number per index, shaped to broadcast with numbers or vectors per index."""
+    return x if x.dim() == like.dim() else x.unsqueeze(-1)

@@ -1,0 +1,97 @@
+"""What a kind of reduction answers with lines of text when a Triton kernel is written, and how splits are combined.
+
+Nothing of the Triton engine is imported here: the code generator hands in what a kind may use of it (:class:`Tools`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ..program.expression import Expr
+
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The parts of the code generator that lines are written with."""
+
+    writer: Callable[..., Any]  # expressions as lines: ``writer(spec)``
+    running_sum: Callable[..., Any]  # of numbers or vectors: ``running_sum(name, feature, dtype, writer, lanes)``
+    factored: Callable[..., Any]  # a contraction whose vector is a leaf, numbers in the weight
+    reads_one_pair: Callable[..., bool]  # whether a number per pair can be computed at one index: ``(value, spec)``
+    one_pair: Callable[..., Any]  # a writer of numbers at one index per kept index: ``(writer, name, index)``
+    literal: Callable[[float], str]
+    padded: Callable[[int], int]  # features that a block holds
+    tiny: int  # features up to which vectors are unrolled
+
+
+class Lines:
+    """A reduction in a kernel. ``fields`` are given anew to each step: loops differ in what is known of conditions."""
+
+    guesses: bool = False  # whether whole tiles do with a guess of a maximum (``guess``, ``guessed`` and others)
+    guessing: bool = False  # whether this loop does
+    sloped: bool = False  # whether the tile to guess from is the one nearest to the rows' own indices
+    peeks: ClassVar[bool] = False  # whether it must look at the first tile before the walk (``peek``)
+
+    def __init__(self, kind: Any, place: int, reduction: Expr, scale: Expr, v: Any, tools: Tools):
+        """``place``: of the reduction in the fold. ``v``: the writer of the kernel's expressions."""
+        self.kind, self.place, self.reduction, self.scale, self.v, self.tools = kind, place, reduction, scale, v, tools
+        _, self.over, self.params = reduction.attrs
+        self.name = f"{reduction.attrs[0]}{place}"
+        self.helpers: list[str] = []  # functions of its own that the kernel calls
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Decide what the lines need; called once."""
+
+    @property
+    def totals(self) -> list[Any]:
+        """Its running sums of vectors, where it has any."""
+        return []
+
+    def start(self) -> list[str]:
+        """The lines that make the state, before the loop."""
+        raise NotImplementedError
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        """Append to ``v.inside`` what one tile does to the state."""
+        raise NotImplementedError
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        """Per result: its text (one per feature where features are few) and its feature."""
+        raise NotImplementedError
+
+
+class CombineLaunch(NamedTuple):
+    """A launch that combines the results of splits: which of the whole's tensors it writes, which of the stacked ones
+    it reads, and what else it is given."""
+
+    name: str
+    written: tuple[int, ...]
+    read: tuple[int, ...]
+    parts: int
+    rows: int
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (-(-self.rows // dict(self.constants)["ROWS"]),)
+
+    def given(self, whole: Sequence[Any], stacked: Sequence[Any]) -> tuple:
+        """Its arguments."""
+        return *[whole[k] for k in self.written], *[stacked[k] for k in self.read], self.parts, self.rows
+
+
+NUMBERS_PER_INSTANCE = 2048  # of a program instance that combines splits
+FLOATS = (torch.float32, torch.float64)
+
+
+def split_blocks(parts: int) -> tuple[tuple[str, int], ...]:
+    """The constants of a kernel that reads all splits of some rows at once."""
+    lanes = max(2, 1 << (parts - 1).bit_length())
+    return ("PARTS", lanes), ("ROWS", max(1, min(32, NUMBERS_PER_INSTANCE // lanes)))

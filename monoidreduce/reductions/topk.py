@@ -1,0 +1,239 @@
+"""``topk``: the k largest (or smallest) numbers of all pairs and their places, best first.
+
+Parameters: ``(k, largest)``. Where fewer than k were seen, values are infinite and places -1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TopKError
+from ..program import intervals as iv
+from ..program.expression import Expr, index
+from ..program.symbol import Symbol
+from .accumulator import Accumulator, Offset, shift_places
+from .base import Local, Outputs, Reads, Reduction, State, folded_dim, per_part, stretch
+from .best import NOWHERE, no_places, worst
+from .kernel_lines import Lines
+
+_MOST = 64  # beyond, the list takes too many registers
+# The keys (``ordered32``, ``ordered64``) of minus infinity, and of infinity where the smallest are sought.
+_WORST_KEY = {32: -(2**31) + 2**23 - 1, 64: -(2**63) + 2**52 - 1}
+_EMPTY = -2  # the place of a slot in which nothing is, while states are merged
+
+
+class TopKAccumulator(Accumulator):
+    """The k best so far, best first, kept sorted by merging each tile's own best; fewer while fewer have been seen.
+
+    Once there are k, a tile is first looked at in groups of columns, by their best alone: of random numbers only about
+    k log(N / k) of a row ever enter its list, and sorting what cannot would take most of the time.
+    """
+
+    group = 16
+
+    def start(self) -> None:
+        self.k, self.largest = self.params
+        self.number = self.compute if self.fields[0].dtype == "float" else torch.int64
+        self.worst = worst(self.number, self.largest)
+        self.best: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def step(self, reducer: Any, owned: tuple[bool, ...], tile: Any, at: slice, offset: Offset) -> None:
+        x = tile.full(reducer.roots[0])
+        x = (x if self.over == "cols" else x.mT).to(torch.int64 if x.dtype == torch.bool else x.dtype)
+        best = self.best.get((at.start, at.stop))
+        value, place = self._candidates(x, None if best is None else best[0])
+        value, order = value.topk(min(self.k, value.shape[-1]), dim=-1, largest=self.largest)
+        value, place = value.to(self.number), order if place is None else place.gather(-1, order)
+        place = shift_places(place, offset)
+        if best is not None:
+            value, order = torch.cat([best[0], value], -1).sort(dim=-1, descending=self.largest, stable=True)
+            place = torch.cat([best[1], place], -1).gather(-1, order)
+        self.best[at.start, at.stop] = value[..., : self.k].clone(), place[..., : self.k].clone()
+
+    def edge(self, at: slice) -> Tensor:
+        found = self.best.get((at.start, at.stop))
+        if found is None or found[0].shape[-1] < self.k:
+            shape = (self.batch, at.stop - at.start)
+            return torch.full(shape, self.worst, dtype=self.number, device=self.device)
+        return found[0][..., -1]
+
+    def _candidates(self, x: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What of a tile may be among the k best, and its columns there (None: all of it)."""
+        count = x.shape[-1] // self.group
+        if old is None or old.shape[-1] < self.k or count <= 2 * self.k or x.device.type != "cpu":
+            return x, None
+        whole = count * self.group
+        groups = x[..., :whole].unflatten(-1, (self.group, count))  # every count-th column: these are found fastest
+        key = groups.amax(-2) if self.largest else groups.amin(-2)
+        blind = key.isnan()  # a group with a NaN in it says nothing of its other numbers: it is looked at
+        if key.is_floating_point():
+            key = torch.where(blind, torch.inf if self.largest else -torch.inf, key)
+        least = old[..., -1:].to(key.dtype)
+        beaten = (key < least) if self.largest else (key > least)
+        most = min(self.k + int(blind.sum(-1).amax()), count - int(beaten.sum(-1).amin()))
+        chosen = key.topk(most, dim=-1, largest=self.largest, sorted=False).indices
+        lanes = torch.arange(self.group, device=x.device).unsqueeze(-1) * count
+        rest = torch.arange(whole, x.shape[-1], device=x.device).expand(*x.shape[:-1], -1)
+        place = torch.cat([(chosen.unsqueeze(-2) + lanes).flatten(-2), rest], -1)
+        return x.gather(-1, place), place
+
+    def finish(self) -> list[Tensor]:
+        shape = (self.batch, self.length, self.k)
+        values = torch.full(shape, self.worst, dtype=self.number, device=self.device)
+        places = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        for (start, stop), (value, place) in self.best.items():
+            values[:, start:stop, : value.shape[-1]] = value
+            places[:, start:stop, : place.shape[-1]] = place
+        nothing = values == self.worst if values.is_floating_point() else places < 0
+        return [values, torch.where(nothing, -1, places)]
+
+
+class TopKLines(Lines):
+    """A list in registers, into which a tile's better values are taken one by one.
+
+    Values are compared as integers that are ordered like them (NaN above all, as in torch), so that there is one order
+    and no special case; integers are compared as they are. A tile that has nothing better costs one comparison; of
+    random values only about k log(N / k) of a row's N ever enter its list. The list is sorted at the end, by torch: it
+    is small.
+    """
+
+    def prepare(self) -> None:
+        self.k, self.largest = self.params
+        self.whole = self.reduction.args[0].dtype != "float"
+        self.wide = self.whole or self.v.spec.compute == "float64"
+        self.room = self.tools.padded(self.k)
+        self.v.bind((self.name, "slots"), f"tl.arange(0, {self.room})[None, :]", False, f"{self.name}_slots")
+
+    def start(self) -> list[str]:
+        n, kind = self.name, "tl.int64" if self.wide else "tl.int32"
+        # Where no tile is visited, or too few columns are, slots keep what they begin with: an infinity, not NaN.
+        floats = self.reduction.args[0].dtype == "float"
+        least = _WORST_KEY[64 if self.wide else 32] if floats else -(2**63)
+        beyond = 2**63 - 1 if self.wide else 2**31 - 1  # slots that do not exist are never the worst
+        return [
+            f"{n}_keys = tl.where({n}_slots < {self.k}, tl.full([KEPT, {self.room}], {least}, {kind}), {beyond})",
+            f"{n}_at = tl.full([KEPT, {self.room}], -1, tl.int32)",
+        ]
+
+    def step(self, fields: tuple[Expr, ...]) -> None:
+        v, n = self.v, self.name
+        least = f"tl.full([1, 1], {-(2**63) if self.wide else -(2**31)}, tl.int{64 if self.wide else 32})"
+        value = v.full(fields[0])
+        key = f"{value}.to(tl.int64)" if self.whole else f"ordered{64 if self.wide else 32}({value})"
+        key = key if self.largest else f"~{key}"
+        v.inside += [
+            f"{n}_new = {v.seen(key, least)}",
+            f"{n}_worst = tl.min({n}_keys, 1)",
+            f"while tl.max((tl.max({n}_new, 1) > {n}_worst).to(tl.int32), 0) > 0:",
+            f"    {n}_best = tl.max({n}_new, 1)",
+            f"    {n}_place = tl.min(tl.where({n}_new == {n}_best[:, None], folded_at[None, :], 2147483647), 1)",
+            f"    {n}_slot = tl.min(tl.where({n}_keys == {n}_worst[:, None], {n}_slots, {self.room}), 1)",
+            f"    {n}_takes = {n}_best > {n}_worst",
+            f"    {n}_here = {n}_takes[:, None] & ({n}_slots == {n}_slot[:, None])",
+            f"    {n}_keys = tl.where({n}_here, {n}_best[:, None], {n}_keys)",
+            f"    {n}_at = tl.where({n}_here, {n}_place[:, None], {n}_at)",
+            f"    {n}_gone = {n}_takes[:, None] & (folded_at[None, :] == {n}_place[:, None])",
+            f"    {n}_new = tl.where({n}_gone, {least}, {n}_new)",
+            f"    {n}_worst = tl.min({n}_keys, 1)",
+        ]
+
+    def finish(self) -> list[tuple[list[str], Any]]:
+        n, feature = self.name, f"#{self.k}"
+        keys = f"{'' if self.largest else '~'}{n}_keys"
+        self.v.inside.append(f"{n}_values = {keys if self.whole else f'unordered{64 if self.wide else 32}({keys})'}")
+        values, places = f"{n}_values", f"{n}_at.to(tl.int64)"
+        if self.k > self.tools.tiny:
+            return [([values], feature), ([places], feature)]
+        pick = lambda text, zero, f: f"tl.sum(tl.where({n}_slots == {f}, {text}, {zero}), 1)"
+        return [
+            ([pick(values, "0" if self.whole else "0.0", f) for f in range(self.k)], feature),
+            ([pick(places, "0", f) for f in range(self.k)], feature),
+        ]
+
+
+class TopK(Reduction):
+    """Its state is its results, with empty slots marked."""
+
+    name = "topk"
+    place = 1
+    accumulator, lines = TopKAccumulator, TopKLines
+    unsorted = True
+    plain_ops, combine_ops = 40, 10
+
+    def outputs(self, fields: tuple[Expr, ...], params: tuple) -> Outputs:
+        feature = f"#{params[0]}"  # a letter nobody can declare
+        return [(feature, fields[0].dtype), (feature, "int")]
+
+    def pullback(self, over: str, params: tuple, fields: list, results: list, g: list) -> list:
+        at = Symbol(index(over.rstrip("s")))
+        return [torch.where(at == results[1], g[0], 0.0).sum()]
+
+    def idle(self, params: tuple, fields: list[iv.Interval]) -> bool:
+        return fields[0] == (iv.MINUS_INF if params[1] else (iv.INF, iv.INF))
+
+    def check_length(self, params: tuple, length: int, axis: str) -> None:
+        if params[0] > length:
+            raise TopKError(k=params[0], size=length, axis=axis)
+
+    def selected(self, params: tuple) -> int:
+        return params[0]
+
+    def dense(self, fields: list[Tensor], vectors: list[bool], over: str, params: tuple, size: int) -> list[Tensor]:
+        (x,) = stretch(fields, vectors, over, size)
+        k, largest = params
+        self.check_length(params, size, over)
+        values, at = x.topk(k, dim=folded_dim(over), largest=largest)
+        at = torch.where(values == (-math.inf if largest else math.inf), -1, at)
+        return [t.movedim(folded_dim(over), -1).unsqueeze(folded_dim(over, vector=True)) for t in (values, at)]
+
+    def dense_part(self, local: Local, fields: list[Tensor], params: tuple, length: int) -> list[Tensor]:
+        """The best of fewer than k; the other slots are empty."""
+        k, largest = params
+        there = min(k, length)
+        value, place = local(fields, (there, largest), length)
+        rest = (*value.shape[:-1], k - there)
+        lowest = -math.inf if largest else math.inf
+        return [torch.cat([value, value.new_full(rest, lowest)], -1), torch.cat([place, place.new_full(rest, -1)], -1)]
+
+    def open(self, params: tuple, results: State, lengths: Sequence[int]) -> State:
+        """Where a part is shorter than k, its empty slots are last of all: behind NaN too, when the smallest are
+        kept."""
+        value, place = results
+        k, largest = params
+        if min(lengths, default=k) >= k:
+            return results
+        seen = torch.arange(k, device=value.device) < per_part(lengths, place)
+        # an integer beats no slot: ties are kept in the order of places
+        last = largest or not value.is_floating_point()
+        return [value if last else torch.where(seen, value, math.nan), torch.where(seen, place, _EMPTY)]
+
+    def merge(self, params: tuple, state: State) -> State:
+        """The k best of all parts: sorted by place first, then stably by value, so that ties keep their order."""
+        k, largest = params
+        value, place = (t.movedim(0, -2).flatten(-2) for t in state)
+        order = torch.where(place == _EMPTY, NOWHERE, place).argsort(dim=-1, stable=True)
+        value, place = value.gather(-1, order), place.gather(-1, order)
+        value, order = value.sort(dim=-1, descending=largest, stable=True)
+        return [value[..., :k].unsqueeze(0), place.gather(-1, order)[..., :k].unsqueeze(0)]
+
+    def close(self, params: tuple, state: State) -> State:
+        value, place = state
+        return [torch.where(place == _EMPTY, worst(value.dtype, params[1]), value), place.clamp(min=-1)]
+
+    def empty_state(self, params: tuple, state: State) -> State:
+        return no_places(params[1], state)
+
+    def tile_bytes(self, memory: Any, params: tuple, reads: Reads, owned: tuple[bool, ...]) -> int:
+        return 0
+
+    def no_kernel(self, r: Expr) -> str:
+        k = r.attrs[2][0]
+        return f"the {k} best, more than {_MOST}" if k > _MOST else ""
+
+    def exchanged_bytes(self, r: Expr, width: Callable[[Expr], int], item: int) -> tuple[int, int]:
+        return 0, r.attrs[2][0] * (item + 8)
