@@ -249,7 +249,7 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
         return call
 
     planner._CHOSEN.clear()
-    op._plans.kept.clear()
+    op._plans.known.clear()
     with following(None):
         try:
             planner._chosen, dense_or_tiled.is_dense = timed(kept[0]), timed(kept[1])

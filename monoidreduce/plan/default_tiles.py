@@ -75,11 +75,6 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 }
 
 
-# where copies and products take turns: two groups of four warps, 64 indices each
-STAGED: Tile = (128, 128, 4, 2)
-# and of products of many features, narrow and wide
-PAIRED: dict[bool, Tile] = {False: (256, 128, 4, 1), True: (256, 192, 4, 1)}
-
 # products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
 FEW_ROWS = 64
 DEEP: dict[tuple[str, bool], Tile] = {

@@ -77,7 +77,7 @@ def by_passes(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwar
     names = torch_code.inputs(program)
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
-        return autograd.walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in names))
+        return autograd.make_walk(autograd.REHEARSAL, program, numbers, False)(here, *(given[n] for n in names))
 
     return rehearse(call, inputs, sizes, device_rates.of(sizes.device), _most(program), backward=backward)
 

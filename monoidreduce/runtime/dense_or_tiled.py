@@ -21,7 +21,7 @@ from ..engines.common.evaluate import Sizes
 from ..plan import budget, plan_records, schedule
 from ..program.lower import Lowered
 from ..tuning import tuner
-from . import call_cost, gradient_programs
+from . import call_context, call_cost
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Roads:
     def __call__(self, *given: Any) -> list[Any]:
         if self.frozen and schedule.followed.get() is None and not tuner.recording():
             return self.passes(*given)
-        asks = torch.is_grad_enabled() and gradient_programs.asks(given)
+        asks = torch.is_grad_enabled() and call_context.need_gradient(given)
         tuner.note(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
@@ -100,4 +100,4 @@ def _untouched(given: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
         return False
-    return all(type(v) in gradient_programs.PLAIN for v in given if isinstance(v, Tensor))
+    return all(type(v) in call_context.PLAIN for v in given if isinstance(v, Tensor))

@@ -29,9 +29,8 @@ from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
 from ..reductions import KINDS, kind_of
 from . import registry, torch_operator
-from .autograd import REHEARSAL
+from .autograd import ARITHMETIC, REHEARSAL, Arithmetic, SideRun
 from .live_memory import Alive
-from .one_sided_function import ARITHMETIC, Arithmetic, Run
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
 _MANY = (257,)
@@ -256,7 +255,7 @@ def _backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Se
 class _Arithmetic(Arithmetic):
     """The arithmetic of one side: where it would be a kernel, of all that it takes only the results are seen."""
 
-    def _launch(self, leaves: Sequence[Any]) -> Run | None:
+    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
         stage = _stage.get()
         with _disable_current_modes():
             found = triton.prepare_side(self.side, [stage.scale.leaf(v) for v in leaves], stage.sizes)

@@ -25,7 +25,7 @@ HANDED_OUT = ("def ", "tl.warp_specialize(")
 # numbers that a warp stores into a ring, and pairs that a group of four sends to another: a barrier of those who
 # store, an arrival of one for all and a wait are between them and who reads, as the PTX shows; the checker reports them
 # all the same
-RINGED = ("_ring.index(slot).store(", "ring.index(turn % 2).load(LAYOUT)", "_here = ", "sent0.index(", "sent1.index(")
+RINGED = ("_ring.index(slot).store(", "ring.index(step % 2).load(LAYOUT)", "_here = ", "sent0.index(", "sent1.index(")
 
 
 def all_shares(*before: str) -> list[tuple[int, str]]:

@@ -118,10 +118,10 @@ def test_a_split_walk_gives_the_whole(name, parts):
 
 
 def test_few_rows_are_split_and_many_are_not():
-    assert kernel_plan.parts(SMALL, instances=2, tiles=1000, processors=132) == 64
-    assert kernel_plan.parts(SMALL, instances=20, tiles=1000, processors=132) == 13
-    assert kernel_plan.parts(SMALL, instances=2, tiles=9, processors=132) == 1
-    assert kernel_plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
+    assert kernel_plan.count_splits(SMALL, instances=2, tiles=1000, processors=132) == 64
+    assert kernel_plan.count_splits(SMALL, instances=20, tiles=1000, processors=132) == 13
+    assert kernel_plan.count_splits(SMALL, instances=2, tiles=9, processors=132) == 1
+    assert kernel_plan.count_splits(SMALL, instances=100, tiles=1000, processors=132) == 1
 
 
 @mr.op

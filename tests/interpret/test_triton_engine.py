@@ -301,7 +301,7 @@ def _text(op, f):
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return compiler.compile_fold(launch.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
+    return compiler.compile_fold(launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)[0]).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):

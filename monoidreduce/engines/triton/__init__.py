@@ -22,28 +22,27 @@ from ..common.evaluate import Sizes
 from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import Unsupported
-from .kernels import elementwise, fold_kernel, row_kernels, topk
+from .kernels import elementwise, fold_kernel, topk
 from .kernels.prepared_fold import PartlyShownFold, PreparedFold, gather_labels, merge_batches
 from .kernels.record_launches import record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import skip_launches
-from .launch.launch_replay import Buffer, Counted, Recorded, Tape
-from .panel import contraction
+from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, overrides, use_plan
+from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
 
 __all__ = [
     "Buffer",
-    "Counted",
     "KernelPlan",
     "KernelStep",
+    "NumberArithmetic",
     "PartlyShownFold",
     "PreparedFold",
-    "Recorded",
-    "Tape",
+    "ProgramReplay",
+    "RecordedLaunches",
     "Unsupported",
     "as_for",
     "available",
@@ -55,7 +54,7 @@ __all__ = [
     "list_sources",
     "list_tiles",
     "merge_batches",
-    "overrides",
+    "overriding_plans",
     "prepare",
     "prepare_k_loop_fold",
     "prepare_side",
@@ -71,12 +70,6 @@ __all__ = [
 
 _warned: set[tuple[Fold, str]] = set()
 _PREPARED: dict[tuple, PreparedFold] = {}
-
-
-matmul.CONTRACT[:] = [contraction.into]
-matmul.ROW_DOT[:] = [row_kernels.dot]
-matmul.SCALE[:] = [row_kernels.scale]
-matmul.SHARE[:] = [row_kernels.sharer]
 
 
 def run(
@@ -163,7 +156,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     key += (
         matmul.float32_precision(),
         budget.asked() is None,
-        overrides(),
+        overriding_plans(),
         spec_from_tensors.like.get(),
         describe_leaves(leaves),
     )

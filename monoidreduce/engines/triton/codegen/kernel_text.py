@@ -76,8 +76,9 @@ class Kernel:
     shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, computed from two leaves before the launch
     staged: bool = False  # hand-scheduled, written in Gluon
     alone: bool = False  # hand-scheduled for one warp group: all warps do the same
+    consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
-    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: numbers of ``schedules`` (softcap)
+    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
     widths: BlockWidths = field(default_factory=BlockWidths)
     traits: Traits = field(default_factory=Traits)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan.default_tiles import PAIRED, Tile
+from ....plan.default_tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
@@ -27,10 +27,12 @@ from ...common.evaluate import Form, Room, Sizes, form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
-from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
-from ..schedules import attention, pingpong, softcap, spec_from_tensors, sum_of_products
-from ..schedules.kernel_plan import KernelPlan, choose, parts, shrink
-from ..schedules.pingpong_template import OTHERS, TILE
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..schedules import hopper, spec_from_tensors
+from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, shrink
+from ..schedules.pingpong import gemm_fold
+from ..schedules.pingpong.gemm_template import EXTRA, TILE
+from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import exponent_shift, split_combine, topk
 
 Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
@@ -67,7 +69,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     slower).
     """
     if kernel.staged:
-        return {} if kernel.alone else attention.options()
+        return hopper.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
     limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
@@ -98,16 +100,16 @@ class FoldLaunch:
     def __init__(self, fold: Fold, over: str, values: Leaves, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
         # the leaves that masks depend on, and their places
-        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.asked(fold))
+        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
-        self.spec, self.before = spec_from_tensors.describe(fold, over, values, batch, sizes)
+        self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.count = torch.Size(batch).numel()  # batch elements
         self.prepare(values)
 
     def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
         """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
-        leaves = spec_from_tensors.converted(values, self.before, self.batch, self.sizes)
+        leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         copied = self._choose_plan(leaves, plan)
         self._split_folded_axis()
         self._write_kernel(copied)
@@ -135,7 +137,7 @@ class FoldLaunch:
         many &= any(dims is not None for dims in copied)
         turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
         family = spec_from_tensors.family(device)
-        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
+        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         return copied
 
     def _split_folded_axis(self) -> None:
@@ -143,13 +145,13 @@ class FoldLaunch:
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
         processors = spec_from_tensors.processors(self.sizes.device)
-        self.parts = parts(self.plan, self.tiles * self.count, folded, processors, self.beside)
+        self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
         self.grid = self.tiles * self.count * self.parts
 
     def _write_kernel(self, copied: tuple) -> None:
         """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
-        takers = (pingpong,) if self.spec.deep else (attention, sum_of_products)
-        by_turns = any(taker.takes(self.plan, self.sizes.device) for taker in takers)
+        takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
+        by_turns = any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line)
@@ -166,18 +168,24 @@ class FoldLaunch:
         """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return PAIRED[pingpong.wide(self.spec)] if count == 1 and pingpong.fits(spec, device, length) else None
+            return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
-        return attention.tile(spec, device, length, count) or sum_of_products.tile(spec, device, count * length, even)
+        return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
+            spec, device, count * length, even
+        )
 
     def _by_turns(self) -> kernel_text.Kernel | None:
         """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.deep:
-            return pingpong.kernel(self.spec, self.plan.block_folded > TILE)
+            return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = attention.kernel(self.spec, even, aligned) if attention.takes(self.plan, self.sizes.device) else None
-        return made or sum_of_products.taken(self.spec, self.plan, even)
+        made = (
+            attention.write_kernel(self.spec, even, aligned)
+            if attention.matches_plan(self.plan, self.sizes.device)
+            else None
+        )
+        return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -213,7 +221,7 @@ class FoldLaunch:
         if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
             self.boxes.append(
-                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
+                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
             )
         self.how: dict[str, Any] = dict(
             wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
@@ -248,7 +256,10 @@ class FoldLaunch:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.boxes]
-        arguments += [softcap.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
+        arguments += [
+            logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
+            for made in self.kernel.made
+        ]
         if again is None:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)
@@ -263,11 +274,11 @@ class FoldLaunch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            arguments += self.edges or [Found(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
+            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
         count = len(self.fold.leaves)  # shifts come after the leaves
         for k in range(len(self.shifts)):
-            arguments.append(Leaf(count + k, True) if self.line is None else Boxed(count + k, self.line))
-        arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
+            arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
+        arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
@@ -296,7 +307,7 @@ class FoldLaunch:
         return found
 
     def _converted(self, values: Leaves) -> list[Any]:
-        found = spec_from_tensors.converted(values, self.before, self.batch, self.sizes)
+        found = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:

@@ -25,8 +25,8 @@ from ...common.evaluate import Room, Sizes
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
-from ..schedules import attention
-from ..schedules.kernel_plan import overrides, use_plan
+from ..schedules import hopper
+from ..schedules.kernel_plan import overriding_plans, use_plan
 from .fold_kernel import FoldLaunch, Leaves
 from .record_launches import Made
 
@@ -146,7 +146,7 @@ def prepare_launches(
     if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes)) is not None:
         return [one]
     made = lambda: [FoldLaunch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overrides()).get(over)
+    asked = dict(overriding_plans()).get(over)
     if asked is None or len(folds) == 1:
         return made()
     with use_plan({}):
@@ -163,7 +163,7 @@ def _share_one_launch(
     over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
 ) -> FoldLaunch | None:
     """One launch in place of several, where two consumer warp groups can divide the accumulators."""
-    if not attention.on(sizes.device):
+    if not hopper.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))

@@ -23,7 +23,7 @@ from ....reductions import kind_of
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen.kernel_spec import padded
-from ..launch import jit_module, operation_replay
+from ..launch import jit_module, replay
 from ..launch.launch_cache import Kernels
 
 _STRIP = 64  # columns of a row whose maximum stands for them
@@ -227,19 +227,19 @@ def prepare_best_products(
 
 
 class _BestProducts:
-    """The k best products for leaves of one kind: the first is heard, later ones run what was heard, in as many panels
-    as there was room for then.
+    """The k best products for leaves of one kind: the first call is recorded, later ones are replayed, in as many
+    panels as there was memory for then.
 
-    ``reels``: by whether rows and columns are the same; None: there is more to it than can be written down."""
+    ``replays``: by whether rows and columns are the same tensor; None: it cannot be recorded."""
 
     def __init__(self, fold: Fold, places: tuple[int, int], sizes: Sizes):
         self.fold, self.places, self.sizes = fold, places, sizes
-        self.reels: dict[bool, Any] = {}
+        self.replays: dict[bool, Any] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         x, y = (leaves[k] for k in self.places)
         same = x.data_ptr() == y.data_ptr()
-        made = self.reels.get(same, self)
+        made = self.replays.get(same, self)
         if made is self:
             return self._met(x, y, same)
         found = None if made is None else made.run(x, y)
@@ -249,7 +249,7 @@ class _BestProducts:
         run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
         if not jit_module.can_relaunch(self.sizes.device):
             return run(x, y)
-        found, self.reels[same], _ = operation_replay.heard(run, (x, y), self.sizes.device)
+        found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found
 
 

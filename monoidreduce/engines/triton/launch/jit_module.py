@@ -23,6 +23,7 @@ import torch
 
 from ....plan import disk
 from ....plan.cache import KERNELS
+from ...common.generated_code import run_text
 from . import encoded_descriptors
 
 
@@ -51,7 +52,7 @@ def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     module.__file__ = path
     module.__dict__.update(functions)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    exec(compile(text, path, "exec"), module.__dict__)
+    run_text(text, module.__dict__, path)
     return module
 
 
