@@ -41,7 +41,7 @@ from monoidreduce.runtime import (
     fused_expressions,
     saved_row_gradients,
 )
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
 
@@ -53,19 +53,19 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.bare, saved_row_gradients.form, descriptors.make_shift_descriptor
+    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
-        (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
+        (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),
         (call_context, dict(is_untraced=yes)),
         (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard)),
         (contraction, dict(contract_into=_contracted)),
-        (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
+        (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
         (fused_expressions, dict(row_dot=_row_dot)),
@@ -111,7 +111,7 @@ class Found:
     largest: tuple[tuple[int, tuple[int, ...], str], ...]  # bytes, shape, type
 
 
-class _Blocks(Alive):
+class _Blocks(LiveMemory):
     """What a GPU's allocator would have handed out."""
 
     def __init__(self, given: list[Tensor]):
@@ -122,7 +122,7 @@ class _Blocks(Alive):
     def size(self, t: Tensor) -> int:
         return -(-super().size(t) // _BLOCK) * _BLOCK
 
-    def grew(self, t: Tensor, size: int) -> None:
+    def on_growth(self, t: Tensor, size: int) -> None:
         self.whose[id(t.untyped_storage())] = (size, tuple(t.shape), str(t.dtype)[6:])
         if self.total == self.peak:
             self.then = tuple(self.whose[k] for k in self.live)

@@ -24,8 +24,8 @@ from .errors import ArgumentError, MonoidReduceError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
-from .plan.budget import asked as budget_asked
 from .plan.budget import budget
+from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
 from .program import declarations
 from .program.expression import Expr

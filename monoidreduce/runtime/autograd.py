@@ -38,7 +38,7 @@ from .gradient_programs import GradientProgram, zero
 from .registry import FOLDERS
 from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
 
-REHEARSAL = "rehearsal"  # the engine that computes nothing (``dry_run.py``): it is watched, but not traced
+DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
 _KINDS = 64  # kinds of inputs of one gradient program
 Runner = Callable[..., list[Any]]  # (sizes, *inputs) -> outputs
 
@@ -55,7 +55,7 @@ def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: b
 
 def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
     """The same, always step by step."""
-    gathered = alike or (engine == REHEARSAL and matmul.rehearsed.get() is not None)
+    gathered = alike or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
     folder, run = Walk(engine, alike), script(program, numbers, gathered, fused_expressions.row_dot).run
     return lambda sizes, *values: run(sizes, folder, *values)
 
@@ -278,7 +278,7 @@ class PassContext:
 
 def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if context.engine != REHEARSAL and not are_plain(leaves):
+    if context.engine != DRY_RUN and not are_plain(leaves):
         return _TracedPass.apply(context, *leaves)
     if torch.is_grad_enabled() and need_gradient(leaves):
         return _Pass.apply(context, *leaves)

@@ -33,7 +33,7 @@ from . import layer_replay, logit_rounding, registry
 from .autograd import make_walk, sum_rows, with_replay
 from .bind import padded
 from .call_context import is_untraced, need_gradient
-from .dense_or_tiled import Roads
+from .dense_or_tiled import DenseOrTiled
 from .replay import ProgramSteps, can_record
 
 
@@ -143,7 +143,7 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
                 folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
     folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
     bytes = max([own, *(panel.least_bytes(as_program(f), one, maker, kinds) for f in folds)])
-    return BudgetError(given=error.details["given"], least=budget.shown(bytes), bytes=bytes)
+    return BudgetError(given=error.details["given"], least=budget.format_ceil(bytes), bytes=bytes)
 
 
 def _walk(
@@ -157,7 +157,7 @@ def _walk(
     program = logit_rounding.marked(program, asking, sizes)
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
     passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
-    rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
     run = _with_replay(ProgramSteps(engine, program, numbers), rows, sizes) if frozen else rows
     if not total:
         return names, run, calm

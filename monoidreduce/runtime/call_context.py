@@ -56,7 +56,7 @@ Settings = tuple[int | None, tuple, Any, Any]
 
 def current_settings() -> Settings:
     """The settings in force, to be kept for a backward."""
-    return budget.asked(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.asked()
+    return budget.requested(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.asked()
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def apply_settings(settings: Settings) -> Iterator[None]:
     limit, asked, followed, skipped = settings
     before, token = matmul.asked.set(asked), schedule.followed.set(followed)
     try:
-        with budget.kept(limit), skip_small_tiles.again(skipped):
+        with budget.restore(limit), skip_small_tiles.again(skipped):
             yield
     finally:
         matmul.asked.reset(before)
@@ -75,10 +75,10 @@ def apply_settings(settings: Settings) -> Iterator[None]:
 def launch_key() -> tuple | None:
     """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
     used: a plan is followed or tried, or this is a second attempt with less memory."""
-    if schedule.followed.get() is not None or budget.parts() > 1 or not tuner.idle():
+    if schedule.followed.get() is not None or budget.shrink_factor() > 1 or not tuner.is_idle():
         return None
     asked = matmul.asked.get()
-    return asked, budget.asked(), plan_records.generation(), matmul.float32_precision(), triton.overriding_plans()
+    return asked, budget.requested(), plan_records.generation(), matmul.float32_precision(), triton.overriding_plans()
 
 
 # Autocast

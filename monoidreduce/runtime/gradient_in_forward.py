@@ -115,7 +115,7 @@ class _Plan:
 
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
-        room = budget.limit(lambda: matmul.free_memory(self.sizes.device))
+        room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device))
         found = self.known.get(room)
         if found is None:
             held = self.step.choose_layout(room)

@@ -51,7 +51,7 @@ def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold
     return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.ready, "triton": _kernels}
+READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
 
 
 def can_record(engine: str, sizes: Sizes) -> bool:
@@ -106,7 +106,7 @@ class PassReplay:
 
     def _engine_run(self, leaves: Sequence[Any]) -> Launches:
         """The engine or, where it is known what it chooses, that."""
-        run = planner.straight(self.fold, leaves, self.sizes) if self.engine == "auto" else None
+        run = planner.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
         return self._run if run is None else lambda given: self._split(run(given))
 
     def _split(self, found: list[Tensor]) -> Results:

@@ -47,7 +47,7 @@ def races(said: str) -> list[str]:
     found = []
     for access in re.findall(r"(?:Read|Write) access at .*", said):
         named = re.search(r" in (k\w+\.py):(\d+)", access)
-        path = (disk.folder(TEXTS) or disk.temporary()) / named[1] if named else None
+        path = (disk.open_folder(TEXTS) or disk.temporary_folder()) / named[1] if named else None
         text = path.read_text().splitlines()[int(named[2]) - 1] if path and named and path.exists() else ""
         if not (text.strip().startswith(HANDED_OUT) or any(words in text for words in RINGED)):
             found.append(f"{access}: {text}")

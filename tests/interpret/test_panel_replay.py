@@ -9,7 +9,7 @@ from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module, launch_cache, replay
 from monoidreduce.engines.triton.panel import panel_replay
 from monoidreduce.plan import budget, panel_layout
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.interpret.test_epilogue_kernels import SMALL
 from tests.support import internals
 
@@ -119,7 +119,7 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
     peaks = {"walked": [], "run": []}
 
     def watched(name, run, given):
-        with Alive(given) as alive:
+        with LiveMemory(given) as alive:
             found = run()
         peaks[name].append(alive.peak)
         return found
@@ -258,7 +258,7 @@ def test_written_down_it_is_the_same_function():
 def test_what_is_let_go_after_its_last_use():
     made = written(lambda x: (((x + 1).exp() * 2).sum(0),), torch.randn(300, 200))
     x = torch.randn(300, 200)
-    with Alive([x]) as alive:
+    with LiveMemory([x]) as alive:
         made.run(x)
     assert x.nbytes < alive.peak <= 2 * x.nbytes + 200 * 4
 

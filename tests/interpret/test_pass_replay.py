@@ -13,7 +13,7 @@ from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
-from monoidreduce.plan.environment import Variable
+from monoidreduce.plan.environment import EnvironmentVariable
 from monoidreduce.plan.schedule import follow
 from monoidreduce.runtime import autograd, call_context, fused_expressions, replay
 from tests.support import internals
@@ -217,7 +217,7 @@ def test_what_is_asked_decides_again(monkeypatch):
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
         assert call_context.launch_key() is None
-    with follow({}), budget.less():
+    with follow({}), budget.shrink():
         assert call_context.launch_key() is None
 
 
@@ -357,12 +357,12 @@ def test_the_share_of_a_row(count, by_address):
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):
-    one = Variable("MONOIDREDUCE_TRIED_HERE")
-    assert one.said() is None
+    one = EnvironmentVariable("MONOIDREDUCE_TRIED_HERE")
+    assert one.read() is None
     monkeypatch.setenv(one.name, "yes")
-    assert one.said() == "yes"
+    assert one.read() == "yes"
     monkeypatch.delenv(one.name)
-    assert one.said() is None
+    assert one.read() is None
 
 
 def test_a_program_keeps_so_many_kinds(monkeypatch):

@@ -73,7 +73,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
     x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     with planned(), mr.use(engine="triton"):
-        *_, (fold, leaves, sizes) = autotune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+        *_, (fold, leaves, sizes) = autotune.record_call(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     internals.pretend_device(monkeypatch, descriptors=True)
     internals.set_pair_thresholds(monkeypatch, very_many=0)
     monkeypatch.setitem(kernel_plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))

@@ -146,7 +146,7 @@ def dropped(x: Row["d"], y: Row["d"], p: Col["d"], q: Col["d"]):
     return mr.sum(s * mr.dropout(p, 0.1, 3)), mr.sum(s * (y @ q) * q)
 
 
-@pytest.mark.parametrize(("op", "write_kernel_for_plan"), [(two_sums, True), (dropped, False)])
+@pytest.mark.parametrize(("op", "taken"), [(two_sums, True), (dropped, False)])
 def test_coins_of_folded_columns_are_not_for_it(op, taken):
     make = lambda dtype: tuple(torch.zeros(300, 128, dtype=dtype) for _ in range(4))
     found = calls(Case("two sums", lambda *args: op(*(a.detach() for a in args)), make), 90)

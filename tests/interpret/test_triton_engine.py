@@ -253,7 +253,7 @@ def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch
         return [t for call in folds for t in run_fold(*call)]
 
     with kernels():
-        folds = autotune.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
+        folds = autotune.record_call(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
         wanted = folded(triton.run)
         assert threads and set(threads) == {here}
         found = folded(lambda fold, *given: torch_operator.call(fold, "triton", *given))

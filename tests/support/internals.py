@@ -71,7 +71,7 @@ def forget_panel_recordings(patch: Patch) -> None:
 
 def forget_cache_warnings(patch: Patch) -> None:
     """No warning about the cache on disk was given yet."""
-    patch.setattr("monoidreduce.plan.disk._told", threading.Event())
+    patch.setattr("monoidreduce.plan.disk._warned", threading.Event())
 
 
 # The device
@@ -319,19 +319,19 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
     """``run(choice, fold, leaves, sizes)`` stands in for running a fold as planned."""
-    patch.setattr("monoidreduce.engines.auto.planner.perform", run)
+    patch.setattr("monoidreduce.engines.auto.planner.run_choice", run)
 
 
 def plan_panels(patch: Patch) -> None:
     """The planner chooses panels by kernels, as on a GPU."""
     choice = pkgutil.resolve_name("monoidreduce.plan.schedule.Choice")("panel")
-    patch.setattr("monoidreduce.engines.auto.planner._by_kernels", lambda device: True)
-    patch.setattr("monoidreduce.engines.auto.planner._chosen", lambda *call: (choice, choice))
+    patch.setattr("monoidreduce.engines.auto.planner._has_kernels", lambda device: True)
+    patch.setattr("monoidreduce.engines.auto.planner._choose", lambda *call: (choice, choice))
 
 
 def set_dense_limit(patch: Patch, pairs: int) -> None:
     """Calls of more pairs are never run dense."""
-    patch.setattr("monoidreduce.runtime.call_cost.DENSE", pairs)
+    patch.setattr("monoidreduce.runtime.call_cost.DENSE_LIMIT", pairs)
 
 
 def replace_dense_form(patch: Patch, whole: Callable) -> None:
@@ -341,7 +341,7 @@ def replace_dense_form(patch: Patch, whole: Callable) -> None:
 
 def set_candidates(patch: Patch, candidates: Callable) -> None:
     """``candidates(case, over=None)``: what the tuner tries beside the safe plan."""
-    patch.setattr("monoidreduce.plan.candidates.candidates", candidates)
+    patch.setattr("monoidreduce.plan.candidates.rank_candidates", candidates)
 
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:

@@ -44,7 +44,7 @@ class BoundedCache(dict[K, V]):
     def keep(self, key: K, value: V) -> V:
         """Store a value, as the most recently used, and return it."""
         with self._lock:
-            self.pop(key, None)  # type: ignore[call-overload]
+            self.pop(key, None)
             while self and len(self) >= self.size:
                 del self[next(iter(self))]
             self[key] = value

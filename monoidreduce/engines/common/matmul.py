@@ -80,8 +80,8 @@ def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tens
     return t.to(compute)
 
 
-# the sizes of the call on a GPU that what runs stands for: see rehearse.py
-rehearsed: ContextVar[Any] = ContextVar("rehearsed", default=None)
+# in a dry run (``runtime/dry_run.py``): the sizes of the GPU call that CPU or meta tensors stand for
+dry_run_sizes: ContextVar[Any] = ContextVar("dry_run_sizes", default=None)
 
 
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)
@@ -110,7 +110,7 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and rehearsed.get() is None
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and dry_run_sizes.get() is None
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
@@ -201,7 +201,7 @@ def _allocated(device: torch.device) -> int:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
-    meant = rehearsed.get()
+    meant = dry_run_sizes.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         return max(0, _obtainable(device) - _allocated(device))

@@ -48,7 +48,7 @@ def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None
 
     def smaller(*given: Any) -> Any:
         try:
-            with budget.less():
+            with budget.shrink():
                 return run(*given)
         except Exception as error:
             if not isinstance(error, BudgetError) and not ran_out(error):
@@ -84,7 +84,7 @@ def instead(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[
 
 
 def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.shown(_bytes(fold, sizes))}"
+    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 

@@ -54,7 +54,7 @@ def tally() -> Iterator[Tally]:
 
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
-    """Nothing that runs inside the block is counted: a rehearsal is no run."""
+    """Nothing that runs inside the block is counted: for dry runs."""
     token = _current.set(())
     try:
         yield

@@ -87,7 +87,7 @@ def by_distance(
 def _pays(fold: Fold, sizes: Sizes) -> bool:
     if sizes.device.type != "cpu" or min(sizes.rows, sizes.cols) < LEAST or not torch.Size(sizes.batch).numel():
         return False
-    if budget.asked() is not None or budget.parts() > 1:  # the order of points is memory too
+    if budget.requested() is not None or budget.shrink_factor() > 1:  # the order of points is memory too
         return False
     return all(d is not None and sizes.of(str(d.args[0].feature)) <= FEW_FEATURES for d in _distances(fold))
 

@@ -155,7 +155,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
     key += (
         matmul.float32_precision(),
-        budget.asked() is None,
+        budget.requested() is None,
         overriding_plans(),
         spec_from_tensors.like.get(),
         describe_leaves(leaves),

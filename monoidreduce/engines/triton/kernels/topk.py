@@ -272,9 +272,9 @@ def select_best_products(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list
     kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
     held = sizes.compute if fold.raised else kind  # as the caller will hold them, where nothing is computed of them
     row = sizes.cols * kind.itemsize
-    room = budget.limit(lambda: matmul.free_memory(sizes.device), row)
+    room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), row)
     if room < row:
-        raise BudgetError(given=budget.given(room), least=budget.shown(row))
+        raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(row))
     step = min(sizes.rows, room // row)
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:

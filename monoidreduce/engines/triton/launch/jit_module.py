@@ -30,10 +30,10 @@ from . import encoded_descriptors
 def write_text(text: str) -> Path:
     """The file of a text, written whole: in the private folder or, where there is none, in a temporary one."""
     name, data = f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py", text.encode()
-    place = disk.folder(KERNELS)
+    place = disk.open_folder(KERNELS)
     if place is not None and (disk.read(place / name) == data or disk.write(place / name, data)):
         return place / name
-    spare = disk.temporary() / name
+    spare = disk.temporary_folder() / name
     spare.write_bytes(data)
     return spare
 

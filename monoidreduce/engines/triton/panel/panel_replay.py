@@ -62,7 +62,7 @@ def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Siz
     kind = None if key is None else _KINDS.find(key) or _second(key, program)
     if kind is None or kind.failed:
         return walk(program, inputs, sizes, room)
-    is_bounded = bool(room) or budget.asked() is not None
+    is_bounded = bool(room) or budget.requested() is not None
     for known in kind.recordings:
         if known.is_current(is_bounded):
             found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
@@ -74,11 +74,11 @@ def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Siz
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.parts() > 1 or skip_small_tiles.now() is not None or not jit_module.can_relaunch(sizes.device):
+    if budget.shrink_factor() > 1 or skip_small_tiles.now() is not None or not jit_module.can_relaunch(sizes.device):
         return None
-    if sizes.shard is not None or matmul.rehearsed.get() or torch._C._are_functorch_transforms_active():
+    if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), room, budget.asked(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [id(program), room, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):

@@ -143,7 +143,7 @@ def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: in
     wide = frozenset(e for e in fold.leaves if e.feature is not None and sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY and budget.asked() is None and is_supported(sizes.device)
+    pays = pairs >= MANY and budget.requested() is None and is_supported(sizes.device)
     return (fits and pays and _rewrite(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
