@@ -1,7 +1,7 @@
 """Launches that were recorded, found again for calls of the same kind.
 
-Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.kind``), by the signs of
-numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
+Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.describe_leaves``), by the
+signs of numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
 
 - :class:`PassReplay`: one fold, its launches looked up once;
 - :class:`ForwardReplays`: a whole program of one pass whose steps are all launches, as one function;

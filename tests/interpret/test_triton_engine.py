@@ -293,15 +293,24 @@ def test_idle_tiles_are_not_visited(seed):
 
 def test_the_text_of_a_kernel():
     """Readable, complete, and the same in every process: change it knowingly."""
-    compare("causal_attention", _text(BY_NAME["causal_attention"].op, 20))
+    compare("causal_attention", _spec_and_text(BY_NAME["causal_attention"].op, 20)[1])
 
 
-def _text(op, f):
+def test_every_pass_of_the_compiler_can_be_printed():
+    spec, text = _spec_and_text(BY_NAME["causal_attention"].op, 20)
+    shown = str(compiler.run_passes(spec))
+    names = ("spec", "conditions", "tile range", "loops", "results", "accumulators", "invariants", "kernel")
+    places = [shown.index(f"== {name} ==") for name in names]
+    assert places == sorted(places) and shown.endswith(text.rstrip("\n"))
+
+
+def _spec_and_text(op, f):
     q, k, v = (torch.randn(n, f) for n in (16, 32, 32))
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return compiler.compile_fold(launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)[0]).text
+    spec, _ = launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)
+    return spec, compiler.compile_fold(spec).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def run(
 
 
 def is_k_loop_fold(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> bool:
-    """Whether a fold is one to numbers of wide 16-bit vectors, or the k best of wide products: not for panels."""
+    """True for folds of wide vectors that need no panels: 16-bit products folded to numbers, or top-k of products."""
     return topk.find_product(fold, leaves, sizes) is not None or _to_numbers(fold, leaves, sizes)
 
 
@@ -104,7 +104,7 @@ def run_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]
 
 
 def prepare_k_loop_fold(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
-    """The launches of such a fold on leaves like these; None where it is another, or something else is done too."""
+    """Such a fold prepared for leaves like these; None for other folds, and where torch does a part."""
     alone = topk.find_product(fold, leaves, sizes) is None and _to_numbers(fold, leaves, sizes)
     return prepare(fold, leaves, sizes) if alone else None
 
@@ -122,13 +122,13 @@ def list_tiles(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[str, tuple[i
 
 
 def list_sources(fold: Fold) -> list[Path]:
-    """The files of the kernels that were made for a fold so far."""
+    """The files of the kernels that were generated for a fold so far."""
     made = [one for ready in _PREPARED.values() if ready.fold is fold for one in ready.launches]
     return list(dict.fromkeys(jit_module.write_text(one.kernel.text) for one in made))
 
 
 def warn_fallback(fold: Fold, reason: Unsupported, instead: str | None) -> None:
-    """Warn once that something else runs a fold; an error where nothing else is there, or ``strict`` is asked for."""
+    """Warn once that another engine runs a fold; raise EngineError if there is none, or with ``strict``."""
     if instead is None or matmul.asked.get()[1]:
         raise EngineError(
             detail=f"the Triton engine cannot run this fold: {reason}",
@@ -144,7 +144,7 @@ def _run(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Tensor]:
 
 
 def prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold | None:
-    """The launches of a fold on leaves like these; None where it has no kernel."""
+    """A fold prepared for leaves like these; None where it has no kernel."""
     try:
         return _prepare(fold, leaves, sizes)
     except Unsupported:
@@ -170,7 +170,7 @@ def _prepare(fold: Fold, leaves: list[Any], sizes: Sizes) -> PreparedFold:
 
 
 def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
-    """The arithmetic of one side as one launch, for leaves like these; None where it has no kernel."""
+    """Arithmetic on rows or columns alone as one launch, for leaves like these; None where it has no kernel."""
     try:
         return elementwise.ElementwiseLaunch(side, leaves, sizes)
     except Unsupported:
@@ -178,12 +178,12 @@ def prepare_side(side: Side, leaves: Sequence[Any], sizes: Sizes) -> Callable[[S
 
 
 def prepared_folds() -> Any:
-    """Where launches are kept."""
+    """The cache of prepared folds; another object after it was cleared by replacing it."""
     return _PREPARED
 
 
 def describe_leaves(leaves: Sequence[Any]) -> tuple:
-    """All that kernels look at in leaves besides their numbers."""
+    """What kernels depend on in leaves besides their values: dtype, shape, strides, alignment."""
     found: list[Any] = []
     for v in leaves:
         if isinstance(v, Tensor):

@@ -1,4 +1,4 @@
-"""Weights that coins decide on: where two coins are the halves of one product, and are tossed at once."""
+"""Dropout in hand-scheduled kernels: two columns per 32-bit random word."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from ....program.constructors import ZERO
 from ....program.expression import Expr
 from .kernel_spec import Spec
 
-# A product has the coins of two neighbouring columns in its halves, without their signs, and numbers of 16 bits are in
-# the order of their bits (what is no number is above all). What is 0 where a coin falls is not multiplied there.
+# A product of a row's and a column pair's words has the random bits of two neighbouring columns in its halves, without
+# their signs. They are compared as float16, whose order is that of its bits (NaN above all). Dropped weights are not
+# multiplied.
 _ROWS = """
 @gluon.jit
 def thrown(weight, pair, less, row, mark):
@@ -47,13 +48,13 @@ def spared(weight, row, mark):
         pack=4,
     )
 """
-_NESTED = 16  # conditions, one inside the other, that a weight may be under
-_INFINITE = 0x7C00  # the bits of a float16: what is no number counts as above all
+_NESTED = 16  # nested conditions that a weight may be under
+_INFINITE = 0x7C00  # the bits of float16 infinity: NaN compares as above all
 
 
 @dataclass(frozen=True)
 class DropoutFactor:
-    """A factor if a coin is no less than another number, else 0."""
+    """A dropout mask times its scale: ``factor`` where the random bits of a pair are at least ``least``, else 0."""
 
     row: Expr
     mark: Expr
@@ -62,16 +63,16 @@ class DropoutFactor:
     factor: float
 
     def by_rows(self) -> str:
-        """The text of what is done to weights whose columns are folded."""
+        """The device function that applies it to weights whose columns are folded."""
         return _ROWS.format(least=self.least * 0x10001)
 
     def by_columns(self) -> str:
-        """The same where columns are kept."""
+        """The same where columns are the kept axis."""
         return _COLUMNS.format(least=self.least * 0x10001)
 
 
 def match_dropout_factor(e: Expr, spec: Spec) -> DropoutFactor | None:
-    """An expression as such a factor; None where it is none, or coins cannot be tossed at once."""
+    """An expression as such a factor; None where it is none, or its words are not int32 leaves."""
     if e.op != "where" or e.args[1].op != "const" or e.args[2] is not ZERO or e.args[0].op != "ge":
         return None
     coin, least = e.args[0].args
@@ -84,7 +85,7 @@ def match_dropout_factor(e: Expr, spec: Spec) -> DropoutFactor | None:
 
 
 def match_dropped_number(e: Expr, spec: Spec) -> tuple[Expr, DropoutFactor] | None:
-    """A number of pairs times such a factor."""
+    """An expression as a number per pair times such a factor: both; None where it is none."""
     if e.op != "mul" or not all(a.is_pair for a in e.args):
         return None
     for factor, rest in (e.args, e.args[::-1]):
@@ -95,7 +96,7 @@ def match_dropped_number(e: Expr, spec: Spec) -> tuple[Expr, DropoutFactor] | No
 
 @dataclass(frozen=True)
 class DroppedWeight:
-    """A weight w t, or w (t x - y), t a toss's factor and y a number of rows."""
+    """A weight ``w * t``, or ``w * (t * x - y)``: t is a dropout factor, y a number per row."""
 
     weight: Expr
     toss: DropoutFactor

@@ -1,8 +1,7 @@
-"""Products of more features than a block holds: the product is walked, a few features of both sides at a time.
+"""Products of more features than a block holds: a K loop over features, some of both operands at a time.
 
-This is a matrix product with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a
-logsumexp, an argmax, a sample) of 16-bit vectors; sums of vectors would need as many registers as features, and go by
-panels instead (``__init__.py``).
+This is a GEMM with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a logsumexp, an
+argmax, a sample) of 16-bit vectors; sums of vectors would need as many registers as features, and use panels instead.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from .expressions import ExpressionWriter
 
 DEPTH = 64  # features at a time
-STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
-FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
-_FITS = 35 * 2**20  # bytes of kept vectors that stay in the cache of an H200 whatever is walked besides
-_NEAR = 10 * 2**20  # and of those that run at the same time, where there are more
+STRIPS = 4  # column strips of a tile whose pairs draw random numbers: all at once would not fit in registers
+FEW = 8  # top-k lists beyond this are slower in registers than by panels
+_FITS = 35 * 2**20  # bytes of kept vectors that stay in the L2 cache of an H200 whatever is loaded besides
+_NEAR = 10 * 2**20  # bytes of kept vectors of tiles that run at the same time, where all are more
 PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``, take all parts before the next few
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
@@ -33,7 +32,7 @@ PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``
 
 @functools.lru_cache(maxsize=1024)
 def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
-    """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
+    """True for folds of these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
     short = all(kind_of(r).selected(r.attrs[2]) <= FEW for r in fold.reductions)
@@ -51,7 +50,7 @@ def rounds_products(spec: Spec) -> bool:
 
 
 def list_operands(spec: Spec) -> list[Expr]:
-    """The leaves whose products are walked."""
+    """The leaves that are operands of a K loop."""
     products = [
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]

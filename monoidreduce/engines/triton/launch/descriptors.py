@@ -1,9 +1,9 @@
 """Tensor descriptors: blocks of vectors that the hardware copies by itself (Hopper and newer).
 
-A box is a block of consecutive vectors of one batch element; what lies outside the tensor reads as zero. The copy takes
-one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their strides: the
-features lie side by side, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out. Numbers
-along the folded axis have boxes too: every thread of a kernel would copy those that it needs, many copying the same.
+A descriptor (TMA) copies a block of consecutive vectors of one batch element; outside the tensor it reads zeros.
+The copy takes one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their
+strides: features are contiguous, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out.
+Numbers along the folded axis have descriptors too: otherwise many threads would load the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIMENSIONS = 5  # of a descriptor, at most
 
 @functools.cache
 def are_supported(device: torch.device) -> bool:
-    """Whether the device and this Triton have them."""
+    """True when the device and this version of Triton have tensor descriptors."""
     if jit_module.triton_version() < (3, 4):
         return False
     if device.type != "cuda":
@@ -39,14 +39,14 @@ def are_supported(device: torch.device) -> bool:
 
 
 def find_copied_leaves(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
-    """Per leaf of the fold: the batch dimensions of its box, None where it has none."""
+    """Per leaf of the fold: the batch dimensions of its descriptor, None where it has none."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
     fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
     return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 
 
 def keep_vectors(fold: Fold, found: tuple) -> tuple:
-    """The boxes of vectors alone."""
+    """The same for vectors alone."""
     return tuple(b if e.feature is not None else None for e, b in zip(fold.leaves, found, strict=True))
 
 
@@ -103,5 +103,5 @@ def make_descriptor(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], st
         made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)
     else:
         made = _descriptor(v, *given)
-    made.base = None  # a frozen launch holds nobody's tensor
+    made.base = None  # a prepared launch must not keep a tensor alive
     return made

@@ -1,8 +1,8 @@
-"""Tensor descriptors as launchers take them, found by address.
+"""Encoded tensor descriptors, cached by address.
 
-Triton's launchers take descriptors apart in Python and have the driver encode them, at every launch: that takes the
-host longer than the launch itself. What comes of it depends on the kernel, on a descriptor's form and on its address
-alone, so it is kept by address: tensors of one form come back to the same places.
+Triton's launchers take descriptors apart in Python and have the driver encode them at every launch, which takes longer
+than the launch itself. The result depends only on the kernel, the descriptor's shape and its address, so it is cached
+by address: the allocator returns tensors of one shape to the same addresses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _MOST = 1024  # addresses of one argument
-_ANYWHERE = 1 << 30  # an address as good as another: nothing is read
+_ANYWHERE = 1 << 30  # any address will do: nothing is read
 Start = Callable[..., None]
 
 
 class Address:
-    """Memory that begins somewhere: all that launchers ask of a descriptor's tensor."""
+    """Stands for a tensor at an address: launchers ask a descriptor's tensor for nothing else."""
 
     __slots__ = ("at",)
 

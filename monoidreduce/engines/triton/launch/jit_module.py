@@ -57,7 +57,7 @@ def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
 
 
 class _Idle:
-    """A module of kernels, a kernel, and its launch: nothing happens."""
+    """Stands for a module of kernels, a kernel, and its launch: nothing happens."""
 
     def __getattr__(self, name: str) -> _Idle:
         return self
@@ -75,7 +75,7 @@ _resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", defau
 
 @contextlib.contextmanager
 def skip_launches() -> Iterator[None]:
-    """What is launched for the first time inside the block does nothing: for who looks at what is allocated."""
+    """First launches inside the block do nothing: for dry runs, which look at allocations alone."""
     token = _resting.set(True)
     try:
         yield
@@ -84,7 +84,7 @@ def skip_launches() -> Iterator[None]:
 
 
 def skips_launches() -> bool:
-    """Whether launches do nothing here."""
+    """True inside ``skip_launches``."""
     return _resting.get()
 
 
@@ -112,7 +112,7 @@ def watch_resources() -> Iterator[list[Resources]]:
 
 
 def report_resources(compiled: Any) -> None:
-    """Say what a kernel takes to whoever watches; the interpreter's take nothing."""
+    """Add a compiled kernel's resources to the list of ``watch_resources``; interpreted kernels have none."""
     watching = _watching.get()
     if watching is not None and getattr(compiled, "n_regs", None) is not None:
         watching.append(Resources(compiled.n_regs, 4 * compiled.n_spills, int(compiled.metadata.shared)))
