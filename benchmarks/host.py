@@ -116,7 +116,7 @@ def no_engine() -> Iterator[None]:
     registry.FOLDERS.update(dict.fromkeys(kept, stub))
     silent = mock.patch.object(fold_kernel, "execute", lambda call: lambda *arguments: None)
     try:
-        with silent, mock.patch.object(triton, "_READY", {}):  # another store: launches are made anew, and after it
+        with silent, mock.patch.object(triton, "_PREPARED", {}):  # another store: launches are made anew, and after it
             yield
     finally:
         registry.FOLDERS.update(kept)

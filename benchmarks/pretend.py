@@ -53,7 +53,7 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.line
+    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.make_shift_descriptor
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -76,7 +76,7 @@ def h200(again: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, names in there:
             stack.enter_context(mock.patch.multiple(module, **names))
-        stack.enter_context(jit_module.resting())
+        stack.enter_context(jit_module.skip_launches())
         yield
 
 

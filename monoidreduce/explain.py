@@ -152,7 +152,7 @@ def _schedule_data(s: Scheduled, found: Cost) -> dict[str, Any]:
 
 def _list_sources(runs: Scheduled) -> list[str]:
     """The files of the generated kernels."""
-    return [str(path) for p in runs.parts if p.case.kernels for path in triton.sources(p.case.fold)]
+    return [str(path) for p in runs.parts if p.case.kernels for path in triton.list_sources(p.case.fold)]
 
 
 # Words

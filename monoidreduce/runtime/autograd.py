@@ -226,7 +226,7 @@ class GradientRunner:
         pool = [*leaves, *others]
         values = [pool[k] for k in self.made.sources]
         alike = self.records and not torch.is_grad_enabled() and are_plain(values)
-        kind = triton.kind(values) if alike else ()
+        kind = triton.describe_leaves(values) if alike else ()
         run = self.runs.get(kind) or self._run(kind)
         with skip_small_tiles.gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.run(sizes, *values)
@@ -510,7 +510,7 @@ class Arithmetic:
         return _run_side(self, *leaves) if torch.is_grad_enabled() and need_gradient(leaves) else self.run(leaves)
 
     def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
-        return triton.side(self.side, leaves, self.sizes)
+        return triton.prepare_side(self.side, leaves, self.sizes)
 
     def _by_torch(self) -> SideRun:
         names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}

@@ -246,7 +246,7 @@ def track_meta_run(leaves: Sequence[Any], sizes: Sizes) -> Iterator[MetaMemory]:
     """Count the memory that a run on meta ``leaves`` allocates inside the block; ``sizes``: those of the real call.
 
     Kernels are not launched, and matrix products take the path that they take on a GPU."""
-    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.nobody(), triton.resting())
+    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.nobody(), triton.skip_launches())
     with contextlib.ExitStack() as stack:
         for context in (_standing_for(sizes), *unseen):
             stack.enter_context(context)
@@ -418,7 +418,7 @@ class _DryArithmetic(Arithmetic):
     def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
         counter = _counter.get()
         with _disable_current_modes():
-            found = triton.side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
+            found = triton.prepare_side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
         return None if found is None else self._run_uncounted
 
     def _run_uncounted(self, leaves: Sequence[Any]) -> list[Tensor]:

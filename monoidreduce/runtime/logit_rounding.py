@@ -63,7 +63,7 @@ def _stays(p: Pass, asks: frozenset[str], letters: tuple, device: torch.device, 
     fold, features = p.fold, {letter: WIDEST + wide for letter, wide in letters}
     if any(r.attrs[0] == "soft" and any(a.feature is not None for a in r.args[1:]) for r in fold.reductions):
         return True  # such a forward never rounds its logits, so its gradients may not either
-    if not k_loop.fits(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
+    if not k_loop.takes_fold(fold, max([0, *(features[letter] for letter in fold.letters)]), narrow=True):
         return False
     wanted = tuple(e.dtype == "float" and _moves(f, asks) for e, f in zip(fold.leaves, p.feeds, strict=True))
     try:

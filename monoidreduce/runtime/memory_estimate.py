@@ -213,10 +213,10 @@ def estimate_gpu_peak(call: FoldCall, choice: Choice) -> int | None:
     """The peak of a fold that kernels or panels on a GPU run; None if it has no kernel."""
     fold, leaves, sizes = call.fold, call.leaves, call.sizes
     if choice.schedule == "panel":
-        if not triton.is_deep(fold, leaves, sizes):
+        if not triton.is_k_loop_fold(fold, leaves, sizes):
             return _run_gpu_panels(call, choice)
-        if topk.factors(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
-            return _run_on_meta(call, lambda given, meant: triton.run_deep(fold, given, meant))
+        if topk.find_product(fold, leaves, sizes):  # a few rows at a time, by a vendor GEMM
+            return _run_on_meta(call, lambda given, meant: triton.run_k_loop_fold(fold, given, meant))
         choice = Choice("flash")
     ready = planner.prepare_choice(choice, fold, leaves, sizes)
     return None if ready is None else _run_kernels(call, ready)
@@ -230,7 +230,7 @@ def _run_on_meta(call: FoldCall, run: Callable[[list[Any], Sizes], Any]) -> int:
     return memory.peak
 
 
-def _run_kernels(call: FoldCall, ready: triton.Ready) -> int:
+def _run_kernels(call: FoldCall, ready: triton.PreparedFold) -> int:
     """Gathers and kernels one after the other, each beside the results of those before it."""
     sizes = call.sizes
     made = dict(zip(call.fold.outputs, result_forms(call.fold, call.leaves, sizes, sizes.device), strict=True))
@@ -254,7 +254,7 @@ def _run_launch(call: FoldCall, one: Any) -> int:
 
     def run(leaves: list[Any], sizes: Sizes) -> None:
         outputs = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in one.outputs]
-        spare.launched(outputs, leaves, lambda: triton.merged(call.fold, leaves, sizes)[0])
+        spare.launched(outputs, leaves, lambda: triton.merge_batches(call.fold, leaves, sizes)[0])
 
     return _run_on_meta(call, run)
 
@@ -271,14 +271,14 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
         if splits > 1:
             made[:] = combine(one.fold, made, [1] * count, ordered=True, faster=split_combine.room)
         for at in one.lists:
-            made[at : at + 2] = topk.tidy(one.fold.outputs[at][0], *made[at : at + 2])
+            made[at : at + 2] = topk.sort_list(one.fold.outputs[at][0], *made[at : at + 2])
     return memory.peak
 
 
 def _run_gather(call: FoldCall, r: Expr) -> int:
     """Bytes alive while single pairs (a label's logit) are gathered or scattered, in chunks."""
     sizes = call.sizes
-    _, whole = triton.merged(call.fold, call.leaves, sizes)
+    _, whole = triton.merge_batches(call.fold, call.leaves, sizes)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
     length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
@@ -286,9 +286,9 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     small = scale.sizes(sizes)
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
-        values, batch = triton.merged(call.fold, leaves, small)
+        values, batch = triton.merge_batches(call.fold, leaves, small)
         elements = scale.down(length) * batch[-1] * scale.down(matches) * scale.down(widest)
-        triton.pick(r, values, batch, small, elements)
+        triton.gather_labels(r, values, batch, small, elements)
     side = "rows" if r.attrs[2] == ("col",) else "cols"  # the side that holds the indices
     places = min(length, sizes.here(side)) * whole[-1] * matches
     scattered = r.attrs[1] == side

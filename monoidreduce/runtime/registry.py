@@ -31,7 +31,7 @@ _triton = functools.partial(triton.run, fallback=eager.run)
 def _kernels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     """One kernel a direction where features fit in registers, or only numbers are asked; panels where they do not."""
     if panel.is_wide(fold, sizes) and triton.runs_on(sizes.device):
-        for run in (triton.run_deep, functools.partial(panel.run, step_class=triton.KernelStep)):
+        for run in (triton.run_k_loop_fold, functools.partial(panel.run, step_class=triton.KernelStep)):
             try:
                 return run(fold, leaves, sizes)
             except triton.Unsupported:  # of both: told, and run by the eager engine, below
@@ -46,7 +46,7 @@ def _panels(fold: Any, leaves: list[Any], sizes: Any) -> list[torch.Tensor]:
     try:
         return panel.run(fold, leaves, sizes, stepper("panel", sizes.device))
     except triton.Unsupported as reason:
-        triton.tell(fold, reason, "panels in torch run")
+        triton.warn_fallback(fold, reason, "panels in torch run")
         return panel.run(fold, leaves, sizes)
 
 

@@ -1,7 +1,7 @@
 """Launches that were recorded, found again for calls of the same kind.
 
-Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.kind``), by the signs of
-numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
+Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.describe_leaves``), by the
+signs of numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
 
 - :class:`PassReplay`: one fold, its launches looked up once;
 - :class:`ForwardReplays`: a whole program of one pass whose steps are all launches, as one function;
@@ -47,11 +47,11 @@ Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept f
 Launches = Callable[[Sequence[Any]], Results]
 
 
-def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
-    return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.PreparedFold | None:
+    return (triton.prepare_k_loop_fold if panel.is_wide(fold, sizes) else triton.prepare)(fold, leaves, sizes)
 
 
-READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
+READY: dict[str, Callable[..., triton.PreparedFold | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
 
 
 def can_record(engine: str, sizes: Sizes) -> bool:
@@ -76,12 +76,12 @@ class PassReplay:
         key = launch_key()
         if key is None:
             return self._run(leaves)
-        if self.store is not triton.store():
+        if self.store is not triton.prepared_folds():
             self.known.clear()
             self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
-            self.store = triton.store()
+            self.store = triton.prepared_folds()
         if self.numbers:
-            key += triton.signs([leaves[k] for k in self.numbers])
+            key += triton.describe_numbers([leaves[k] for k in self.numbers])
         known = self.known.find(key)
         return self._first(leaves, key) if known is None else known(leaves)
 
@@ -101,7 +101,7 @@ class PassReplay:
         """Run by the engine; what it did is kept, as launches where it is nothing else."""
         found = self._run(leaves)
         ready = READY[self.engine](self.fold, list(leaves), self.sizes)
-        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.Parted(ready, self.shown))
+        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.PartlyShownFold(ready, self.shown))
         return found
 
     def _engine_run(self, leaves: Sequence[Any]) -> Launches:
@@ -188,12 +188,14 @@ class ForwardReplays:
         key = launch_key()
         if key is None:
             return None
-        if self.store is not triton.store():
+        if self.store is not triton.prepared_folds():
             self.known.clear()
-            self.store, self.arithmetic = triton.store(), self.steps.number_arithmetic(sizes)
+            self.store, self.arithmetic = triton.prepared_folds(), self.steps.number_arithmetic(sizes)
         if self.numbers:
             numbers = [values[k] for k in self.numbers]
-            key += triton.signs(numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers)))
+            key += triton.describe_numbers(
+                numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers))
+            )
         found = self.known.find(key, _MISSING)
         if found is not _MISSING:
             return found
@@ -351,7 +353,7 @@ class BackwardReplays:
             places = [numbers.index(k) for k in made.sources if k in numbers]
             self.arithmetic[key] = steps.number_arithmetic(self.sizes), places
         arithmetic, places = self.arithmetic[key]
-        return () if arithmetic is None else triton.signs(arithmetic(*[saved.numbers[k] for k in places]))
+        return () if arithmetic is None else triton.describe_numbers(arithmetic(*[saved.numbers[k] for k in places]))
 
     def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
         made = self.program(needs, saved.given)

@@ -166,7 +166,7 @@ class Session:
 
     def _try(self, choice: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes, truth: list[Tensor]) -> Trial:
         try:
-            with jit_module.watched() as kernels:
+            with jit_module.watch_resources() as kernels:
                 problem = trial.find_error(planner.run_choice, choice, self.safe, fold, leaves, sizes, truth)
             spilled = max([0, *(k.spills for k in kernels)])
             if not problem and spilled > trial.MOST_SPILLED:

@@ -81,11 +81,11 @@ def absent_h200(compile: Callable[..., Any], again: Callable[..., Any]) -> Itera
     knobs.runtime.interpret = False
     triton.runtime.driver.set_active(fake_cuda_driver.Driver())
     with (
-        mock.patch.object(jit_module, "resting", contextlib.nullcontext),
+        mock.patch.object(jit_module, "skip_launches", contextlib.nullcontext),
         mock.patch.object(triton.compiler, "compile", compile),
         pretend.h200(),
-        mock.patch.object(jit_module, "again", again),
-        mock.patch.object(parallel_compile, "_may_wait", lambda device: False),
+        mock.patch.object(jit_module, "make_relauncher", again),
+        mock.patch.object(parallel_compile, "_can_compile_ahead", lambda device: False),
         monoidreduce.use(engine="auto"),
     ):
         yield

@@ -105,7 +105,7 @@ def test_peak_memory_is_as_predicted(name):
 
 def test_the_compiler_says_what_a_kernel_takes(monkeypatch):
     internals.forget_launches(monkeypatch)
-    with jit_module.watched() as kernels:
+    with jit_module.watch_resources() as kernels:
         attention(*drawn(512, 512, 512))
     assert kernels and all(0 < k.registers <= 255 and k.spills >= 0 and k.shared > 0 for k in kernels)
 

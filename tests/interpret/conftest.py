@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from monoidreduce.engines.triton.codegen import k_loop, kernel_text
-from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk_rows
+from monoidreduce.engines.triton.codegen import compiler, k_loop
+from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk
 from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
 from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, row_factor, sparse_contraction
 from monoidreduce.engines.triton.schedules import float32_split
@@ -56,7 +56,7 @@ def exact_products(monkeypatch):
         return f"{total} = tl.dot({x}, tl.trans({y}), acc={total}, input_precision='ieee')"
 
     written = (
-        kernel_text.kernel,
+        compiler.compile_fold,
         epilogue_kernels.write_kernel,
         epilogue.fuse_epilogue,
         gemm_fold.write_kernel,
@@ -92,7 +92,7 @@ def by_address(monkeypatch):
         return lambda *arguments: run(kernels, name, grid, [*map(_at, arguments, like)], *constants)
 
     internals.replace_fixed_kernel_launch(monkeypatch, first)
-    small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
+    small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk, split_combine)
     for kernels in (module._kernels for module in small_ones):
         monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
@@ -109,7 +109,7 @@ def by_address(monkeypatch):
 def _at(address, like):
     """The tensor at an address, of a form, or a descriptor of it."""
     if hasattr(address, "block_shape") and isinstance(address.base, encoded_descriptors.Address):
-        return encoded_descriptors.filled(address, _at(address.base.at, like.base))
+        return encoded_descriptors.replace_base(address, _at(address.base.at, like.base))
     if isinstance(address, torch.Tensor) or not isinstance(like, torch.Tensor):
         return address
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))

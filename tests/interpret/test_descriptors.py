@@ -41,9 +41,9 @@ ARGUMENTS = [None, Descriptor(None, [5, 512], [512, 1]), Descriptor(None, [5, 51
 def test_what_a_compiled_function_is_given():
     encoded = []
     launch = wrapped(COMPILED, {1, 2}, encoded)
-    start, found = encoded_descriptors.opened(launch, BEFORE, ARGUMENTS)
+    start, found = encoded_descriptors.bypass_encoding(launch, BEFORE, ARGUMENTS)
     assert start is COMPILED and sorted(found) == [1, 2]
-    at = lambda k, address: encoded_descriptors.at(ARGUMENTS[k], address)
+    at = lambda k, address: encoded_descriptors.make_descriptor_at(ARGUMENTS[k], address)
     for first, second in ((64, 128), (128, 64), (64, 64)):
         wanted = launch(*BEFORE, "out", at(1, first), at(2, second), 3)
         assert start(*BEFORE, "out", *found[1][first], *found[2][second], 3) == wanted
@@ -56,7 +56,7 @@ def test_what_a_compiled_function_is_given():
 
 def test_so_many_addresses_are_kept(monkeypatch):
     monkeypatch.setattr(encoded_descriptors, "_MOST", 3)
-    found = encoded_descriptors.Opened(lambda address: (address,))
+    found = encoded_descriptors.EncodedByAddress(lambda address: (address,))
     assert [found[k] for k in (1, 2, 3, 4, 1)] == [(1,), (2,), (3,), (4,), (1,)] and len(found) <= 3
 
 
@@ -64,9 +64,9 @@ def test_launchers_of_another_make_are_given_descriptors():
     plain = lambda *given: None
     broken = wrapped(COMPILED, {1, 2}, None)
     for launch, arguments in ((plain, ARGUMENTS), (COMPILED, ARGUMENTS), (broken, ARGUMENTS), (broken, [None, None])):
-        assert encoded_descriptors.opened(launch, BEFORE, arguments) is None
+        assert encoded_descriptors.bypass_encoding(launch, BEFORE, arguments) is None
     again = SimpleNamespace(start=plain, before=(1, 1, 1), after=())
-    assert jit_module.Again.opened(again, ARGUMENTS) == (plain, {})
+    assert jit_module.Relauncher.opened(again, ARGUMENTS) == (plain, {})
 
 
 @mr.op
@@ -97,8 +97,8 @@ def test_wide_folds_are_launches_of_descriptors(by_address, batch, parts, monkey
     made = []
     monkeypatch.setattr(
         encoded_descriptors,
-        "filled",
-        lambda template, v, real=encoded_descriptors.filled: made.append(v) or real(template, v),
+        "replace_base",
+        lambda template, v, real=encoded_descriptors.replace_base: made.append(v) or real(template, v),
     )
     with mr.use(engine="triton"), use_plan({"cols": KernelPlan(16, 32, 4, 1, parts, boxes=True)}), torch.no_grad():
         for seed in range(3):

@@ -6,7 +6,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.codegen import compiler, kernel_text
 from monoidreduce.engines.triton.schedules import float32_split
 from tests.support import internals
 from tests.support.comparison import assert_error_rule, cast, run
@@ -22,13 +22,13 @@ EXACT = """def piece_times(a, b, acc):
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
     """Everything is for the matrix units; whether each kernel that was made multiplies pieces."""
-    library = {**kernel_text._library(), "piece_times": EXACT}
-    monkeypatch.setattr(kernel_text, "_library", lambda: library)
+    library = {**kernel_text.device_function_sources(), "piece_times": EXACT}
+    monkeypatch.setattr(kernel_text, "device_function_sources", lambda: library)
     internals.set_pair_thresholds(monkeypatch, float32_split=0)
     internals.forget_launches(monkeypatch)
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
     yield internals.watch_prepared(monkeypatch, lambda launch: launch.spec.pieces)
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
 
 
 @pytest.fixture(params=[("ieee", 0), ("tf32x3", 1)], ids=["ieee, loads", "tf32x3, copies"])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import k_loop, philox
+from monoidreduce.engines.triton.codegen import device_functions, k_loop
 from monoidreduce.engines.triton.codegen.kernel_spec import Spec
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules import kernel_plan
@@ -99,10 +99,10 @@ def test_a_gpu_s_gumbel_numbers(monkeypatch):
     the least are exact."""
     words = torch.cat([torch.arange(1000), 2**32 - 1 - torch.arange(1000), torch.randint(2**32, (200_000,))])
     u = words.float() * 2.0**-32 + 2.0**-33
-    monkeypatch.setattr(philox, "tl", torch)
-    monkeypatch.setattr(philox, "native_log2", torch.log2)
-    monkeypatch.setattr(philox, "lot", lambda *place: u)
-    got = philox.native_gumbel(0, 0, 0, 0, torch.float32).double()
+    monkeypatch.setattr(device_functions, "tl", torch)
+    monkeypatch.setattr(device_functions, "native_log2", torch.log2)
+    monkeypatch.setattr(device_functions, "lot", lambda *place: u)
+    got = device_functions.native_gumbel(0, 0, 0, 0, torch.float32).double()
     exact = -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24).double()))
     off = (got - exact).abs()
     assert u.max() == 1 and got.isfinite().all()
@@ -159,7 +159,7 @@ def test_what_gradients_will_read_is_rounded_as_they_read_it():
     def first(x: mr.Row["d"], w: mr.Col["d"]):
         return mr.argmax(x @ w)
 
-    assert k_loop.rounds(spec(total, x, x)) and not k_loop.rounds(spec(first, x, x))
+    assert k_loop.rounds_products(spec(total, x, x)) and not k_loop.rounds_products(spec(first, x, x))
 
 
 SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
@@ -181,7 +181,7 @@ def test_a_few_rows_take_all_processors():
 
 def test_parts_differ_by_one_tile():
     """And the longer ones come first, so that processors which are done early take shorter ones."""
-    one = fold_kernel.Launch.__new__(fold_kernel.Launch)
+    one = fold_kernel.FoldLaunch.__new__(fold_kernel.FoldLaunch)
     one.plan, one.lengths, one.parts = KernelPlan(128, 64, 4, 3, 5), (256, 1000), 5
     assert one._cuts() == [256, 192, 192, 192, 168]  # 16 tiles, the last of which is cut
 
@@ -189,9 +189,14 @@ def test_parts_differ_by_one_tile():
 def test_kept_tiles_that_run_together_leave_room_in_the_cache():
     one, other = (Spec(*_given(width), deep=True) for width in (512, 1024))
     many = 2**20
-    assert k_loop.beside(one, 128, many) == 2 * k_loop.beside(one, 256, many) == 4 * k_loop.beside(other, 256, many) > 0
-    assert k_loop.beside(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
-    assert k_loop.beside(Spec(*_given(2**24), deep=True), 128, many) == 1
+    assert (
+        k_loop.count_concurrent_tiles(one, 128, many)
+        == 2 * k_loop.count_concurrent_tiles(one, 256, many)
+        == 4 * k_loop.count_concurrent_tiles(other, 256, many)
+        > 0
+    )
+    assert k_loop.count_concurrent_tiles(one, 128, 8192) == 8192 // 128, "all of them, where they fit"
+    assert k_loop.count_concurrent_tiles(Spec(*_given(2**24), deep=True), 128, many) == 1
 
 
 def _given(width):

@@ -92,9 +92,9 @@ def counted_loss(x: mr.Row["d"], w: mr.Col["d"], target: mr.Row, ignored: int):
 def test_numbers_of_rows_are_computed_once_for_all_panels(used, monkeypatch, seed):
     """What a gradient multiplies rows by, where it waits for no panel: one kernel, however many panels there are."""
     launched = []
-    original = elementwise.Launch.__call__
+    original = elementwise.ElementwiseLaunch.__call__
     monkeypatch.setattr(
-        elementwise.Launch, "__call__", lambda self, leaves: launched.append(1) or original(self, leaves)
+        elementwise.ElementwiseLaunch, "__call__", lambda self, leaves: launched.append(1) or original(self, leaves)
     )
     x, w = (torch.randn(s, 5) for s in (14, 37))
     target = torch.randint(37, (14,))
@@ -257,7 +257,7 @@ def test_one_kernel_a_panel(op, kernels, used, seed, monkeypatch):
 def test_what_panels_have_no_kernel_for_runs_in_torch_and_says_so(seed):
     layer = BY_NAME["attention_of_ones_own_monoid"]
     args = layer.make(9, 12, torch.Generator().manual_seed(seed), torch.float64)
-    triton._told.clear()
+    triton._warned.clear()
     with mr.use(engine="panel"), pytest.warns(FallbackWarning, match="panels in torch run what has no kernel"):
         got = layer.op(*args)
     torch.testing.assert_close(got, layer.dense(*args))

@@ -316,9 +316,9 @@ class Compiled:
 
 def test_kernels_are_started_with_addresses(monkeypatch):
     seen, stream = [], [7]
-    monkeypatch.setattr(jit_module, "stream", lambda device: lambda: stream[0])
+    monkeypatch.setattr(jit_module, "find_stream", lambda device: lambda: stream[0])
     x, device = torch.zeros(6, 4), torch.device("cpu")
-    again = jit_module.Again(Compiled(seen), (3, 2), (16, "ieee"), device)
+    again = jit_module.Relauncher(Compiled(seen), (3, 2), (16, "ieee"), device)
 
     def launch(x):
         out = torch.empty(5)

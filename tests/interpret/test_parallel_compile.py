@@ -105,14 +105,14 @@ def waits(monkeypatch):
 
 def launches(*kernels):
     for k, kernel in enumerate(kernels):
-        parallel_compile.launched(kernel, (k,), ("x", k), {"WIDTH": 64})
+        parallel_compile.launch(kernel, (k,), ("x", k), {"WIDTH": 64})
 
 
 def test_threads_compile_with_what_a_launch_is_given_and_where_it_is_asked(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     SHOWN.set("something")
-    parallel_compile.compiled(CPU, lambda: launches(a, b))
+    parallel_compile.compile_ahead(CPU, lambda: launches(a, b))
     assert sorted(s[1] for s in said if s[0] == "load") == ["a", "b"]
     for k, name in enumerate("ab"):
         (asked,) = [s for s in said if s[:2] == ("compile", name)]
@@ -126,7 +126,7 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
     said = []
     a, b = Kernel(said, "a"), Kernel(said, "b")
     launches(b)
-    parallel_compile.compiled(CPU, lambda: launches(a, b, a))  # b was launched before
+    parallel_compile.compile_ahead(CPU, lambda: launches(a, b, a))  # b was launched before
     assert [s[0] for s in said] == ["launch"]
 
 
@@ -135,7 +135,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
     said = []
     kept, a, b = LaunchCache(), Kernel(said, "a"), Kernel(said, "b")
     again = lambda *arguments: said.append(("again", *arguments))
-    first = lambda kernel: lambda: parallel_compile.launched(kernel, (1,), ("x",), {}) or again
+    first = lambda kernel: lambda: parallel_compile.launch(kernel, (1,), ("x",), {}) or again
 
     def steps():
         kept(("a",), first(a), ["x"])
@@ -143,7 +143,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
     kept(("a",), first(a), ["x"])
     said.clear()
-    parallel_compile.compiled(CPU, steps)
+    parallel_compile.compile_ahead(CPU, steps)
     assert not [s for s in said if s[0] in ("launch", "again")]
     steps()
     assert [s[:2] for s in said if s[0] in ("launch", "again")] == [("again", "x"), ("launch", "b")]
@@ -151,7 +151,7 @@ def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
 
 def test_mistakes_are_left_to_the_launch(waits):
     said = []
-    parallel_compile.compiled(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
+    parallel_compile.compile_ahead(CPU, lambda: launches(Kernel(said, "a", broken=True), Kernel(said, "b")))
     assert sorted(s[:2] for s in said) == [("compile", "a"), ("compile", "b"), ("load", "b")]
 
     def stops():
@@ -159,15 +159,15 @@ def test_mistakes_are_left_to_the_launch(waits):
         raise ValueError
 
     said.clear()
-    parallel_compile.compiled(CPU, stops)
+    parallel_compile.compile_ahead(CPU, stops)
     assert not said and parallel_compile._waiting.get() is None
 
 
 def test_nothing_is_looked_at_in_the_interpreter_at_rest_or_where_torch_is_watched():
     asked = []
-    parallel_compile.compiled(CPU, lambda: asked.append("interpreter"))
-    with jit_module.resting():
-        parallel_compile.compiled(torch.device("cuda"), lambda: asked.append("rest"))
+    parallel_compile.compile_ahead(CPU, lambda: asked.append("interpreter"))
+    with jit_module.skip_launches():
+        parallel_compile.compile_ahead(torch.device("cuda"), lambda: asked.append("rest"))
     with torch._subclasses.FakeTensorMode():
-        parallel_compile.compiled(torch.device("cuda"), lambda: asked.append("watched"))
+        parallel_compile.compile_ahead(torch.device("cuda"), lambda: asked.append("watched"))
     assert not asked

@@ -14,7 +14,7 @@ from monoidreduce import Col, Row, autotune
 from monoidreduce.engines import triton as engine
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text
+from monoidreduce.engines.triton.codegen import compiler
 from monoidreduce.engines.triton.schedules import kernel_plan
 from monoidreduce.errors import EngineError
 from monoidreduce.reductions import softmax
@@ -80,11 +80,11 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
 
     def columns(asked=None):
         with use_plan({} if asked is None else {"rows": asked}):
-            return [one for one in engine.Ready(fold, leaves, sizes).launches if one.over == "rows"]
+            return [one for one in engine.PreparedFold(fold, leaves, sizes).launches if one.over == "rows"]
 
     own = [one.plan for one in columns()]
     assert len(set(own)) == len(own) == 2
-    shown = engine.tiles_of(fold, leaves, sizes)["rows"]
+    shown = engine.list_tiles(fold, leaves, sizes)["rows"]
     cut = columns(replace(KernelPlan(*shown), parts=2))
     assert [one.plan for one in cut] == [replace(p, parts=2) for p in own]
     assert {one.plan for one in columns(SMALL)} == {SMALL}
@@ -98,7 +98,7 @@ def test_a_gated_row_gradient_multiplies_before_it_adds(size):
     args = [a.half() for a in exact]
     with use_plan(dict.fromkeys(("cols", "rows"), replace(SMALL, boxes=1))), mr.use(engine="triton"):
         got = run(layer.op, args)
-    *_, ready = engine._READY.values()
+    *_, ready = engine._PREPARED.values()
     (text,) = (one.kernel.text for one in ready.launches if one.over == "cols")
     whole = text.split("for t in range(")[1]
     assert whole.count("sum0 = tl.dot(") == 2 and "tl.trans(" not in whole.split("sum0 = tl.dot(", 1)[1]
@@ -170,7 +170,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     monkeypatch.setattr(softmax, "_MOST", 2.0**14)
     monkeypatch.setattr(softmax, "_ABOVE", 0)
     internals.forget_launches(monkeypatch)
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
     gen = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 70, 32, generator=gen) for _ in range(3))
     k = k + torch.linspace(0, 1, 70)[:, None] * (size > 1)  # later columns lie higher, for rows that look that way
@@ -186,7 +186,7 @@ def test_a_guessed_maximum(op, size, parts, boxes, monkeypatch):
     assert any("near = " in text for text in texts)
     assert any("_box.load" in text for text in texts) == boxes
     assert any("_late + 0.0" in text for text in texts) == boxes
-    kernel_text.kernel.cache_clear()
+    compiler.compile_fold.cache_clear()
 
 
 @pytest.mark.parametrize("shape", ["heads", "grouped", "strided", "ragged", "empty"])
@@ -274,7 +274,7 @@ def test_a_launch_is_made_once_and_takes_other_tensors(monkeypatch):
     with planned(), mr.use(engine="triton"):
         first = draw()
         attention(*first, 0.5)
-        with mock.patch.object(engine, "Ready", side_effect=AssertionError("planned again")):
+        with mock.patch.object(engine, "PreparedFold", side_effect=AssertionError("planned again")):
             again = draw()
             got = attention(*again, 0.7)
     expected = torch.softmax(again[0] @ again[1].mT * 0.7, -1) @ again[2]
@@ -327,7 +327,7 @@ def test_an_unaligned_tensor_is_planned_anew(monkeypatch):
     with planned(), mr.use(engine="triton"):
         attention(q, q, v, 0.5)
         attention(q, k, v, 0.5)
-        assert len(engine._READY) == 2
+        assert len(engine._PREPARED) == 2
 
 
 def test_strict_refuses_what_has_no_kernel():
@@ -351,4 +351,4 @@ def test_precisions(monkeypatch):
         for precision in ("ieee", "tf32", "tf32x3"):
             with mr.use(engine="triton", precision=precision):
                 attention(*x, 0.5)
-        assert len(engine._READY) == 3
+        assert len(engine._PREPARED) == 3

@@ -12,7 +12,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen.dropout import parted, tossed
+from monoidreduce.engines.triton.codegen.dropout import match_dropped_number, match_dropped_weight
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
@@ -84,13 +84,16 @@ def staged_spec(**options):
 def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
     first, second = (p.weight for p in work_split.divide_work(spec)[0].products)
-    one, other = parted(first, spec), parted(second, spec)
+    one, other = match_dropped_weight(first, spec), match_dropped_weight(second, spec)
     assert one.toss == other.toss and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"
-    assert parted(constructors.apply("where", constructors.apply("gt", one.weight, 0.0), second, 0.0), spec) == other
-    assert tossed(first, spec) == (one.weight, one.toss) and tossed(second, spec) is None
-    assert parted(one.weight, spec) is None
-    assert parted(constructors.apply("mul", second, one.weight), spec) is None
+    assert (
+        match_dropped_weight(constructors.apply("where", constructors.apply("gt", one.weight, 0.0), second, 0.0), spec)
+        == other
+    )
+    assert match_dropped_number(first, spec) == (one.weight, one.toss) and match_dropped_number(second, spec) is None
+    assert match_dropped_weight(one.weight, spec) is None
+    assert match_dropped_weight(constructors.apply("mul", second, one.weight), spec) is None
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import skip_small_tiles
-from monoidreduce.engines.triton.kernels import topk, topk_rows
+from monoidreduce.engines.triton.kernels import topk
 from monoidreduce.engines.triton.panel import sparse_contraction
 from tests.support import internals
 
@@ -107,15 +107,15 @@ def test_the_k_best_in_two_levels(dtype, length, monkeypatch):
     x[1, 5], x[2], x[3, :200] = float("nan"), -torch.inf, 2.0
     for k in (1, 3):
         compute = torch.promote_types(dtype, torch.float32)
-        values, places = topk_rows.best(x, k, True, compute)
+        values, places = topk.select_best(x, k, True, compute)
         assert values.dtype is compute and (places[2] == -1).all()
         torch.testing.assert_close(values, x.topk(k).values.to(compute), rtol=0, atol=0, equal_nan=True)
         seen = [0, 1, 3]
         torch.testing.assert_close(x[seen].gather(1, places[seen]).to(compute), values[seen], equal_nan=True)
         assert all(len(set(row)) == k for row in places[seen].tolist())
-        least = topk_rows.best(x, k, False, compute)[0]
+        least = topk.select_best(x, k, False, compute)[0]
         torch.testing.assert_close(least, x.topk(k, largest=False).values.to(compute), equal_nan=True)
-    assert topk_rows.best(x[:0], 3, True, compute)[1].shape == (0, 3)
+    assert topk.select_best(x[:0], 3, True, compute)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
@@ -127,12 +127,12 @@ def test_the_k_best_are_those_of_a_stable_sort(dtype, monkeypatch, seed):
     x[1] -= 20
     x[2, 7], x[2, 100:900], x[3, :1000], x[4, ::2], x[5, 3::5] = math.nan, -0.0, -math.inf, 0.0, 3.0
     for k in (1, 5, 16):
-        values, places = topk_rows.best(x, k, True, dtype)
+        values, places = topk.select_best(x, k, True, dtype)
         wanted = x.float().sort(dim=1, descending=True, stable=True)
         assert values.dtype is dtype and torch.equal(places, wanted.indices[:, :k])
         torch.testing.assert_close(values.float(), wanted.values[:, :k], rtol=0, atol=0, equal_nan=True)
-    monkeypatch.setattr(topk_rows, "_HELD", 64)  # by torch: more than a program instance looks at
-    torch.testing.assert_close(topk_rows.best(x, 16, True, dtype)[0].float(), wanted.values[:, :16], equal_nan=True)
+    monkeypatch.setattr(topk, "_HELD", 64)  # by torch: more than a program instance looks at
+    torch.testing.assert_close(topk.select_best(x, 16, True, dtype)[0].float(), wanted.values[:, :16], equal_nan=True)
 
 
 @pytest.mark.parametrize("limit", [None, 4000])
@@ -142,8 +142,8 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
     torch.manual_seed(0)
     x, w = torch.randn(7, 300).to(dtype), torch.randn(411, 300).to(dtype)
     calls = []
-    original = topk.of_panel
-    monkeypatch.setattr(topk, "of_panel", lambda *a: calls.append(a) or original(*a))
+    original = topk.select_best_of_panel
+    monkeypatch.setattr(topk, "select_best_of_panel", lambda *a: calls.append(a) or original(*a))
     with mr.use(engine="triton", budget=limit):
         found = mr.ops.linear_topk(x, w, 9)
     exact = (x.double() @ w.double().mT).topk(9)
@@ -171,8 +171,8 @@ def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
 def test_the_k_best_products_again_are_what_was_heard(by_address, limit, monkeypatch):
     """A product and two launches for each panel; rows that are the columns too are another kind of call."""
     internals.plan_panels(monkeypatch)
-    done, original = [], topk.of_product
-    monkeypatch.setattr(topk, "of_product", lambda *a, **k: done.append(a) or original(*a, **k))
+    done, original = [], topk.select_best_products
+    monkeypatch.setattr(topk, "select_best_products", lambda *a, **k: done.append(a) or original(*a, **k))
     for turn in range(6):
         torch.manual_seed(turn)
         w = torch.randn(411, 300)

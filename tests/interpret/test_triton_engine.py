@@ -21,7 +21,7 @@ from monoidreduce.engines import eager, triton
 from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.eager import tile_code
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.codegen import kernel_text, tile_ranges
+from monoidreduce.engines.triton.codegen import compiler, tile_ranges
 from monoidreduce.engines.triton.kernels import fold_kernel as launch
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.errors import EngineError, FallbackWarning
@@ -226,9 +226,12 @@ def test_bounds_agree_with_each_tile_taken_alone(name, over, seed):
                 first, whole_first, whole_last, again_first, again_last, last = places
                 for f in range(-(-lengths[1] // blocks[1])):
                     known = _ranges(fold, which, values, lengths, blocks, b, t, f)
-                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.preferred(fold)}
+                    truths = {c: tile_code.interval(c, dict(known)) for c in tile_ranges.whole_tile_conditions(fold)}
                     if whole_first <= f < whole_last or again_first <= f < again_last:
-                        assert all(truths[c] == (float(want),) * 2 for c, want in tile_ranges.preferred(fold).items())
+                        assert all(
+                            truths[c] == (float(want),) * 2
+                            for c, want in tile_ranges.whole_tile_conditions(fold).items()
+                        )
                     if not first <= f < last:
                         assert any(truths[c] == (0.0, 0.0) for c in truths)
                     checked += 1
@@ -290,23 +293,32 @@ def test_idle_tiles_are_not_visited(seed):
 
 def test_the_text_of_a_kernel():
     """Readable, complete, and the same in every process: change it knowingly."""
-    compare("causal_attention", _text(BY_NAME["causal_attention"].op, 20))
+    compare("causal_attention", _spec_and_text(BY_NAME["causal_attention"].op, 20)[1])
 
 
-def _text(op, f):
+def test_every_pass_of_the_compiler_can_be_printed():
+    spec, text = _spec_and_text(BY_NAME["causal_attention"].op, 20)
+    shown = str(compiler.run_passes(spec))
+    names = ("spec", "conditions", "tile range", "loops", "results", "accumulators", "invariants", "kernel")
+    places = [shown.index(f"== {name} ==") for name in names]
+    assert places == sorted(places) and shown.endswith(text.rstrip("\n"))
+
+
+def _spec_and_text(op, f):
     q, k, v = (torch.randn(n, f) for n in (16, 32, 32))
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return kernel_text.kernel(launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)[0]).text
+    spec, _ = launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)
+    return spec, compiler.compile_fold(spec).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path / "new"))
-    path = jit_module.write("x = 1\n")
+    path = jit_module.write_text("x = 1\n")
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
     path.write_text("x = 2\n")  # whatever the file holds, the text given runs
-    assert jit_module.load("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
+    assert jit_module.load_module("x = 1\n").x == 1 and path.read_text() == "x = 1\n"
 
 
 # Choice and fallback
@@ -315,7 +327,7 @@ def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_what_has_no_kernel_falls_back_and_says_so(name, seed):
     args = draw(BY_NAME[name], 9, 12, seed)
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="no kernel"):
         BY_NAME[name].op(*args)
 
@@ -335,7 +347,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
     if has_no_kernel(layer, args):
         return
     internals.replace_launch(monkeypatch, lambda launch, call: None)
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         run(layer.op, args)
@@ -343,7 +355,7 @@ def test_nothing_else_falls_back(layer, seed, monkeypatch):
 
 def test_without_the_interpreter_a_cpu_tensor_falls_back(monkeypatch, seed):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    triton._told.clear()
+    triton._warned.clear()
     with kernels(), pytest.warns(FallbackWarning, match="on a CPU"):
         attention(*(torch.randn(3, 4) for _ in range(3)))
 

@@ -70,7 +70,7 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), "forgets the ragged end"):
         assert trial.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
-        triton._READY.clear()
+        triton._PREPARED.clear()
         assert "at 35 × 67, result" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
 
 
@@ -82,8 +82,8 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     with mr.use(engine="auto"):
         fold, leaves, sizes = autotune.record_call(attention, args, {}, backward=True).folds[-1]
     plans = {over: (16, 16, 4, 1, 1) for over in ("cols", "rows")}
-    loaded, load = [], jit_module.load
-    monkeypatch.setattr(jit_module, "load", lambda text, *rest: loaded.append(text) or load(text, *rest))
+    loaded, load = [], jit_module.load_module
+    monkeypatch.setattr(jit_module, "load_module", lambda text, *rest: loaded.append(text) or load(text, *rest))
     choice = Choice("flash", tuple(plans.items()))
     assert trial.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))

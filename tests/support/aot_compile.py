@@ -256,7 +256,7 @@ class Compiled:
     lean: bool
 
 
-def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.Call]:
+def calls(case: Case, capability: int, plans: dict[str, KernelPlan] | None = None) -> list[fold_kernel.KernelCall]:
     """The launches of a case, forward and backward, none of them made."""
     import triton  # noqa: F401  before it is told to interpret: what is made here is compiled
 
@@ -295,13 +295,13 @@ def compiled(case: Case, capability: int, plans: dict[str, KernelPlan] | None = 
             yield assemble(case, call, capability)
 
 
-def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
+def assemble(case: Case, call: fold_kernel.KernelCall, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module = jit_module.load(call.kernel.text, call.kernel.functions)
+    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
     function = getattr(module, call.kernel.name)
     constants = call.constants(module)
     signature, attributes = {}, {}
@@ -331,7 +331,7 @@ def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
     registers, spills = _counted(said.getvalue()) or _counted(_assembled(result.asm["ptx"], capability))
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
-    item = 2 if call.kernel.pieces else case.dtype.itemsize
+    item = 2 if call.kernel.traits.pieces else case.dtype.itemsize
     counted = plan.shared_bytes(call.plan, call.kernel, item, FAMILIES[capability])
     shared = result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))

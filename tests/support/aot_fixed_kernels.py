@@ -12,7 +12,7 @@ import sys
 from unittest import mock
 
 from monoidreduce.engines.triton.kernels import exponent_shift, split_combine
-from monoidreduce.engines.triton.kernels import topk_rows as strips
+from monoidreduce.engines.triton.kernels import topk as strips
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.reductions.kernel_lines import split_blocks
 from tests.support.aot_compile import _assembled, _counted
@@ -55,7 +55,7 @@ def compiled(text, name, signature, constants, warps, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(jit_module.load(text), name), dict(constants)
+    function, constants = getattr(jit_module.load_module(text), name), dict(constants)
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     ast, said = ASTSource(function, signature, constants), io.StringIO()
     with mock.patch.dict(os.environ, TRITON_DUMP_PTXAS_LOG="1"), contextlib.redirect_stdout(said):

@@ -94,13 +94,13 @@ def called(layer, broken=None, together=True):
     op, make = LAYERS[layer]
     nothing = lambda *given: None
     with (
-        mock.patch.object(jit_module, "resting", contextlib.nullcontext),
+        mock.patch.object(jit_module, "skip_launches", contextlib.nullcontext),
         mock.patch.object(triton.compiler, "compile", compiler(broken)),
         pretend.h200(),
         pytest.MonkeyPatch.context() as patch,
         mr.use(engine="auto"),
     ):
-        patch.setattr(jit_module, "again", lambda compiled, *given: nothing if compiled else None)
+        patch.setattr(jit_module, "make_relauncher", lambda compiled, *given: nothing if compiled else None)
         internals.compile_in_parallel(patch, together)
         found = []
         for _ in range(2):

@@ -49,7 +49,7 @@ def _collect(patch: Patch, target: str, of: Callable[..., Any]) -> list:
 
 def forget_launches(patch: Patch) -> None:
     """No launch is prepared: each kernel is planned and launched as for the first time."""
-    patch.setattr("monoidreduce.engines.triton._READY", {})
+    patch.setattr("monoidreduce.engines.triton._PREPARED", {})
 
 
 def forget_contractions(patch: Patch) -> None:
@@ -92,7 +92,7 @@ def pretend_device(
     kernels for split float32 and a tanh instruction; so many streaming multiprocessors; and the default plans of a
     family of GPUs. None leaves a property as it is."""
     targets = {
-        "monoidreduce.engines.triton.launch.descriptors.on": descriptors,
+        "monoidreduce.engines.triton.launch.descriptors.are_supported": descriptors,
         "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
         "monoidreduce.engines.triton.schedules.hopper.runs_warp_specialized": warp_specialised,
         "monoidreduce.engines.triton.schedules.float32_split.is_supported": float32_split,
@@ -107,7 +107,7 @@ def pretend_device(
 
 
 def pretend_triton_version(patch: Patch, version: tuple[int, int]) -> None:
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.version", lambda: version)
+    patch.setattr("monoidreduce.engines.triton.launch.jit_module.triton_version", lambda: version)
 
 
 def pretend_free_memory(patch: Patch, size: float) -> None:
@@ -117,7 +117,7 @@ def pretend_free_memory(patch: Patch, size: float) -> None:
 
 def compile_in_parallel(patch: Patch, allowed: bool = True) -> None:
     """Kernels of one call are, or are not, compiled together, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.parallel_compile._may_wait", lambda device: allowed)
+    patch.setattr("monoidreduce.engines.triton.launch.parallel_compile._can_compile_ahead", lambda device: allowed)
 
 
 def hide_labels(patch: Patch, hidden: bool = True) -> None:
@@ -186,7 +186,7 @@ def use_vendor_gradients(patch: Patch) -> None:
 
 def set_topk_strip(patch: Patch, columns: int) -> None:
     """So many columns are one strip of the two-level top-k."""
-    _set(patch, "monoidreduce.engines.triton.kernels.topk_rows._STRIP", columns)
+    _set(patch, "monoidreduce.engines.triton.kernels.topk._STRIP", columns)
 
 
 # Launches
@@ -207,7 +207,7 @@ def collect_launches(patch: Patch) -> list:
     found: list = []
     nothing = lambda *given: None
     replace_launch(patch, lambda launch, call: found.append(call))
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.load", lambda *text: mock.MagicMock())
+    patch.setattr("monoidreduce.engines.triton.launch.jit_module.load_module", lambda *text: mock.MagicMock())
     patch.setattr("monoidreduce.engines.common.matmul.panel_into", nothing)
     patch.setattr("monoidreduce.engines.triton.panel.contraction.contract_into", nothing)
     return found
@@ -221,7 +221,7 @@ def watch_prepared(patch: Patch, of: Callable[[Any], Any]) -> list:
         real(launch, *given)
         found.append(of(launch))
 
-    _wrap(patch, "monoidreduce.engines.triton.kernels.fold_kernel.Launch.prepare", prepare)
+    _wrap(patch, "monoidreduce.engines.triton.kernels.fold_kernel.FoldLaunch.prepare", prepare)
     return found
 
 
@@ -233,7 +233,7 @@ def watch_generated_kernels(patch: Patch) -> list:
         found.append(real(spec))
         return found[-1]
 
-    _wrap(patch, "monoidreduce.engines.triton.codegen.kernel_text.kernel", kernel)
+    _wrap(patch, "monoidreduce.engines.triton.codegen.compiler.compile_fold", kernel)
     return found
 
 
@@ -252,12 +252,12 @@ def replace_fixed_kernel_launch(patch: Patch, around: Around) -> None:
 
 def relaunch_on_any_device(patch: Patch) -> None:
     """Launches are prepared once and made again by address on every device, as on a GPU."""
-    patch.setattr("monoidreduce.engines.triton.launch.jit_module.repeats", lambda device: True)
+    patch.setattr("monoidreduce.engines.triton.launch.jit_module.can_relaunch", lambda device: True)
 
 
 def watch_tile_ranges(patch: Patch, around: Around) -> None:
     """Stands in for what finds the ranges of tiles that masks leave to compute."""
-    _wrap(patch, "monoidreduce.engines.triton.codegen.tile_ranges.bounds", around)
+    _wrap(patch, "monoidreduce.engines.triton.codegen.tile_ranges.compute_tile_ranges", around)
 
 
 # Panels

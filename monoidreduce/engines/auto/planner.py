@@ -65,9 +65,9 @@ def run_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> 
     given = list(leaves)
     if how.schedule == "panel":
         (room,) = how.tile("room") or (0,)
-        if _step_class(sizes.device) is triton.KernelStep and triton.is_deep(fold, given, sizes):
+        if _step_class(sizes.device) is triton.KernelStep and triton.is_k_loop_fold(fold, given, sizes):
             with contextlib.suppress(triton.Unsupported):  # a GEMM with the fold as its epilogue needs no panel
-                return triton.run_deep(fold, given, sizes)
+                return triton.run_k_loop_fold(fold, given, sizes)
         with contextlib.suppress(triton.Unsupported):  # warned about, then run by the eager engine below
             return panel.run(fold, given, sizes, _step_class(sizes.device), room)
         how = Choice("flash")
@@ -78,26 +78,26 @@ def run_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> 
         return triton.run(fold, given, sizes, fallback=eager.run)
 
 
-def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+def prepare_launches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
     """The launches of :func:`run` for leaves like these, for replay; None if it does more than launch kernels."""
     how = _choose(fold, leaves, sizes)[1]
     if not _has_kernels(sizes.device):
         return None
     if how.schedule == "panel":
-        return triton.ready_deep(fold, list(leaves), sizes)
+        return triton.prepare_k_loop_fold(fold, list(leaves), sizes)
     return prepare_choice(how, fold, leaves, sizes)
 
 
 def prepare_topk(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """A function that does what :func:`run` does for leaves like these, if that is a top-k over vendor GEMMs."""
     deep = _has_kernels(sizes.device) and _choose(fold, leaves, sizes)[1].schedule == "panel"
-    return topk.straight(fold, leaves, sizes) if deep else None
+    return topk.prepare_best_products(fold, leaves, sizes) if deep else None
 
 
-def prepare_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.Ready | None:
+def prepare_choice(how: Choice, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> triton.PreparedFold | None:
     """The launches of a choice; None if the fold has no kernel."""
     with _use_tiles(how):
-        return triton.ready(fold, list(leaves), sizes)
+        return triton.prepare(fold, list(leaves), sizes)
 
 
 def _use_tiles(how: Choice) -> contextlib.AbstractContextManager[Any]:
@@ -144,7 +144,7 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
     narrow = next((d for d in vectors if d in matmul.SIXTEEN), sizes.compute)
     base = case_without_leaves(fold, narrow, sizes, frozenset(_numbers(fold, leaves)))
     kernels = base.gpu and triton.runs_on(sizes.device)
-    defaults = triton.tiles_of(fold, list(leaves), sizes) if kernels else {}
+    defaults = triton.list_tiles(fold, list(leaves), sizes) if kernels else {}
     return replace(
         base,
         kernels=bool(defaults),

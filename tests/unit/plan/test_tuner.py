@@ -340,7 +340,7 @@ def test_a_kernel_that_spills_is_not_timed(spilled, refused, monkeypatch):
     def perform(how, *call):
         if how == FAST:  # as launching a kernel says it
             report = {"n_regs": 255, "n_spills": spilled // 4, "metadata": SimpleNamespace(shared=4096)}
-            jit_module.note(SimpleNamespace(**report))
+            jit_module.report_resources(SimpleNamespace(**report))
         return right(how, *call)
 
     internals.replace_planned_run(monkeypatch, perform)

@@ -7,14 +7,14 @@ from typing import Any
 from ....program.constructors import apply
 from ....program.contract import Contraction
 from ....program.expression import Expr, topological
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .kernel_spec import TINY, padded
 
 
-class Total:
+class Accumulator:
     """A running sum of a number or a vector: one block, or one number per feature where features are few."""
 
-    def __init__(self, name: str, feature: Any, dtype: str, v: Values, lanes: bool):
+    def __init__(self, name: str, feature: Any, dtype: str, v: ExpressionWriter, lanes: bool):
         self.name, self.v, self.feature = name, v, feature
         self.kind = v.float if dtype == "float" else "tl.int64"
         self.width = 0 if feature is None else v.spec.width(feature)
@@ -39,7 +39,7 @@ class Total:
         """Add the product of the tile met before, whose first index is ``gone``."""
         assert self.waiting is not None
         # added to 0, so that the compiler keeps the weights in registers
-        block = self.v.boxed(self.waiting, "gone")
+        block = self.v.load_by_descriptor(self.waiting, "gone")
         return f"{self.name} = tl.dot({self.name}_late + 0.0, {block}, acc={self.name}{self.v.options()})"
 
     def wait(self, weight: str) -> str:
@@ -87,7 +87,7 @@ class Total:
     def _product(self, weight: str, vector: Expr, block: str = "") -> None:
         v, kind = self.v, self.v.operand_type()
         if v.spec.pieces:
-            v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.pieces(vector)})")
+            v.inside.append(f"{self.name} += weighted_thirds({weight}, {v.split_blocks(vector)})")
             return
         block = block or v.block(vector)
         if kind != v.spec.compute:
@@ -135,12 +135,12 @@ class Total:
 
     def result(self) -> list[str]:
         if self.apart is not None:
-            mass = f"{self.name}_mass[:, None] * {self.v.whole(self.apart)}"
+            mass = f"{self.name}_mass[:, None] * {self.v.reload_split_vectors(self.apart)}"
             return [f"({self.name} {self.sign} {mass})"]
         return [f"tl.sum({n}, 1)" if self.lanes else n for n in self.names]
 
 
-def factored(c: Contraction) -> Contraction:
+def move_factors_to_weight(c: Contraction) -> Contraction:
     """A contraction whose vector is a leaf times a number, the number in the weight: one block less to read."""
     while c.vector is not None and c.vector.op == "mul":
         vector, number = c.vector.args if c.vector.args[0].feature is not None else c.vector.args[::-1]

@@ -1,4 +1,4 @@
-"""Weights that coins decide on: where two coins are the halves of one product, and are tossed at once."""
+"""Dropout in hand-scheduled kernels: two columns per 32-bit random word."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from ....program.constructors import ZERO
 from ....program.expression import Expr
 from .kernel_spec import Spec
 
-# A product has the coins of two neighbouring columns in its halves, without their signs, and numbers of 16 bits are in
-# the order of their bits (what is no number is above all). What is 0 where a coin falls is not multiplied there.
+# A product of a row's and a column pair's words has the random bits of two neighbouring columns in its halves, without
+# their signs. They are compared as float16, whose order is that of its bits (NaN above all). Dropped weights are not
+# multiplied.
 _ROWS = """
 @gluon.jit
 def thrown(weight, pair, less, row, mark):
@@ -47,13 +48,13 @@ def spared(weight, row, mark):
         pack=4,
     )
 """
-_NESTED = 16  # conditions, one inside the other, that a weight may be under
-_INFINITE = 0x7C00  # the bits of a float16: what is no number counts as above all
+_NESTED = 16  # nested conditions that a weight may be under
+_INFINITE = 0x7C00  # the bits of float16 infinity: NaN compares as above all
 
 
 @dataclass(frozen=True)
-class Toss:
-    """A factor if a coin is no less than another number, else 0."""
+class DropoutFactor:
+    """A dropout mask times its scale: ``factor`` where the random bits of a pair are at least ``least``, else 0."""
 
     row: Expr
     mark: Expr
@@ -62,16 +63,16 @@ class Toss:
     factor: float
 
     def by_rows(self) -> str:
-        """The text of what is done to weights whose columns are folded."""
+        """The device function that applies it to weights whose columns are folded."""
         return _ROWS.format(least=self.least * 0x10001)
 
     def by_columns(self) -> str:
-        """The same where columns are kept."""
+        """The same where columns are the kept axis."""
         return _COLUMNS.format(least=self.least * 0x10001)
 
 
-def toss(e: Expr, spec: Spec) -> Toss | None:
-    """An expression as such a factor; None where it is none, or coins cannot be tossed at once."""
+def match_dropout_factor(e: Expr, spec: Spec) -> DropoutFactor | None:
+    """An expression as such a factor; None where it is none, or its words are not int32 leaves."""
     if e.op != "where" or e.args[1].op != "const" or e.args[2] is not ZERO or e.args[0].op != "ge":
         return None
     coin, least = e.args[0].args
@@ -80,41 +81,41 @@ def toss(e: Expr, spec: Spec) -> Toss | None:
     row, mark, col = coin.args
     words = row.op == mark.op == "leaf" and not row.cols and not mark.rows and col.op == "col_index"
     plain = words and spec.type_of[row] == spec.type_of[mark] == "int32"
-    return Toss(row, mark, col, int(least.const), e.args[1].const) if plain else None
+    return DropoutFactor(row, mark, col, int(least.const), e.args[1].const) if plain else None
 
 
-def tossed(e: Expr, spec: Spec) -> tuple[Expr, Toss] | None:
-    """A number of pairs times such a factor."""
+def match_dropped_number(e: Expr, spec: Spec) -> tuple[Expr, DropoutFactor] | None:
+    """An expression as a number per pair times such a factor: both; None where it is none."""
     if e.op != "mul" or not all(a.is_pair for a in e.args):
         return None
     for factor, rest in (e.args, e.args[::-1]):
-        if (found := toss(factor, spec)) is not None:
+        if (found := match_dropout_factor(factor, spec)) is not None:
             return rest, found
     return None
 
 
 @dataclass(frozen=True)
-class Parted:
-    """A weight w t, or w (t x - y), t a toss's factor and y a number of rows."""
+class DroppedWeight:
+    """A weight ``w * t``, or ``w * (t * x - y)``: t is a dropout factor, y a number per row."""
 
     weight: Expr
-    toss: Toss
+    toss: DropoutFactor
     pair: Expr | None = None  # x
     number: Expr | None = None  # y
 
 
-def parted(e: Expr, spec: Spec) -> Parted | None:
+def match_dropped_weight(e: Expr, spec: Spec) -> DroppedWeight | None:
     """An expression as such a weight, perhaps under a condition; None where it is none."""
     hidden = 0
-    while e.op == "where" and e.args[2] is ZERO and toss(e, spec) is None:
+    while e.op == "where" and e.args[2] is ZERO and match_dropout_factor(e, spec) is None:
         e, hidden = e.args[1], hidden + 1
     if hidden > _NESTED:
         return None
-    if (one := tossed(e, spec)) is not None:
-        return Parted(*one)
+    if (one := match_dropped_number(e, spec)) is not None:
+        return DroppedWeight(*one)
     if e.op != "mul" or e.args[1].op != "sub" or not e.args[0].is_pair:
         return None
     product, number = e.args[1].args
-    found = tossed(product, spec)
+    found = match_dropped_number(product, spec)
     plain = number.op == "leaf" and not number.cols and number.dtype == "float"
-    return Parted(e.args[0], found[1], found[0], number) if found and plain else None
+    return DroppedWeight(e.args[0], found[1], found[0], number) if found and plain else None

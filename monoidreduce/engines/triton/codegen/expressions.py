@@ -1,8 +1,9 @@
 """Expressions as lines of a kernel.
 
-A number lives in a block that broadcasts to ``[KEPT, FOLDED]``: ``[KEPT, 1]`` on the kept side, ``[1, FOLDED]`` on the
-folded side. A vector is either a block ``[side, features]``, for matrix products, or is met feature by feature
-(:meth:`Values.component`). What does not vary along the folded axis is bound once, before the loop.
+A number lives in a block that broadcasts to ``[KEPT, FOLDED]``: ``[KEPT, 1]`` where it varies along the kept axis,
+``[1, FOLDED]`` where it varies along the folded axis. A vector is either a block ``[axis, features]``, for matrix
+products, or is computed feature by feature (:meth:`ExpressionWriter.component`). What does not vary along the folded
+axis is bound once, before the loop.
 """
 
 from __future__ import annotations
@@ -17,46 +18,51 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const, topological, widest
 from ....program.philox import DRAWS
 from ....program.primitives import PRIMITIVES
-from . import expression_depth, k_loop
-from .blocks import Blocks
-from .exponents import literal
-from .kernel_spec import TINY, WIDEST, Spec, Unsupported
+from . import k_loop
+from .exponents import LOG2E, factor_out, literal
+from .kernel_spec import TINY, WIDEST, Spec, Unsupported, padded
 
-_INTEGER_GROWS = ("mul", "square")  # int32 indices are raised to int64 before these
-_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # these ask for a type
-_SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)
-_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit
-_QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")  # with quick forms, for 16 bits
-_SCALES = ("neg", "mul", "div")  # one factor in their place costs float32 no digit
+_INTEGER_GROWS = ("mul", "square")  # int32 indices are converted to int64 before these
+_TYPED = ("minimum", "maximum", "remainder", "floor_divide", "logaddexp", "pow", "xlogy")  # need typed constants
+_SMALL_POWERS = (3, 4, 5, 6, -2, -3, -4)  # written as products
+_CLOSE = 0.05  # a squared distance below this share of the squared norms has lost more than a digit to cancellation
+# functions with approximate forms (``quick_``, ``native_``) for 16-bit programs
+_QUICK = re.compile(r"(?<![\w.])(log|tanh|sigmoid|(?:normal_)?gate|gelu_\w+|gumbel)\(")
+_SCALES = ("neg", "mul", "div")  # merging their factor with log2(e) costs float32 no accuracy
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+_LAYER = 64  # levels of an expression that are written by nested calls; deeper ones are bound layer by layer
 
 
-class Values(Blocks):
-    """The names bound so far, before the loop and inside it, and the lines that bind them."""
+class ExpressionWriter:
+    """Writes expressions as lines: those before the loop (``before``) and those of the loop's body (``inside``).
+
+    :meth:`number` returns the name (or literal) of a number, and appends the lines that it needs, once.
+    Subclasses change where leaves come from: shared memory, one column per row, a whole row in one program instance.
+    """
 
     def __init__(self, spec: Spec):
         self.spec = spec
         self.float = f"tl.{spec.compute}"
-        self.before: list[str] = []
-        self.inside: list[str] = []
-        self.outer: dict[object, str] = {}
-        self.inner: dict[object, str] = {}
-        self.masked = False  # whether this loop meets the end of the folded axis
+        self.before: list[str] = []  # lines before the loop
+        self.inside: list[str] = []  # lines of the loop that is being written
+        self.outer: dict[object, str] = {}  # names bound before the loop
+        self.inner: dict[object, str] = {}  # names bound in the loop
+        self.masked = False  # whether this loop sees tiles that the end of the folded axis cuts
         self.count = 0
         self.blocks: dict[Expr, None] = {}  # the leaves held as blocks, in order
-        self.state_width = 0  # features of all running sums that are blocks
+        self.state_width = 0  # features of all accumulators that are blocks
         self.scalars = False  # inside a monoid's combine: plain literals only
-        self.shifts: list[tuple[Expr, Expr]] = []
+        self.shifts: list[tuple[Expr, Expr]] = []  # of exponents, computed before the launch (``exponent_shift.py``)
         self.layered: set[str] = set()  # features (or "": numbers) of deep expressions that are being bound
-        self.late = False  # whether in this loop a tile's last products may wait for the next tile
+        self.late = False  # whether in this loop a tile's last product may be issued with the next tile's arithmetic
         self.factors = {a for e in topological(spec.fold.reductions) if e.op in ("dot", "sqdist") for a in e.args}
 
     def loop(self, masked: bool) -> None:
-        """Start the body of another loop."""
+        """Start the body of another loop; ``masked``: its tiles may reach beyond the folded axis."""
         self.inside, self.inner, self.masked = [], {}, masked
 
     def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
-        """Name a value, once; before the loop unless it varies along the folded axis."""
+        """Bind ``text`` to a name, once per key; before the loop unless ``folded``. Returns the name."""
         found = self.outer.get(key) or self.inner.get(key)
         if found:
             return found
@@ -65,6 +71,14 @@ class Values(Blocks):
         (self.inside if folded else self.before).append(f"{name} = {text}")
         (self.inner if folded else self.outer)[key] = name
         return name
+
+    def seen(self, text: str, otherwise: str) -> str:
+        """A block in which columns beyond the folded axis are replaced by ``otherwise``."""
+        return f"tl.where(folded_in[None, :], {text}, {otherwise})" if self.masked else text
+
+    def seen_name(self, text: str, otherwise: str) -> str:
+        """The same, bound to a name."""
+        return self.bind((text, otherwise), self.seen(text, otherwise), True) if self.masked else text
 
     # Numbers
 
@@ -78,8 +92,18 @@ class Values(Blocks):
             if e.dtype == "float" and self.float == "tl.float64" and not self.scalars:
                 return self.bind(e, f"tl.full([1, 1], {literal(value)}, tl.float64)", False)
             return literal(value)
-        expression_depth.bind_numbers(self, e)
+        if e.depth > _LAYER and "" not in self.layered:
+            with self._binding_layers(""):
+                for n in _read_across_layers(e, lambda n: n in self.outer or n in self.inner):
+                    if n.feature is None:
+                        self.number(n)
         return self.bind(e, self._text(e), self.spec.folds(e), self._name(e))
+
+    @contextmanager
+    def _binding_layers(self, feature: str) -> Iterator[None]:
+        self.layered.add(feature)
+        yield
+        self.layered.remove(feature)
 
     def full(self, e: Expr) -> str:
         """A number as a whole ``[KEPT, FOLDED]`` block."""
@@ -88,11 +112,11 @@ class Values(Blocks):
         return text if e.is_pair else self.bind((e, "full"), f"tl.zeros([KEPT, FOLDED], {kind}) + {text}", True)
 
     def own_place(self, target: Expr) -> str:
-        """A kept index's own folded index."""
+        """The folded index that a kept index names (a label), as a block ``[KEPT, 1]``."""
         return self.number(target)
 
     def divided(self, block: str, name: str) -> str:
-        """Vectors by a number per kept index."""
+        """Vectors divided by a number per kept index."""
         return f"{block} / {name}[:, None]"
 
     def _name(self, e: Expr) -> str:
@@ -117,20 +141,46 @@ class Values(Blocks):
         if e in self.spec.near_of:
             return self._distance(e)
         if e.op == "where" or (e.op == "mul" and any(a.op == "where" for a in e.args)):
-            self.products(*e.args)  # before a condition, whose truths would be held while they are computed
+            self.products(*e.args)  # before the condition: its mask would take registers during the products
         if e.op == "coin":
             return self._primitive(e, [*map(self.number, e.args[:2]), self.block_of(e.args[2])])
         if e.op in ("div", "tanh") and self.spec.narrow and e.is_pair:
-            return self.joined(e)
+            return self._divide_by_one_factor(e)
         return self._primitive(e, [self.argument(a, want) for a, want in zip(e.args, self._wants(e), strict=True)])
 
     def block_of(self, col: Expr) -> str:
-        """Which block of columns a column is of, for coins: a number where that holds for a whole tile."""
+        """Which block of 128 columns a column is in, for dropout: one number where a tile lies in one block."""
         if col.op != "col_index":
             return f"({self.number(col)} >> 7)"
         folded = self.spec.folds(col)
         first, size = ("start", "FOLDED") if folded else ("tile * KEPT", "KEPT")
         return self.bind((col, "block"), f"block_of({first}, {self.number(col)}, {size})", folded)
+
+    # Leaves: where they lie, and their numbers
+
+    def base(self, e: Expr) -> str:
+        """Pointer to the first element of a leaf's batch element."""
+        name = str(e.attrs[0])
+        batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
+        return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
+
+    def pointer(self, e: Expr) -> str:
+        """Pointer to the first element of a leaf's tile, or of its batch element where it varies along no axis."""
+        name, base = str(e.attrs[0]), self.base(e)
+        if e.is_pair:
+            kept, folded = self.pair_strides(e)
+            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
+            return self.bind((e, "at"), text, True, f"{name}_at")
+        if self.spec.folds(e):
+            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
+        if self.spec.keeps(e):
+            return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
+        return base
+
+    def pair_strides(self, e: Expr) -> tuple[str, str]:
+        """The strides along the kept and the folded axis of a leaf per pair."""
+        row, col = f"{e.attrs[0]}_r", f"{e.attrs[0]}_c"
+        return (row, col) if self.spec.over == "cols" else (col, row)
 
     def _leaf(self, e: Expr) -> str:
         name, kind = str(e.attrs[0]), self.spec.type_of[e]
@@ -143,7 +193,7 @@ class Values(Blocks):
             place = f"{self.pointer(e)} + kept_lane[:, None] * {kept} + folded_lane[None, :] * {folded}"
             text = f"tl.load({place}, mask={mask}, other=0)"
         elif e in self.spec.box_of:
-            text = f"{self.boxed(e, 'start')}[None, :]"
+            text = f"{self.load_by_descriptor(e, 'start')}[None, :]"
         elif self.spec.folds(e):
             mask = ", mask=folded_in, other=0" if self.masked else ""
             text = f"tl.load({self.pointer(e)} + folded_lane * {name}_s{mask})[None, :]"
@@ -153,34 +203,24 @@ class Values(Blocks):
             text = f"tl.load({self.pointer(e)})"
         return self._loaded(text, e, kind)
 
-    def pair_strides(self, e: Expr) -> tuple[str, str]:
-        """The strides along the kept and the folded axis of a leaf per pair."""
-        row, col = f"{e.attrs[0]}_r", f"{e.attrs[0]}_c"
-        return (row, col) if self.spec.over == "cols" else (col, row)
+    def _leaf_component(self, e: Expr, f: str) -> str:
+        name = str(e.attrs[0])
+        at = f"{self.pointer(e)} + {f} * {name}_f"
+        if self.spec.folds(e):
+            at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
+            mask = ", mask=folded_in, other=0" if self.masked else ""
+        elif self.spec.keeps(e):
+            at, shape = f"{at} + kept_lane * {name}_s", "[:, None]"
+            mask = ", mask=kept_in, other=0"
+        else:
+            shape = mask = ""
+        return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
 
     def _loaded(self, text: str, e: Expr, kind: str) -> str:
+        """A loaded value in the type that arithmetic is done in."""
         if e.dtype == "float":
             return text if kind == self.spec.compute else f"{text}.to({self.float})"
         return text if kind in ("bool", "int64", "int32") else f"{text}.to(tl.int64)"
-
-    def base(self, e: Expr) -> str:
-        """Where a leaf's batch element begins."""
-        name = str(e.attrs[0])
-        batch = "".join(f" + b{k} * {name}_b{k}" for k in range(self.spec.rank))
-        return self.bind((e, "base"), f"{name}_ptr{batch}", False, f"{name}_base")
-
-    def pointer(self, e: Expr) -> str:
-        """Where a leaf's tile (or its batch element) begins."""
-        name, base = str(e.attrs[0]), self.base(e)
-        if e.is_pair:
-            kept, folded = self.pair_strides(e)
-            text = f"{base} + tl.cast(tile * KEPT, tl.int64) * {kept} + tl.cast(start, tl.int64) * {folded}"
-            return self.bind((e, "at"), text, True, f"{name}_at")
-        if self.spec.folds(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(start, tl.int64) * {name}_s", True, f"{name}_at")
-        if self.spec.keeps(e):
-            return self.bind((e, "at"), f"{base} + tl.cast(tile * KEPT, tl.int64) * {name}_s", False, f"{name}_at")
-        return base
 
     # Elementwise arithmetic
 
@@ -200,9 +240,10 @@ class Values(Blocks):
         return [e.dtype] * len(e.args)
 
     def argument(self, a: Expr, want: str) -> str:
+        """A number in the class (float, int, bool) that its reader wants."""
         if a.dtype == want:
             return self.number(a)
-        return self.gap(a, want) or self.convert(self.number(a), a, want)
+        return self.index_distance(a, want) or self.convert(self.number(a), a, want)
 
     def convert(self, text: str, a: Expr, want: str) -> str:
         """A number of one class as one of another."""
@@ -246,22 +287,161 @@ class Values(Blocks):
         return _QUICK.sub(r"native_\1(" if self.spec.native else r"quick_\1(", text) if self.spec.narrow else text
 
     def _sums_of_int32(self, e: Expr) -> bool:
-        """Whether a sum would wrap around in int32, where torch's does not: of int32 data. Indices are small enough."""
+        """True for sums of int32 data, which could wrap around where torch's do not. Indices are small enough."""
         return e.op in ("add", "sub", "neg", "abs") and any(self.spec.type_of.get(a) == "int32" for a in e.args)
 
     def _divides_exactly(self, e: Expr) -> bool:
-        """A GPU's own float32 form may be off by two units of the last place, torch's by half of one: a logit that was
-        divided so has weights of three times the error. One number for all pairs (a bandwidth) is not worth it."""
+        """True where a division is rounded correctly, as in torch. The GPU's own float32 division may be off by two
+        units in the last place, which triples the error of the weights made from a logit. Not where all pairs share one
+        divisor (a bandwidth)."""
         single = self.spec.compute == "float32" and not self.spec.narrow and all(a.dtype == "float" for a in e.args)
         return single and (e.args[-1].rows or e.args[-1].cols)
 
     def _typed(self, text: str, a: Expr, e: Expr) -> str:
+        """A constant argument as a tensor of the result's type; other arguments as they are."""
         if a.op != "const" or (self.float == "tl.float64" and e.dtype == "float" and not self.scalars):
             return text
         kind = self.float if e.dtype == "float" else "tl.int32" if abs(a.const) < 2**31 else "tl.int64"
         return f"tl.full({'()' if self.scalars else '[1, 1]'}, {text}, {kind})"
 
-    # Features
+    # Exponentials, as powers of two
+
+    def exp(self, x: Expr, total: Expr | None = None) -> str:
+        """``exp(x)`` as exp2: constant factors and log2(e) become one factor, one-sided terms are scaled once per row
+        or column.
+
+        Only with 16-bit products: a fused multiply-subtract of large logits costs float32 its last digits.
+        ``total``: the logarithm of what the exponential is divided by; it is added to the one-sided term.
+        """
+        if total is not None:
+            one_sided = x.op == "sub" and x.is_pair and not x.args[1].is_pair
+            if not one_sided or self.spec.folds(x.args[1]) != self.spec.folds(total):
+                return f"{self.exp(x)} * decay({self.number(total)})"
+            core, factor = self.linear(x.args[0])
+            pair = self.argument(core, "float")  # first: one-sided numbers are loaded while it is computed
+            if self.spec.join and self.spec.folds(total) and x.args[1].op == total.op == "leaf":
+                return f"tl.exp2({pair} * {factor} - {self._shift(x.args[1], total)})"
+            shift = f"({self.number(x.args[1])} + unseen({self.number(total)})) * {literal(LOG2E)}"
+            shift = self.bind((x.args[1], total, "log2"), shift, self.spec.folds(total))
+            return f"tl.exp2({pair} * {factor} - {shift})"
+        if x.op in ("sub", "add") and (x.args[0].is_pair != x.args[1].is_pair) and x.is_pair:
+            parts = []
+            for a in x.args:
+                core, factor = self.linear(a) if a.is_pair else (a, self.factor(LOG2E))
+                text = f"{self.argument(core, 'float')} * {factor}"
+                parts.append(text if a.is_pair else self.bind((a, "log2"), text, self.spec.folds(a)))
+            return f"tl.exp2({parts[0]} {'-' if x.op == 'sub' else '+'} {parts[1]})"
+        core, factor = self.linear(x)
+        return f"tl.exp2({self.argument(core, 'float')} * {factor})"
+
+    def _shift(self, number: Expr, total: Expr) -> str:
+        """(number + the logarithm of a total) × log2(e), which the launch computed beforehand."""
+        if (number, total) not in self.shifts:
+            self.shifts.append((number, total))
+        name = f"shift{self.shifts.index((number, total))}"
+        if self.spec.line:
+            text = f"tl.reshape({name}_box.load([tl.cast(batch, tl.int32), start]), [FOLDED])[None, :]"
+            return self.bind(name, text, True, name)
+        base = f"{name}_ptr + tl.cast(batch, tl.int64) * folded_size"
+        base = self.bind((name, "base"), base, False, f"{name}_base")
+        mask = ", mask=folded_in, other=0" if self.masked else ""
+        return self.bind(name, f"tl.load({base} + start + folded_lane{mask})[None, :]", True, name)
+
+    def linear(self, e: Expr, positive: bool = False, unit: float = LOG2E) -> tuple[Expr, str]:
+        """``e * unit`` as ``(core, factor)``: the factor is known before the loop, so pairs multiply once.
+
+        ``positive``: only factors above zero are taken out.
+        """
+        core, factor, numbers = factor_out(e, self.spec, positive)
+        return core, self.factor(factor * unit, *numbers)
+
+    def _divide_by_one_factor(self, e: Expr) -> str:
+        """A quotient, or a tanh, of pairs: what pairs are divided by becomes one factor, computed before the loop."""
+        whole = e if e.op == "div" else e.args[0]
+        core, factor = self.linear(whole, unit=1.0)
+        text = None if core is whole or factor == "1.0" else f"{self.argument(core, 'float')} * {factor}"
+        if e.op == "div":
+            return text or self._primitive(e, [self.argument(a, "float") for a in e.args])
+        return self._primitive(e, [text or self.argument(whole, "float")])
+
+    def factor(self, constant: float, *numbers: tuple[Expr, bool]) -> str:
+        """A constant times (or divided by, where True) numbers, as a literal or a name bound before the loop."""
+        if not numbers:
+            return literal(constant)
+        text = literal(constant) + "".join(f" {'/' if over else '*'} {self.number(k)}" for k, over in numbers)
+        return self.bind(("factor", constant, numbers), text, False)
+
+    # Distances of indices
+
+    def index_distance(self, a: Expr, want: str) -> str | None:
+        """``i - j`` or ``|i - j|`` of a kept and a folded index as float32; None for anything else.
+
+        Both count from the tile's first index, which float32 holds exactly; beyond 2²⁴ a distance is rounded anyway."""
+        if want != "float" or self.spec.narrow is None:
+            return None
+        if a.op == "abs":
+            distance = self.index_distance(a.args[0], want)
+            return distance and f"tl.abs({distance})"
+        if a.op != "sub" or a.args[1].op not in ("row_index", "col_index"):
+            return None
+        at, index = a.args
+        if not self.spec.folds(index) or not self.spec.keeps(at) or self.spec.folds(at):
+            return None
+        return self.bind((a, "gap"), self.apart(self.number(at)), True)
+
+    def apart(self, at: str) -> str:
+        """Kept indices minus the folded indices of a tile, as float32."""
+        return f"({at} - start).to(tl.float32) - folded_lane.to(tl.float32)[None, :]"
+
+    # Vectors, feature by feature
+
+    def component(self, e: Expr, f: str) -> str:
+        """Feature ``f`` (a literal or a loop's name) of a vector, as a number."""
+        if e.feature is None:
+            return self.number(e)
+        key = (e, f)
+        found = self.outer.get(key) or self.inner.get(key)
+        if found:
+            return found
+        folded = self.spec.folds(e) or not f.isdigit()
+        if e.op == "spread":
+            return self.number(e.args[0])
+        if e.op == "leaf":
+            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
+        if e.depth > _LAYER and f not in self.layered:
+            with self._binding_layers(f):
+                for n in _read_across_layers(
+                    e, lambda n: n.feature is None or (n, f) in self.outer or (n, f) in self.inner
+                ):
+                    self.component(n, f)
+        args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
+        return self.bind(key, self._primitive(e, args), folded)
+
+    @contextmanager
+    def walk(self, width: int) -> Iterator[str]:
+        """The body of a loop over features; yields the feature's name. What it binds is dropped after it."""
+        lines, names = self.inside, self.inner
+        f, self.count = f"f{self.count}", self.count + 1
+        self.inside, self.inner = [], dict(names)
+        yield f
+        lines += [f"for {f} in range(0, {width}):", *(f"    {line}" for line in self.inside)]
+        self.inside, self.inner = lines, names
+
+    def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
+        """The sum of ``part(f)`` over the features of a vector: unrolled where they are few, else by a loop."""
+        width = self.spec.width(vector.feature)
+        for n in topological([vector], stop=lambda n: n.feature is None):
+            if n.feature is None:
+                self.number(n)
+        kind = self.float if e.dtype == "float" else "tl.int64"
+        if not width:  # a sum of no features
+            return f"tl.zeros([KEPT, FOLDED], {kind})"
+        if width <= TINY:
+            return " + ".join(part(str(f)) for f in range(width))
+        total = self.bind((e, "total"), f"tl.zeros([KEPT, FOLDED], {kind})", True)
+        with self.walk(width) as f:
+            self.inside.append(f"{total} += {part(f)}")
+        return total
 
     def _over_features(self, e: Expr) -> str:
         """A number per pair made from vectors: by a matrix product where it is one, else feature by feature."""
@@ -291,7 +471,7 @@ class Values(Blocks):
         return self._walked(x, part, e)
 
     def _near(self, e: Expr, square: str, norms: list[str]) -> None:
-        """Where a tile has pairs so close that the product cost digits, it is computed anew, feature by feature."""
+        """Recompute a tile's squared distances feature by feature where a pair is so close that digits cancelled."""
         close = f"tl.max(tl.where({square} < {_CLOSE} * ({norms[0]} + {norms[1]}), 1, 0))"
         lines, self.inside = self.inside, []
         names = dict(self.inner)
@@ -303,7 +483,8 @@ class Values(Blocks):
         self.inside, self.inner = lines, names
 
     def _distance(self, e: Expr) -> str:
-        """A squared distance of norms and a product of pieces; what is close is computed anew, from whole vectors."""
+        """A squared distance from norms and a split product (``float32_split.py``); close pairs are recomputed from
+        whole vectors."""
         pair, norms = self.spec.near_of[e], self.number(e.args[0].args[0])
         text = self._primitive(e, [self.argument(a, "float") for a in e.args])
         name = self.bind((e, "square"), text, True)
@@ -318,79 +499,104 @@ class Values(Blocks):
         return name
 
     def _norm(self, v: Expr) -> str:
+        """The squared norm of a leaf's vectors."""
         axis = "[None, :]" if self.spec.folds(v) else "[:, None]"
         block = self.block(v)
         text = f"tl.sum({block}.to({self.float}) * {block}.to({self.float}), 1){axis}"
         return self.bind((v, "norm"), text, self.spec.folds(v))
 
-    def _walked(self, vector: Expr, part: Callable[[str], str], e: Expr) -> str:
-        width = self.spec.width(vector.feature)
-        for n in topological([vector], stop=lambda n: n.feature is None):
-            if n.feature is None:
-                self.number(n)
-        kind = self.float if e.dtype == "float" else "tl.int64"
-        if not width:  # a sum of no features
-            return f"tl.zeros([KEPT, FOLDED], {kind})"
-        if width <= TINY:
-            return " + ".join(part(str(f)) for f in range(width))
-        total = self.bind((e, "total"), f"tl.zeros([KEPT, FOLDED], {kind})", True)
-        with self.walk(width) as f:
-            self.inside.append(f"{total} += {part(f)}")
-        return total
-
-    @contextmanager
-    def walk(self, width: int) -> Iterator[str]:
-        """The body of a loop over features; what it binds is forgotten after it."""
-        lines, names = self.inside, self.inner
-        f, self.count = f"f{self.count}", self.count + 1
-        self.inside, self.inner = [], dict(names)
-        yield f
-        lines += [f"for {f} in range(0, {width}):", *(f"    {line}" for line in self.inside)]
-        self.inside, self.inner = lines, names
-
-    def component(self, e: Expr, f: str) -> str:
-        """Feature ``f`` of a vector, as a number."""
-        if e.feature is None:
-            return self.number(e)
-        key = (e, f)
-        found = self.outer.get(key) or self.inner.get(key)
-        if found:
-            return found
-        folded = self.spec.folds(e) or not f.isdigit()
-        if e.op == "spread":
-            return self.number(e.args[0])
-        if e.op == "leaf":
-            return self.bind(key, self._leaf_component(e, f), folded, f"{e.attrs[0]}_{f}")
-        expression_depth.bind_components(self, e, f)
-        args = [self.convert(self.component(a, f), a, want) for a, want in zip(e.args, self._wants(e), strict=True)]
-        return self.bind(key, self._primitive(e, args), folded)
-
-    def _leaf_component(self, e: Expr, f: str) -> str:
-        name = str(e.attrs[0])
-        at = f"{self.pointer(e)} + {f} * {name}_f"
-        if self.spec.folds(e):
-            at, shape = f"{at} + folded_lane * {name}_s", "[None, :]"
-            mask = ", mask=folded_in, other=0" if self.masked else ""
-        elif self.spec.keeps(e):
-            at, shape = f"{at} + kept_lane * {name}_s", "[:, None]"
-            mask = ", mask=kept_in, other=0"
-        else:
-            shape = mask = ""
-        return self._loaded(f"tl.load({at}{mask}){shape}", e, self.spec.type_of[e])
-
-    # Products
+    # Vectors as blocks, and their matrix products
 
     def product(self, x: Expr, y: Expr) -> str:
-        """⟨x_i, y_j⟩ as one matrix product, the kept side on the left."""
+        """⟨x_i, y_j⟩ as one matrix product, the kept axis on the left."""
         kept, folded = (y, x) if self.spec.folds(x) else (x, y)
         if self.spec.deep and self.spec.width(x.feature) > WIDEST:
-            return k_loop.product(self, kept, folded)
+            return k_loop.write_product(self, kept, folded)
         if self.spec.pieces:
             across = {2: "halves_across", 3: "thirds_across"}[self.spec.pieces]
-            return f"{across}({self.pieces(kept)}, {self.pieces(folded)})"
+            return f"{across}({self.split_blocks(kept)}, {self.split_blocks(folded)})"
         return f"tl.dot({self.block(kept)}, tl.trans({self.block(folded)}){self.options()})"
+
+    def products(self, *roots: Expr) -> None:
+        """Bind the matrix products of expressions first, before arithmetic that would hold registers meanwhile."""
+        for n in topological(roots):
+            if n.op == "dot" and self.spec.width(n.args[0].feature) > TINY:
+                self.number(n)
+
+    def lane(self, feature: str | int | None, room: int = 0) -> tuple[str, str | None]:
+        """A block's feature indices, and the mask of those that may be read (None: all); ``room``: how many may."""
+        width = self.spec.width(feature)
+        if width > WIDEST:
+            raise Unsupported(f"vectors of {width} features, more than {WIDEST}")
+        size = padded(width)
+        lane = self.bind(("lane", size), f"tl.arange(0, {size}).to(INT)", False, f"lane{size}")
+        width = room or width
+        inside = self.bind(("in", width), f"{lane} < {width}", False, f"in{width}") if width != size else None
+        return lane, inside
+
+    def block(self, e: Expr, piece: int | None = None) -> str:
+        """A leaf's vectors ``[axis, features]`` in the operand type; ``piece``: one 16-bit part of float32 vectors."""
+        name, kind = str(e.attrs[0]), self.spec.type_of[e]
+        name, folded = f"{name}_block" if piece is None else f"{name}_block_{piece}", self.spec.folds(e)
+        self.blocks[e] = None
+        lane, exists = self.lane(e.feature, self.spec.room_of[e])
+        first = (piece or 0) * padded(self.spec.width(e.feature))
+        if folded and e in self.spec.box_of:
+            return self.bind((e, "block", piece), self.load_by_descriptor(e, "start", str(first)), True, name)
+        side = "folded" if folded else "kept"
+        masks = [f"{side}_in[:, None]"] if not folded or self.masked else []
+        masks += [f"{exists}[None, :]"] if exists else []
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        at = f"{self.pointer(e)} + {first}" if first else self.pointer(e)
+        text = f"tl.load({at} + {side}_lane[:, None] * {e.attrs[0]}_s + {lane}[None, :] * {e.attrs[0]}_f{mask})"
+        wanted = self.operand_type() if piece is None else kind
+        text = text if kind == wanted else f"{text}.to(tl.{wanted})"
+        return self.bind((e, "block", piece), text, folded, name)
+
+    def split_blocks(self, e: Expr) -> str:
+        """The 16-bit parts of a leaf's split float32 vectors, as arguments."""
+        return ", ".join(self.block(e, k) for k in range(self.spec.pieces))
+
+    def reload_split_vectors(self, e: Expr) -> str:
+        """A kept leaf's float32 vectors, loaded again from their 16-bit parts, whose registers were reused."""
+        width = padded(self.spec.width(e.feature))
+        place = f"{self.pointer(e)} + kept_lane[:, None] * {e.attrs[0]}_s + {self.lane(e.feature, width)[0]}[None, :]"
+        parts = (f"tl.load({place} + {k * width}, mask=kept_in[:, None], other=0)" for k in range(3))
+        return f"of_thirds({', '.join(parts)})"
+
+    def load_by_descriptor(self, e: Expr, start: str, feature: str = "0") -> str:
+        """A block of a leaf's vectors (from a feature on) or numbers, from index ``start``, by its descriptor."""
+        dims = self.spec.box_of[e]
+        at = "".join(f"tl.cast(b{k}, tl.int32), " for k in dims)
+        if e.feature is None:
+            text = f"{e.attrs[0]}_box.load([{at}{start}])"
+            return f"tl.reshape({text}, [FOLDED])" if dims else text
+        text = f"{e.attrs[0]}_box.load([{at}{start}, {feature}])"
+        width = self.spec.width(e.feature)
+        shape = f"[{'FOLDED' if self.spec.folds(e) else 'KEPT'}, {k_loop.DEPTH if width > WIDEST else padded(width)}]"
+        return f"tl.reshape({text}, {shape})" if dims else text
+
+    def operand_type(self) -> str:
+        """The type of matrix products' operands."""
+        return self.spec.narrow or self.spec.compute
+
+    def options(self) -> str:
+        """Further arguments of ``tl.dot``: precision or type of the accumulator."""
+        kind = self.operand_type()
+        return {"float64": ", out_dtype=tl.float64", "float32": ", input_precision=PRECISION"}.get(kind, "")
 
 
 def is_one(e: Expr) -> bool:
     """Whether a weight is the constant 1."""
     return e is ONE
+
+
+def _read_across_layers(e: Expr, is_bound: Callable[[Expr], bool]) -> list[Expr]:
+    """The unbound elementwise nodes under ``e`` that are read from a higher layer, arguments first.
+
+    Writing an expression is recursive. In a deep one, nodes are divided into layers of ``_LAYER`` levels; values that
+    cross layers are bound from the bottom up, so that calls nest no deeper than a layer.
+    """
+    order = topological([e], stop=is_bound)
+    read = {a for n in order if not is_bound(n) for a in n.args if a.depth // _LAYER < n.depth // _LAYER}
+    return [n for n in order if n in read and n.op in PRIMITIVES and not is_bound(n)]

@@ -1,8 +1,7 @@
-"""Products of more features than a block holds: the product is walked, a few features of both sides at a time.
+"""Products of more features than a block holds: a K loop over features, some of both operands at a time.
 
-This is a matrix product with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a
-logsumexp, an argmax, a sample) of 16-bit vectors; sums of vectors would need as many registers as features, and go by
-panels instead (``__init__.py``).
+This is a GEMM with the fold as its epilogue: pairs exist in registers only. It serves folds to numbers (a logsumexp, an
+argmax, a sample) of 16-bit vectors; sums of vectors would need as many registers as features, and use panels instead.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from ....reductions import kind_of
 from .kernel_spec import WIDEST, Spec
 
 if TYPE_CHECKING:
-    from .expressions import Values
+    from .expressions import ExpressionWriter
 
 DEPTH = 64  # features at a time
-STRIPS = 4  # into which a tile is cut where its pairs draw: their words and numbers would not fit beside the product
-FEW = 8  # of the best of a row, beyond which a list in registers is slower than a panel
-_FITS = 35 * 2**20  # bytes of kept vectors that stay in the cache of an H200 whatever is walked besides
-_NEAR = 10 * 2**20  # and of those that run at the same time, where there are more
-OPENING = [  # of a walk in parts: a few kept tiles, ``beside``, take all parts before the next few
+STRIPS = 4  # column strips of a tile whose pairs draw random numbers: all at once would not fit in registers
+FEW = 8  # top-k lists beyond this are slower in registers than by panels
+_FITS = 35 * 2**20  # bytes of kept vectors that stay in the L2 cache of an H200 whatever is loaded besides
+_NEAR = 10 * 2**20  # bytes of kept vectors of tiles that run at the same time, where all are more
+PROLOGUE = [  # of a walk in parts: a few kept tiles, ``count_concurrent_tiles``, take all parts before the next few
     "batch = tl.program_id(0) // (tiles * parts)",
     "tile, part = grouped(tl.program_id(0) % (tiles * parts), tiles, parts, beside)",
 ]
 
 
 @functools.lru_cache(maxsize=1024)
-def fits(fold: Fold, width: int, narrow: bool) -> bool:
-    """Whether a fold is for these kernels: 16-bit products of many features, folded to numbers."""
+def takes_fold(fold: Fold, width: int, narrow: bool) -> bool:
+    """True for folds of these kernels: 16-bit products of many features, folded to numbers."""
     products = [e for e in topological(fold.reductions) if e.op == "dot"]
     plain = all(a.feature is None for r in fold.reductions for a in r.args)
     short = all(kind_of(r).selected(r.attrs[2]) <= FEW for r in fold.reductions)
     return narrow and width > WIDEST and plain and short and bool(products)
 
 
-def rounds(spec: Spec) -> bool:
+def rounds_products(spec: Spec) -> bool:
     """Whether products are rounded as a panel would hold them.
 
     So a gradient reads them, unless its own products are as exact (``runtime/logit_rounding.py``). Kinds that select
@@ -50,43 +49,43 @@ def rounds(spec: Spec) -> bool:
     return not spec.raw and spec.narrow == "bfloat16" and sums
 
 
-def vectors(spec: Spec) -> list[Expr]:
-    """The leaves whose products are walked."""
+def list_operands(spec: Spec) -> list[Expr]:
+    """The leaves that are operands of a K loop."""
     products = [
         e for e in topological(spec.fold.reductions) if e.op == "dot" and spec.width(e.args[0].feature) > WIDEST
     ]
     return list(dict.fromkeys(a for e in products for a in e.args)) if spec.deep else []
 
 
-def walk(spec: Spec) -> str:
+def write_tile_loop(spec: Spec) -> str:
     """The loop over whole tiles, from one number to another. Where tensor descriptors copy, it is one with that over
     features: the next tile's first blocks are then on their way while this one is folded. (H200, 1024 × 128256 of 4096
     features: an argmax 1.49 ms, else 1.54. Two folds at once have no registers for it.)"""
-    walked = set(vectors(spec))
+    walked = set(list_operands(spec))
     flat = walked and walked <= spec.box_of.keys() and len(spec.fold.reductions) == 1
     return "tl.range({}, {}, flatten=True)" if flat else "range({}, {})"
 
 
-def beside(spec: Spec, kept: int, length: int) -> int:
+def count_concurrent_tiles(spec: Spec, kept: int, length: int) -> int:
     """How many kept tiles run at the same time: all, or as many as leave a cache room for what they are multiplied
     with. (H200, 65536 × 65536 of 768 features: 9.8 ms, all at once 12.3; 8192 × 256000 of 2304: 14.7 and 15.2; but
     32768 × 32768 of 512, which all fit: 1.6 and 1.5, since parts have to be combined.)"""
-    each = sum(spec.width(e.feature) * 2 for e in vectors(spec) if not spec.folds(e))
+    each = sum(spec.width(e.feature) * 2 for e in list_operands(spec) if not spec.folds(e))
     return max(1, _NEAR // (kept * each) if length * each > _FITS else -(-length // kept))
 
 
-def draws(spec: Spec) -> bool:
+def draws_random_numbers(spec: Spec) -> bool:
     """Whether pairs draw numbers that take registers of their own."""
     return any(e.op in ("gumbel", "uniform") for e in topological(spec.fold.reductions))
 
 
-def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
+def write_tile_in_strips(v: ExpressionWriter, step: Callable[[], None]) -> list[str]:
     """The lines of one tile: its products whole, then a step for each strip of its columns."""
     found = {}
     for e in topological(v.spec.fold.reductions):
         if e.op == "dot" and v.spec.width(e.args[0].feature) > WIDEST:
             kept, folded = e.args[::-1] if v.spec.folds(e.args[0]) else e.args
-            found[(kept, folded, "deep")] = product(v, kept, folded)
+            found[(kept, folded, "deep")] = write_product(v, kept, folded)
     lines = [*v.inside, f"strip_lane = tl.arange(0, FOLDED // {STRIPS}).to(INT)", "tile_start = start"]
     cuts = {}
     for key, name in found.items():
@@ -106,23 +105,23 @@ def in_strips(v: Values, step: Callable[[], None]) -> list[str]:
     return lines
 
 
-def product(v: Values, kept: Expr, folded: Expr) -> str:
+def write_product(v: ExpressionWriter, kept: Expr, folded: Expr) -> str:
     """The lines that walk a product's features; the name that holds it."""
     found = v.inner.get((kept, folded, "deep"))
     if found:
         return found
     total = v.bind((kept, folded, "deep"), "tl.zeros([KEPT, FOLDED], tl.float32)", True)
     if kept in v.spec.box_of and folded in v.spec.box_of:
-        blocks = [v.boxed(kept, "tile * KEPT", "d"), v.boxed(folded, "start", "d")]
+        blocks = [v.load_by_descriptor(kept, "tile * KEPT", "d"), v.load_by_descriptor(folded, "start", "d")]
         v.inside += _loop(total, v.spec.width(kept.feature), blocks)
     else:
         _by_pointers(v, kept, folded, total)
-    if rounds(v.spec):
-        v.inside.append(rounded(total))
+    if rounds_products(v.spec):
+        v.inside.append(write_rounding(total))
     return total
 
 
-def rounded(total: str) -> str:
+def write_rounding(total: str) -> str:
     return f"{total} = {total}.to(tl.bfloat16).to(tl.float32)  # as a panel would hold it"
 
 
@@ -134,7 +133,7 @@ def _dot(total: str, blocks: list[str]) -> str:
     return f"{total} = tl.dot({blocks[0]}, tl.trans({blocks[1]}), acc={total})"
 
 
-def _by_pointers(v: Values, kept: Expr, folded: Expr, total: str) -> None:
+def _by_pointers(v: ExpressionWriter, kept: Expr, folded: Expr, total: str) -> None:
     width = v.spec.width(kept.feature)
     lane = v.bind(("lane", DEPTH), f"tl.arange(0, {DEPTH}).to(INT)", False, f"lane{DEPTH}")
     sides = [_vectors(v, e, side, lane) for e, side in ((kept, "kept"), (folded, "folded"))]
@@ -145,7 +144,7 @@ def _by_pointers(v: Values, kept: Expr, folded: Expr, total: str) -> None:
         v.inside.append(_dot(total, [_block(v, *side, str(whole), mask) for side in sides]))
 
 
-def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
+def _vectors(v: ExpressionWriter, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     """Where the vectors of a tile begin (what lies beyond the end reads the last), their stride, their type."""
     name, outside = str(e.attrs[0]), side == "kept" or v.masked
     at = f"tl.minimum({side}_at, {side}_size - 1)" if outside else f"{side}_at"
@@ -153,6 +152,6 @@ def _vectors(v: Values, e: Expr, side: str, lane: str) -> tuple[str, str, str]:
     return v.bind((e, "vectors"), text, side == "folded", f"{name}_vectors"), f"{name}_f", v.spec.type_of[e]
 
 
-def _block(v: Values, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
+def _block(v: ExpressionWriter, vectors: str, stride: str, kind: str, at: str, mask: str) -> str:
     text = f"tl.load({vectors} + {at} * {stride}{mask})"
     return text if kind == v.operand_type() else f"{text}.to(tl.{v.operand_type()})"

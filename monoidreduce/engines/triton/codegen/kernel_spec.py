@@ -9,11 +9,11 @@ from functools import cached_property
 from ....program.expression import Expr
 from ....program.lower import Fold
 
-TINY = 8  # up to here features are unrolled; beyond, products are matrix products
-WIDEST = 256  # beyond, accumulators do not fit in registers
+TINY = 8  # features up to which vectors are unrolled; beyond, products are matrix products
+WIDEST = 256  # features beyond which accumulators do not fit in registers
 
 
-Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances made of pieces, and of which whole vectors
+Near = tuple[tuple[Expr, tuple[Expr, Expr]], ...]  # squared distances from split vectors, and the whole vectors
 
 
 class Unsupported(Exception):
@@ -27,23 +27,23 @@ class Spec:
     fold: Fold  # reductions of one direction
     over: str  # "cols": results per row; "rows": results per column
     types: tuple[str, ...]  # per leaf: its tensor's type; "number" or "positive" for a Python number
-    rooms: tuple[int, ...]  # per leaf: features that may be read, zeros after its own; 0 where only its own
+    rooms: tuple[int, ...]  # per leaf: padded features that may be read (zeros after its own); 0: only its own
     letters: tuple[tuple[str, int], ...]
     compute: str  # float32 or float64
     narrow: str | None  # the 16-bit type of matrix products, if leaves have one
     rank: int  # batch dimensions after merging
-    bounds: bool  # whether tiles to visit are given
-    lanes: bool  # whether plain sums are kept per lane and added at the end
-    guess: bool  # whether whole tiles do with a guess of a softmax's maximum
-    exact: bool = True  # whether float32 products are to be as exact as float32 allows
-    split: bool = False  # whether the folded axis is cut into parts, one program instance each
-    deep: bool = False  # whether products may have more features than a block: they are then walked
-    join: bool = False  # whether shifts of exponents along the folded axis are made before the launch
-    raw: bool = False  # whether wide products stay as exact as they are
-    native: bool = False  # whether the device has an instruction for tanh
+    bounds: bool  # the kernel is told which tiles to visit
+    lanes: bool  # plain sums are kept per lane and added up at the end
+    guess: bool  # whole tiles use a guessed maximum in a softmax
+    exact: bool = True  # float32 products are as exact as float32 allows
+    split: bool = False  # the folded axis is split (split-K): one program instance per split
+    deep: bool = False  # products may have more features than a block: a K loop (``k_loop.py``)
+    join: bool = False  # shifts of exponents along the folded axis are computed before the launch
+    raw: bool = False  # products of a K loop are not rounded to 16 bits
+    native: bool = False  # the device has an instruction for tanh
     boxes: tuple[tuple[int, ...] | None, ...] = ()  # per leaf: the batch dimensions of its tensor descriptor
-    line: bool = False  # whether shifts have tensor descriptors
-    pieces: int = 0  # in how many pieces of 16 bits float32 vectors are multiplied (``float32_split.py``)
+    line: bool = False  # shifts of exponents are copied by tensor descriptors
+    pieces: int = 0  # 16-bit pieces into which float32 vectors are split (``float32_split.py``); 0: none
     near: Near = ()
 
     @cached_property
@@ -61,7 +61,7 @@ class Spec:
 
     @cached_property
     def near_of(self) -> Mapping[Expr, tuple[Expr, Expr]]:
-        """The squared distances of which those of close pairs are computed anew, and the vectors for that."""
+        """The squared distances that are recomputed for close pairs, and the vectors that they are recomputed from."""
         return dict(self.near)
 
     @cached_property
@@ -86,5 +86,5 @@ class Spec:
 
 
 def padded(width: int) -> int:
-    """How many a block holds, of features or of others: a power of two, at least 16, as matrix products need."""
+    """The size of a block for so many features: a power of two, at least 16, as matrix products need."""
     return max(16, 1 << (width - 1).bit_length())

@@ -1,9 +1,7 @@
-"""From one direction of a fold to the text of one kernel.
+"""The parts of kernel text that every generated kernel shares, and what a generated kernel is.
 
-A program instance owns ``KEPT`` indices of the kept axis of one batch element and walks the folded axis in tiles of
-``FOLDED``, its state in registers: no atomics, one fixed order. Two loops share the state. The first meets whole tiles
-on which every condition is known; the second meets the others: tiles that a condition cuts, and the ragged end.
-The same text serves every length, plan and batch size, and equal programs have equal texts.
+``compiler.py`` writes a whole kernel from a fold; schedules and panel kernels fill their own templates with these
+parts. Equal specs have equal texts, in every process.
 """
 
 from __future__ import annotations
@@ -12,23 +10,19 @@ import ast
 import functools
 import inspect
 import re
-import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ....program.expression import Expr, topological
+from ....program.expression import Expr
 from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
-from ....reductions.softmax import SoftmaxLines
-from . import device_functions, philox, tile_ranges
-from . import float32_split_functions as pieces
-from . import k_loop as deep
-from . import reductions as kinds
-from .expressions import Values
-from .kernel_spec import TINY, Spec, padded
+from . import device_functions, k_loop, tile_ranges
+from .expressions import ExpressionWriter
+from .kernel_spec import TINY, Spec
 from .reductions import known
 
-CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")  # what ``launch.execute`` fixes when it compiles
+# The constexpr parameters of every kernel, after its arguments; ``kernels/fold_kernel.py`` gives them
+CONSTANTS = ("KEPT", "FOLDED", "INT", "PRECISION", "RAGGED")
 
 _IMPORTS = """import triton
 import triton.language as tl
@@ -45,194 +39,52 @@ Written by monoidreduce; the same program always gives the same text.
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel's text, what to call it with, and what decides its best tiles."""
+class BlockWidths:
+    """How many features a kernel holds at a time: what a tile must leave room for."""
 
-    name: str
+    kept: int = 0  # of the blocks that stay for the whole loop
+    kept_blocks: int = 0  # how many of these there are
+    folded: int = 0  # of the blocks that are loaded in each tile
+    state: int = 0  # of the accumulators
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a kernel computes, as far as the choice of a tile depends on it (``schedules/kernel_plan.py``)."""
+
+    exact: bool = True  # float32 products are as exact as float32 allows
+    exponentials: bool = False  # pairs are exponentiated
+    guesses: bool = False  # whole tiles use a guessed maximum, which may prove wrong
+    bounds: bool = False  # it is told which tiles to visit
+    few_tiles: bool = False  # few tiles per row are computed: several masks, or a data-dependent one
+    data_masks: bool = False  # a mask depends on data, which the tiles that it cuts load
+    k_loop: bool = False  # products have more features than a block
+    draws: bool = False  # pairs draw random numbers
+    sums_other_block: bool = False  # a block is summed that is in no other product
+    pieces: int = 0  # 16-bit parts into which float32 vectors are split; 0: not split
+    near: bool = False  # squared distances of close points are recomputed
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated kernel: its text, and what it is launched with."""
+
+    name: str  # of the function in the text
     text: str
     leaves: tuple[Expr, ...]  # in the order of the arguments
-    guesses: bool = False  # whether whole tiles do with a guess, which may prove wrong
-    folded: tuple[Expr, ...] = ()  # leaves whose blocks are met in each tile
-    shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, made from two leaves before the launch
-    kept_width: int = 0  # features of the blocks held from the kept side
-    folded_width: int = 0  # features of the blocks met in each tile
-    state_width: int = 0  # features of the running sums
-    kept_blocks: int = 0
-    exact: bool = True  # whether its float32 products are
-    powers: bool = False  # whether it raises powers
-    bounds: bool = False  # whether it is told which tiles to visit
-    short: bool = False  # whether walks are: several conditions, or data, say what is seen
-    reads: bool = False  # whether it is data, which cut tiles read
-    deep: bool = False  # whether a product's features are walked
-    draws: bool = False  # whether pairs draw random numbers
-    apart: bool = False  # whether a block is summed, and in no other product
-    staged: bool = False  # whether its copies and products take turns as the text says
-    alone: bool = False  # whether all of its warps do the same
+    folded: tuple[Expr, ...] = ()  # leaves whose blocks are loaded in each tile
+    shifts: tuple[tuple[Expr, Expr], ...] = ()  # of exponents, computed from two leaves before the launch
+    staged: bool = False  # hand-scheduled, written in Gluon
+    alone: bool = False  # hand-scheduled for one warp group: all warps do the same
     consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
-    pieces: int = 0  # in how many pieces float32 vectors are multiplied
-    near: bool = False  # whether distances of close points are computed anew
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
     made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
+    widths: BlockWidths = field(default_factory=BlockWidths)
+    traits: Traits = field(default_factory=Traits)
 
 
-@functools.lru_cache(maxsize=1024)
-def kernel(spec: Spec) -> Kernel:
-    """Write the kernel of a spec; raises Unsupported where there is none."""
-    v = Values(spec)
-    reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
-    truths = tile_ranges.preferred(spec.fold) if spec.bounds else {}
-    walk = _walk(v, reductions, truths)
-    v.loop(False)
-    stores = _stores(reductions, v)
-    name = f"fold_over_{spec.over}"
-    under = {*topological([*spec.fold.reductions, *spec.fold.scales]), *(e for _, pair in spec.near for e in pair)}
-    used = [e for e in spec.fold.leaves if e in under]
-    body = [
-        *_opening(spec),
-        *v.before,
-        "",
-        "# running values",
-        *(line for r in reductions for line in r.start()),
-        "",
-        *_range(spec),
-        *walk,
-        "",
-        "# results",
-        *v.inside,
-        *stores,
-    ]
-    helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
-    names, unspecialized = _arguments(spec, used, len(v.shifts))
-    lines = [
-        f"@triton.jit(do_not_specialize={unspecialized!r})",
-        f"def {name}(",
-        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
-        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
-        "):",
-        *(f"    {line}" if line else "" for line in body),
-    ]
-    own = _own("\n".join(helpers))
-    text = "\n".join([_header(spec, used), *_copied(own + "\n".join(lines)), own + "\n".join(lines), ""])
-    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen) * max(spec.pieces, 1)
-    kept = [e for e in v.blocks if not spec.folds(e)]
-    folded = [e for e in v.blocks if spec.folds(e)]
-    return Kernel(
-        name,
-        text,
-        tuple(used),
-        bool(_guessing(reductions)),
-        tuple(folded),
-        tuple(v.shifts),
-        width(kept),
-        width(folded),
-        v.state_width,
-        len(kept),
-        spec.exact,
-        "tl.exp2(" in text,
-        spec.bounds,
-        any(e.op == "logical_and" or (e.op == "leaf" and spec.folds(e)) for e in topological(truths)),
-        any(e.op == "leaf" and spec.folds(e) for e in topological(truths)),
-        spec.deep,
-        deep.draws(spec),
-        not v.factors.issuperset(folded),
-        pieces=spec.pieces,
-        near=bool(spec.near),
-    )
-
-
-def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
-    """The softmaxes that need no running maximum in whole tiles."""
-    return [r for r in reductions if isinstance(r, SoftmaxLines) and r.guesses]
-
-
-def _walk(v: Values, reductions: list[Lines], truths: dict[Expr, bool]) -> list[str]:
-    """The loops. In whole tiles a guess stands in for a softmax's running maximum. The second loop has one, and takes
-    all tiles where the guess proved too far off."""
-    soft = _guessing(reductions)
-    guess = _guess(v, soft, truths)
-    for r in soft:
-        r.guessing = True
-    v.late = bool(v.spec.boxes)
-    plain = _turn(v, reductions, truths, masked=False)
-    v.late = False
-    for r in soft:
-        r.guessing = False
-    after = _waiting(reductions), _judged(v.spec, reductions, soft)
-    return [*guess, *_loops(v.spec, plain, *after, _turn(v, reductions, {}, masked=True))]
-
-
-def _guess(v: Values, soft: list[SoftmaxLines], truths: dict[Expr, bool]) -> list[str]:
-    if not soft:
-        return []
-    v.loop(False)
-    for r in soft:
-        r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
-    runs = v.spec.bounds or v.spec.split
-    some = "whole + again > 0" if runs else "whole_last > whole_first"
-    first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"
-    what = "the first whole tile"
-    if any(r.sloped for r in soft):
-        what = "the whole tile nearest to the rows' own indices"
-        last = "tl.where(whole > 0, whole_last, again_last)" if runs else "whole_last"
-        first = f"tl.maximum({first}, tl.minimum(tile * KEPT // FOLDED, {last} - 1))"
-    return [
-        *(line for r in soft for line in r.before_whole_tiles()),
-        f"# the maximum of {what} stands in for the running one in all of them",
-        f"if {some}:",
-        f"    start = {first} * FOLDED",
-        "    folded_at = start + tl.arange(0, FOLDED)",
-        *(f"    {line}" for line in v.inside),
-    ]
-
-
-def _judged(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) -> list[str]:
-    """Where a guess was too far off, everything begins again, and all tiles are for the second loop."""
-    if not soft:
-        return []
-    state = [line.split(" = ", 1) for r in reductions for line in r.start() if "_late = " not in line]
-    return [
-        *(line for r in soft for line in r.after_whole_tiles()),
-        f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
-        *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
-        *_FAR[spec.bounds or spec.split],
-    ]
-
-
-_FAR = {  # no tile was for the first loop
-    False: ["whole_last = tl.where(near, whole_last, whole_first)"],
-    True: [
-        "before = tl.where(near, before, last - first)",
-        *(f"{name} = tl.where(near, {name}, 0)" for name in ("between", "whole", "again")),
-        "again_last = tl.where(near, again_last, last)",
-    ],
-}
-
-
-def _turn(v: Values, reductions: list[Lines], truths: dict[Expr, bool], masked: bool) -> list[str]:
-    """The body of a loop: what one tile adds to every reduction."""
-
-    def step() -> None:
-        for r in reductions:
-            fields = tuple(known(f, truths) for f in r.reduction.args)
-            v.inside.append(f"# {_described(r.reduction)}")
-            if v.spec.pieces:  # before numbers that would be held while they are computed
-                v.products(*fields)
-            r.step(fields)
-
-    v.loop(masked)
-    if v.spec.deep and deep.draws(v.spec):
-        return deep.in_strips(v, step)
-    step()
-    return v.inside
-
-
-def _described(r: Expr) -> str:
-    kind, over, _ = r.attrs
-    text = f"{kind} over {over} of {', '.join(map(repr, r.args))}"
-    return text if len(text) <= 110 else f"{text[:107]}..."
-
-
-def _header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
+def write_header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
+    """The docstring of a kernel's text (its reductions and leaves) and its imports."""
     title = f"A fold over {spec.over}: {', '.join(r.attrs[0] for r in spec.fold.reductions)}."
     lines = []
     for e in used:
@@ -243,9 +95,9 @@ def _header(spec: Spec, used: list[Expr], imports: str = _IMPORTS) -> str:
     return _HEADER.format(title=title, leaves="\n".join(lines) or "No leaves.") + imports
 
 
-def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
-    """The kernel's run-time parameters, in the order in which ``fold_kernel.py`` gives them; those not to specialize
-    on."""
+def list_arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], list[str]]:
+    """The run-time parameters of a kernel, in the order in which ``fold_kernel.py`` gives them, and those that Triton
+    must not specialize on."""
     count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     names = [f"out{k}" for k in range(count)]
     numbers = []
@@ -267,12 +119,13 @@ def _arguments(spec: Spec, used: list[Expr], shifts: int) -> tuple[list[str], li
     return names, [*numbers, *sizes, *(["turns", "flip"] if spec.bounds else [])]
 
 
-def _opening(spec: Spec) -> list[str]:
+def write_prologue(spec: Spec) -> list[str]:
+    """The first lines of a kernel: its tile, split and batch element from the program id, and its kept indices."""
     lines = ["tile = tl.program_id(0) % tiles", "batch = tl.program_id(0) // tiles"]
     if spec.bounds:
         lines = ["tile, batch = longest_first(tl.program_id(0), tiles, turns, flip)"]
     if spec.split:
-        lines = [*deep.OPENING] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
+        lines = [*k_loop.PROLOGUE] if spec.deep else [*lines, "part = batch // batches", "batch = batch % batches"]
     rest = "batch"
     for k in range(spec.rank - 1, 0, -1):
         lines.append(f"b{k} = tl.cast({rest} % n{k}, tl.int64)")
@@ -288,8 +141,8 @@ def _opening(spec: Spec) -> list[str]:
     ]
 
 
-def _range(spec: Spec) -> list[str]:
-    """Which tiles are walked."""
+def write_tile_range(spec: Spec) -> list[str]:
+    """Lines that say which tiles are visited: given bounds, clamped to this program instance's split."""
     if spec.bounds:
         lines = [
             "# the tiles to visit, from first to last: whole ones in two runs, and those around; others are idle",
@@ -303,7 +156,7 @@ def _range(spec: Spec) -> list[str]:
         return ["whole_first = 0", "whole_last = folded_size // FOLDED"]
     if spec.split:
         lines += [
-            *tile_ranges.PART,
+            *tile_ranges.SPLIT_RANGE,
             *(f"{n} = tl.minimum(tl.maximum({n}, begin), end)" for n in tile_ranges.EDGES),
         ]
     return [
@@ -315,46 +168,35 @@ def _range(spec: Spec) -> list[str]:
     ]
 
 
-def _waiting(reductions: list[Lines]) -> list[str]:
-    """What is left to do after the last whole tile."""
-    return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
+def write_tile_body(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr, bool], masked: bool) -> list[str]:
+    """The body of a loop over tiles: what one tile adds to every reduction.
+
+    ``truths``: conditions whose value is known in this loop; ``masked``: tiles may reach beyond the folded axis."""
+
+    def step() -> None:
+        for r in reductions:
+            fields = tuple(known(f, truths) for f in r.reduction.args)
+            v.inside.append(f"# {describe_reduction(r.reduction)}")
+            if v.spec.pieces:  # first: other numbers would take registers meanwhile
+                v.products(*fields)
+            r.step(fields)
+
+    v.loop(masked)
+    if v.spec.deep and k_loop.draws_random_numbers(v.spec):
+        return k_loop.write_tile_in_strips(v, step)
+    step()
+    return v.inside
 
 
-def _loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
-    """The two loops: whole tiles, then those before, between and after them."""
-    begin, stop, at = "whole_first", "whole_last", "{}"
-    count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
-    if spec.bounds or spec.split:
-        begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
-        count = "before + between + last - again_last"
-        turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
-    second = [
-        f"for t in range(0, {count}):",
-        f"    start = ({turn}) * FOLDED",
-        "    folded_at = start + tl.arange(0, FOLDED)",
-        "    folded_in = within(folded_at, folded_size, RAGGED)",
-        *(f"    {line}" for line in general),
-    ]
-    always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
-    return [
-        f"for t in {deep.walk(spec)}:".format(begin, stop),
-        f"    start = {at.format('t')} * FOLDED",
-        *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
-        "    folded_at = start + tl.arange(0, FOLDED)",
-        *(f"    {line}" for line in plain),
-        *_ended(begin, stop, at, waiting),
-        *judged,
-        *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
-    ]
+def describe_reduction(r: Expr) -> str:
+    """A reduction as a comment of the kernel's text."""
+    kind, over, _ = r.attrs
+    text = f"{kind} over {over} of {', '.join(map(repr, r.args))}"
+    return text if len(text) <= 110 else f"{text[:107]}..."
 
 
-def _ended(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
-    """What the last whole tile left to do, where there was one."""
-    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *waiting]
-    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []
-
-
-def _stores(reductions: list[Lines], v: Values) -> list[str]:
+def write_stores(reductions: list[Lines], v: ExpressionWriter) -> list[str]:
+    """Store each reduction's results; with splits, each split's partial results."""
     place = "tl.cast(part, tl.int64) * batches + batch" if v.spec.split else "tl.cast(batch, tl.int64)"
     lines = [f"out_at = ({place}) * kept_size + tile * KEPT"]
     at = 0
@@ -378,20 +220,17 @@ def _stores(reductions: list[Lines], v: Values) -> list[str]:
 
 
 @functools.cache
-def _library() -> dict[str, str]:
-    """The helper functions of ``device_functions.py``, ``philox.py`` and ``float32_split_functions.py``, by name, in
-    their order."""
-    found: dict[str, str] = {}
-    for source in map(inspect.getsource, (device_functions, philox, pieces)):
-        lines = source.split("\n")
-        functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-        found |= {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
-    return found
+def device_function_sources() -> dict[str, str]:
+    """The functions of ``device_functions.py``, by name, in their order."""
+    source = inspect.getsource(device_functions)
+    lines = source.split("\n")
+    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    return {f.name: "\n".join(lines[f.lineno - 1 : f.end_lineno]) for f in functions}
 
 
-def _copied(text: str) -> list[str]:
-    """The helpers that a text uses, and those that they use, callees first."""
-    library = _library()
+def copy_device_functions(text: str) -> list[str]:
+    """The device functions that a text calls, and those that these call, callees first."""
+    library = device_function_sources()
     wanted: set[str] = set()
     stack = [text]
     while stack:
@@ -403,5 +242,6 @@ def _copied(text: str) -> list[str]:
     return [f"\n@triton.jit\n{source}\n" for name, source in library.items() if name in wanted]
 
 
-def _own(text: str) -> str:
+def decorate_functions(text: str) -> str:
+    """Functions of reductions (a monoid's combine), each under ``@triton.jit``."""
     return re.sub(r"(?m)^def ", "@triton.jit\ndef ", text) + "\n\n" if text else "\n"

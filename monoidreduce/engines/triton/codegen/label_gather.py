@@ -1,15 +1,15 @@
-"""A number per pair at one place of the folded axis per kept index: what a pick reads, computed there alone."""
+"""A number per pair at one folded index per kept index (a label): computed there alone, not for whole tiles."""
 
 from __future__ import annotations
 
 from ....program.expression import Expr, topological
 from ....program.primitives import PRIMITIVES
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .kernel_spec import TINY, WIDEST, Spec
 
 
-def matches(value: Expr, spec: Spec) -> bool:
-    """Whether a value can be computed at one place: arithmetic on numbers, and products of leaves."""
+def can_read_one_column(value: Expr, spec: Spec) -> bool:
+    """True when a value can be computed at one folded index: arithmetic on numbers, and products of leaves."""
     for e in topological([value], stop=lambda e: e.op == "dot"):
         if e.op == "dot":
             if any(a.op != "leaf" or not TINY < spec.width(a.feature) <= WIDEST for a in e.args):
@@ -19,10 +19,10 @@ def matches(value: Expr, spec: Spec) -> bool:
     return True
 
 
-class Matched(Values):
-    """Values in blocks ``[KEPT, 1]``: each kept index with the one place that it names."""
+class LabelColumnWriter(ExpressionWriter):
+    """Writes values in blocks ``[KEPT, 1]``: each kept index with the one folded index that it names."""
 
-    def __init__(self, host: Values, name: str, target: Expr):
+    def __init__(self, host: ExpressionWriter, name: str, target: Expr):
         super().__init__(host.spec)
         self.host, self.prefix = host, name
         self.target = self.bind("target", host.number(target), False, f"{name}_target")
@@ -32,7 +32,7 @@ class Matched(Values):
         self.place = self.bind("place", f"tl.where({self.inside_text}, {self.target}, 0).to(tl.int64)", False)
 
     def bind(self, key: object, text: str, folded: bool, name: str = "") -> str:
-        """All is bound once, after the loop, under names of its own."""
+        """Bind everything once, after the loop, under names of its own."""
         name = name if name.startswith(self.prefix) else f"{self.prefix}_{name}" if name else ""
         if not name:
             name, self.count = f"{self.prefix}_v{self.count}", self.count + 1
@@ -52,7 +52,7 @@ class Matched(Values):
         return f"({self.number(col)} >> 7)"
 
     def _there(self, e: Expr) -> str:
-        """The vectors of the folded side at the places."""
+        """The folded leaf's vectors at these indices."""
         name = str(e.attrs[0])
         lane, exists = self.host.lane(e.feature, self.spec.room_of[e])
         base = self.host.base(e)

@@ -7,32 +7,32 @@ from ....program.constructors import ONE
 from ....program.expression import Expr, const
 from ....reductions import kind_of
 from ....reductions.kernel_lines import Lines, Tools
-from .accumulators import Total, factored
+from .accumulators import Accumulator, move_factors_to_weight
 from .exponents import literal
-from .expressions import Values
+from .expressions import ExpressionWriter
 from .kernel_spec import TINY, Unsupported, padded
-from .label_gather import Matched, matches
+from .label_gather import LabelColumnWriter, can_read_one_column
 
 TOOLS = Tools(
-    writer=Values,
-    running_sum=Total,
-    factored=factored,
-    reads_one_pair=matches,
-    one_pair=Matched,
+    writer=ExpressionWriter,
+    running_sum=Accumulator,
+    factored=move_factors_to_weight,
+    reads_one_pair=can_read_one_column,
+    one_pair=LabelColumnWriter,
     literal=literal,
     padded=padded,
     tiny=TINY,
 )
 
 
-def make(place: int, reduction: Expr, scale: Expr, v: Values) -> Lines:
+def make(place: int, reduction: Expr, scale: Expr, v: ExpressionWriter) -> Lines:
     """The lines of a reduction; raises Unsupported where its kind has none."""
     kind = kind_of(reduction)
     _check(reduction)
     return kind.lines(kind, place, reduction, scale, v, TOOLS)
 
 
-def make_for_row(place: int, reduction: Expr, v: Values) -> Lines:
+def make_for_row(place: int, reduction: Expr, v: ExpressionWriter) -> Lines:
     """The same in a kernel whose program instances own one row each.
 
     A row of a panel is long and its tiles are wide. Reducing every tile would make all warps wait for each other

@@ -27,7 +27,7 @@ from ....reductions import kind_of
 
 EDGES = ("first", "whole_first", "whole_last", "again_first", "again_last", "last")
 # which of all tiles a part walks, as a kernel finds it: the first parts may have one tile more than the last
-PART = [
+SPLIT_RANGE = [
     "# this part of them",
     "turns = tl.cdiv(folded_size, FOLDED)",
     "begin = turns // parts * part + tl.minimum(part, turns % parts)",
@@ -38,7 +38,7 @@ _MOST_CELLS = 2**22  # tiles looked at one by one; beyond, neighbours on the fol
 
 
 @functools.lru_cache(maxsize=1024)
-def preferred(fold: Fold) -> dict[Expr, bool]:
+def whole_tile_conditions(fold: Fold) -> dict[Expr, bool]:
     """The conditions that bounds are computed from, and the truth that whole tiles are written for.
 
     One index compared with data is left out: its range over a tile says nothing. Compared with the other index it is
@@ -57,9 +57,9 @@ def preferred(fold: Fold) -> dict[Expr, bool]:
 
 
 @functools.lru_cache(maxsize=1024)
-def idle_codes(fold: Fold) -> tuple[bool, ...]:
+def list_idle_codes(fold: Fold) -> tuple[bool, ...]:
     """For every combination of false, true and unknown of the conditions: whether every reduction sees its identity."""
-    chosen = list(preferred(fold))
+    chosen = list(whole_tile_conditions(fold))
     answers = []
     for states in itertools.product((0, 1, 2), repeat=len(chosen)):
         replace = {c: const(bool(s)) for c, s in zip(chosen, states, strict=True) if s != 2}
@@ -71,7 +71,7 @@ def _idle(r: Expr, replace: dict[Expr, Expr]) -> bool:
     return kind_of(r).idle(r.attrs[2], [interval(f, {}) for f in substitute(r.args, replace)])
 
 
-def bounds(
+def compute_tile_ranges(
     fold: Fold, over: str, values: Mapping[Expr, Any], lengths: tuple[int, int], blocks: tuple[int, int], device: Any
 ) -> Tensor:
     """``[batch or 1, kept tiles, 6]``: ``EDGES``, in folded tiles.
@@ -82,7 +82,7 @@ def bounds(
     kept_tiles, folded_tiles = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
     if not folded_tiles:
         return torch.zeros(1, kept_tiles, len(EDGES), dtype=torch.int32, device=device)
-    chosen = preferred(fold)
+    chosen = whole_tile_conditions(fold)
     batch = max([1, *(v.shape[0] for v in values.values() if isinstance(v, Tensor))])
     group = max(1, -(-batch * kept_tiles * folded_tiles // _MOST_CELLS))
     steps = (blocks[0], blocks[1] * group)
@@ -95,7 +95,7 @@ def bounds(
         codes = codes * 3 + state
         whole = whole & (state == int(truth))
     groups = -(-folded_tiles // group)
-    table = torch.tensor(idle_codes(fold), device=device)
+    table = torch.tensor(list_idle_codes(fold), device=device)
     active = ~table[codes].expand(codes.shape[0], kept_tiles, groups)
     at = torch.arange(groups, device=device)
     whole = whole & active & ((at + 1) * steps[1] <= lengths[1])

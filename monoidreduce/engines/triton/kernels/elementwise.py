@@ -19,7 +19,7 @@ from ...common import batching
 from ...common.evaluate import Form, Room, Sizes
 from ...common.one_sided import Side
 from ..codegen import kernel_text
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec, Unsupported, padded
 from ..launch.launch_recipes import Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan
@@ -41,7 +41,7 @@ def {name}({signature}):
 '''
 
 
-class _Lines(Values):
+class _Lines(ExpressionWriter):
     """Vectors are blocks too; what lies beyond their features is zero where it is added up."""
 
     def number(self, e: Expr) -> str:
@@ -95,19 +95,20 @@ class _Lines(Values):
 def _kernel(spec: Spec, outputs: tuple[Expr, ...], total: bool) -> kernel_text.Kernel:
     lines = _Lines(spec)
     stores = [(lines.summed if total else lines.stored)(k, e) for k, e in enumerate(outputs)]
-    names, unspecialized = kernel_text._arguments(spec, list(spec.fold.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(spec.fold.leaves), 0)
     names = [*(f"out{k}" for k in range(len(outputs))), *names]
-    opening = [line for line in kernel_text._opening(spec) if not line.startswith("folded_lane")]
+    opening = [line for line in kernel_text.write_prologue(spec) if not line.startswith("folded_lane")]
     body = [*opening, *lines.before, "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT", *stores]
     text = "\n".join(f"    {line}" for line in body)
-    helpers, constants = "\n".join(kernel_text._copied(text)), [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
+    helpers = "\n".join(kernel_text.copy_device_functions(text))
+    constants = [f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS]
     signature = ", ".join([*names, *constants])
     name = "total" if total else "side"
     whole = _TEXT.format(name=name, helpers=helpers, unspecialized=unspecialized, signature=signature, body=text)
     return kernel_text.Kernel(name, whole, spec.fold.leaves)
 
 
-class Launch:
+class ElementwiseLaunch:
     """A side on leaves of given types, shapes, strides and alignment: its kernel, made once.
 
     ``total``: of its outputs, which are numbers, the sums: one program instance takes all rows, in a fixed order."""
@@ -138,7 +139,7 @@ class Launch:
         if total and not (numbers and alone):
             raise Unsupported("more rows than one program instance adds up, or other than numbers")
         self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
-        self.how = (True, "ieee", True, sizes.device)  # what it is compiled with, besides its tile
+        self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
         self.rooms = [Room(form, sizes.device) for form in forms]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
@@ -169,7 +170,7 @@ class Launch:
         if again is not None:
             again(*[t.data_ptr() for t in outputs], *arguments)
         elif self.grid:
-            call = fold_kernel.Call(self.kernel, self.plan, self.grid, (*outputs, *arguments), *self.how)
+            call = fold_kernel.KernelCall(self.kernel, self.plan, self.grid, (*outputs, *arguments), **self.how)
             again = fold_kernel.execute(call)
             self.again = again if small else None
         return outputs

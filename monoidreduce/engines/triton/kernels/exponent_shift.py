@@ -34,27 +34,27 @@ _LANES = 1024
 _kernels = Kernels(_TEXT)
 
 
-def fits(number: Tensor, total: Tensor, size: int) -> bool:
+def fits_kernel(number: Tensor, total: Tensor, size: int) -> bool:
     """Whether one kernel makes the shifts of so many numbers."""
     plain = all(v.dtype is torch.float32 and v.is_contiguous() and v.numel() == size for v in (number, total))
-    return plain and jit_module.repeats(number.device)
+    return plain and jit_module.can_relaunch(number.device)
 
 
-def made(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:
+def compute_shift(number: Tensor, total: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The shifts, of this shape; infinite where the total is of nothing."""
-    if fits(number, total, math.prod(shape)):
+    if fits_kernel(number, total, math.prod(shape)):
         found = torch.empty_like(number)
-        _launched(found, number, total)
+        _launch(found, number, total)
         return found.view(shape)
     seen = torch.nan_to_num(total, nan=math.nan, posinf=math.inf, neginf=math.inf)
     return (number + seen).mul_(LOG2E).expand(shape).contiguous()
 
 
-def again(number: Any, total: Any, shape: tuple[int, ...]) -> Callable[..., None] | None:
+def prepare_replay(number: Any, total: Any, shape: tuple[int, ...]) -> Callable[..., None] | None:
     """What launches the kernel again for tensors like these, after it did once; None where torch makes the shifts."""
-    return _launched(torch.empty_like(number), number, total) if fits(number, total, math.prod(shape)) else None
+    return _launch(torch.empty_like(number), number, total) if fits_kernel(number, total, math.prod(shape)) else None
 
 
-def _launched(out: Tensor, number: Tensor, total: Tensor) -> Callable[..., None] | None:
+def _launch(out: Tensor, number: Tensor, total: Tensor) -> Callable[..., None] | None:
     size = out.numel()
     return _kernels("shift", (-(-size // _LANES),), (out, number, total, size), {"LANES": _LANES})

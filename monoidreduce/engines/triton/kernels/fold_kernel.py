@@ -1,7 +1,8 @@
-"""Running a kernel: which text, which plan, which arguments; and all of it frozen for the next call.
+"""One launch of a fold: from tensors to a running kernel, and everything prepared for the next call.
 
-Leaves are passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are
-decoded from the program's number. Lengths are run-time arguments, so that a new length compiles nothing.
+:meth:`Launch.prepare` lists the steps before a first launch, :meth:`Launch.launched` those of every call. Leaves are
+passed as they are, by pointer and strides (0 where broadcast); batch dimensions that cannot be merged are decoded from
+the program id. Lengths are run-time arguments, so that a new length compiles nothing.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from ....reductions import kind_of
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
 from ...common.evaluate import Form, Room, Sizes, form
-from ..codegen import k_loop, kernel_text, tile_ranges
+from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
 from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
 from ..schedules import hopper, spec_from_tensors
-from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, overriding_plans, shrink, use_plan
+from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, shrink
 from ..schedules.pingpong import gemm_fold
 from ..schedules.pingpong.gemm_template import EXTRA, TILE
 from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import exponent_shift, split_combine, topk
 
-Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
+Leaves = Mapping[Expr, Any]  # Python numbers, or tensors [*batch, length(, features)]
 
 _EDGED = 4  # arguments that say which tiles are visited
 SMALL = 2**28  # integers and offsets inside a tile below this are counted in int32
 
 
 @dataclass(frozen=True)
-class Call:
-    """One launch, ready to run: what a kernel is called with."""
+class KernelCall:
+    """A kernel and all that it is called with."""
 
     kernel: kernel_text.Kernel
     plan: KernelPlan
@@ -50,96 +51,121 @@ class Call:
     arguments: tuple[Any, ...]
     wide: bool  # whether offsets inside a tile need int64
     precision: str  # of float32 matrix products
-    ragged: bool  # whether tiles need masks anywhere
+    ragged: bool  # whether some tile reaches beyond the folded axis, and needs masks
     device: torch.device
 
     def constants(self, module: Any) -> dict[str, Any]:
-        """What is fixed when the kernel is compiled, in the order of ``emit.CONSTANTS``."""
+        """The values of ``kernel_text.CONSTANTS``, which are fixed when the kernel is compiled."""
         kind = module.tl.int64 if self.wide else module.tl.int32
         given = (self.plan.block_kept, self.plan.block_folded, kind, self.precision, self.ragged)
         return dict(zip(kernel_text.CONSTANTS, given, strict=True))
 
 
 def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, int]:
-    """What the compiler is told of a kernel besides its warps and stages: the most registers of a thread.
+    """Compiler options of a kernel besides warps and stages: a limit on registers per thread.
 
-    A softmax over narrow vectors in small tiles runs four instances to a multiprocessor as long as a thread has at most
-    128 registers; left alone, the compiler takes a few more (causal attention of 64 features: 20 % slower on an H200).
+    A softmax over narrow vectors in small tiles runs four program instances per multiprocessor as long as a thread has
+    at most 128 registers; by default the compiler takes a few more (causal attention of 64 features on an H200: 20 %
+    slower).
     """
     if kernel.staged:
         return hopper.compiler_options(kernel.consumers)
-    small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.state_width <= 64
-    limited = kernel.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
+    small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.widths.state <= 64
+    limited = kernel.traits.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
 
 
-def execute(call: Call) -> Callable[..., None] | None:
-    """Launch a kernel on the current stream of its device; what launches it again with other tensors, if there is."""
-    module = jit_module.load(call.kernel.text, call.kernel.functions)
+def execute(call: KernelCall) -> Callable[..., None] | None:
+    """Compile a kernel and launch it on the current stream of its device.
+
+    Returns what launches it again with other tensors; None where it cannot be launched by address."""
+    module = jit_module.load_module(call.kernel.text, call.kernel.functions)
     constants = call.constants(module)
     options = dict(num_warps=call.plan.num_warps, num_stages=call.plan.num_stages)
     options |= compiler_options(call.kernel, call.plan)
-    with jit_module.on(call.device):
+    with jit_module.use_device(call.device):
         kernel, grid = getattr(module, call.kernel.name), (call.grid,)
-        compiled = parallel_compile.launched(kernel, grid, call.arguments, constants | options)
-        jit_module.note(compiled)
-        return jit_module.again(compiled, grid, tuple(constants.values()), call.device)
+        compiled = parallel_compile.launch(kernel, grid, call.arguments, constants | options)
+        jit_module.report_resources(compiled)
+        return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), call.device)
 
 
-class Launch:
-    """One direction of a fold on tensors of given types, shapes, strides and alignment: a kernel and its arguments.
+class FoldLaunch:
+    """One kernel of a fold on tensors of given types, shapes, strides and alignment, with its arguments.
 
-    Made once; a call allocates the outputs, fills in the pointers and launches. Host time decides small cases.
+    Prepared once; a call allocates the outputs, fills in the pointers and launches. At small sizes Python overhead
+    dominates.
     """
 
-    def __init__(self, fold: Fold, over: str, values: Values, batch: tuple[int, ...], sizes: Sizes):
+    def __init__(self, fold: Fold, over: str, values: Leaves, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
-        self.asked = tuple(
-            (e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold)
-        )  # what conditions look at
+        # the leaves that masks depend on, and their places
+        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold))
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
         self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
+        self.count = torch.Size(batch).numel()  # batch elements
         self.prepare(values)
 
-    def prepare(self, values: Values, plan: KernelPlan | None = None) -> None:
-        """Choose the plan, unless it is given, and write the kernel and its arguments."""
-        sizes = self.sizes
-        item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
-        count = torch.Size(self.batch).numel()
-        plainly = kernel_text.kernel(replace(self.spec, split=False, boxes=()))
-        ready = spec_from_tensors.convert_leaves(values, self.before, self.batch, sizes)
-        boxed = (*plainly.folded, *k_loop.vectors(self.spec))
-        found = descriptors.of(self.spec, boxed, ready, len(self.batch)) if descriptors.on(sizes.device) else ()
-        many = plainly.deep or count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
-        many &= any(b is not None for b in found)
-        turns = self._turns(replace(self.spec, boxes=found), count) if many else None
-        family = spec_from_tensors.family(sizes.device)
-        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
-        self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
-        self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
-        self.parts = count_splits(
-            self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
-        )
-        takers = (gemm_fold,) if plainly.deep else (attention, sum_of_products)
-        by_turns = any(taker.matches_plan(self.plan, sizes.device) for taker in takers)
-        line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
-        found = descriptors.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
-        self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
-        self.kernel = (self._by_turns() if by_turns else None) or kernel_text.kernel(self.spec)
-        self.grid = self.tiles * count * self.parts
+    def prepare(self, values: Leaves, plan: KernelPlan | None = None) -> None:
+        """All steps before the first launch; taken again with a smaller ``plan`` where the first did not fit."""
+        leaves = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
+        copied = self._choose_plan(leaves, plan)
+        self._split_folded_axis()
+        self._write_kernel(copied)
+        self._lay_out_results()
+        self._lay_out_arguments(leaves)
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         self.merged = any(self.before)  # whether calls need leaves with merged batch
+        self.edges: list[Any] | None = None  # which tiles are visited, where masks depend on indices alone
+        self.again: Callable[..., None] | None = None  # launches the compiled kernel
+
+    def _choose_plan(self, leaves: Leaves, plan: KernelPlan | None) -> tuple:
+        """Choose the tile and its schedule, unless ``plan`` is given.
+
+        Returns, per leaf, the batch dimensions of the descriptor that may copy its blocks (None: it has none)."""
+        sizes, device = self.sizes, self.sizes.device
+        item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
+        plainly = compiler.compile_fold(replace(self.spec, split=False, boxes=()))
+        vectors = (*plainly.folded, *k_loop.list_operands(self.spec))
+        copied = (
+            descriptors.find_copied_leaves(self.spec, vectors, leaves, len(self.batch))
+            if descriptors.are_supported(device)
+            else ()
+        )
+        many = self.spec.deep or self.count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
+        many &= any(dims is not None for dims in copied)
+        turns = self._turns(replace(self.spec, boxes=copied), self.count) if many else None
+        family = spec_from_tensors.family(device)
+        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
+        return copied
+
+    def _split_folded_axis(self) -> None:
+        """Into how many splits the folded axis is cut, and so how many program instances run."""
+        self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
+        self.beside = k_loop.count_concurrent_tiles(self.spec, self.blocks[0], self.lengths[0]) if self.spec.deep else 0
+        processors = spec_from_tensors.processors(self.sizes.device)
+        self.parts = count_splits(self.plan, self.tiles * self.count, folded, processors, self.beside)
+        self.grid = self.tiles * self.count * self.parts
+
+    def _write_kernel(self, copied: tuple) -> None:
+        """The text: a hand-scheduled kernel where the plan asks for one and it exists, else the compiler's."""
+        takers = (gemm_fold,) if self.spec.deep else (attention, sum_of_products)
+        by_turns = any(taker.matches_plan(self.plan, self.sizes.device) for taker in takers)
+        line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
+        boxes = descriptors.keep_vectors(self.spec.fold, copied) if by_turns else copied if self.plan.boxes else ()
+        self.spec = replace(self.spec, split=self.parts > 1, boxes=boxes, line=line)
+        self.kernel = (self._by_turns() if by_turns else None) or compiler.compile_fold(self.spec)
+
+    def _lay_out_results(self) -> None:
+        """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.rooms = [Room(f, sizes.device) for f in self.outputs]
-        self.types = [self._held(r, *form(r, k, sizes)) for r, k in self.fold.outputs]  # of whole results
+        self.rooms = [Room(f, self.sizes.device) for f in self.outputs]
+        self.types = [self._held(r, *form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.cuts = self._cuts() if self.spec.split else []
-        self.again: Callable[..., None] | None = None
-        self.edges: list[Any] | None = None  # where conditions look at indices alone
-        self._arguments(ready, count)
 
     def _turns(self, spec: Spec, count: int) -> Tile | None:
-        """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
+        """The tile of a hand-scheduled kernel, where there is one for this fold and it gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
             return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
@@ -149,6 +175,7 @@ class Launch:
         )
 
     def _by_turns(self) -> kernel_text.Kernel | None:
+        """The hand-scheduled kernel of the plan; None where there is none."""
         if self.spec.deep:
             return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
@@ -164,8 +191,8 @@ class Launch:
     def blocks(self) -> tuple[int, int]:
         return self.plan.block_kept, self.plan.block_folded
 
-    def _arguments(self, values: Values, count: int) -> None:
-        """The arguments of every call after the outputs, with room for leaves; ``fill``: which of them goes where."""
+    def _lay_out_arguments(self, values: Leaves) -> None:
+        """The arguments of every call after the outputs: a template in which leaves are filled in (``fill``)."""
         self.template: list[Any] = []
         self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor
         wide, most = False, max(*self.blocks, WIDEST)
@@ -180,23 +207,25 @@ class Launch:
             else:
                 wide |= isinstance(v, int) and abs(v) >= SMALL
         self.template += [*self.lengths, self.tiles, *self.batch[1:]]
-        self.template += [self.parts, count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
+        self.template += [self.parts, self.count, *([self.beside] if self.spec.deep else [])] if self.spec.split else []
         ragged = bool(self.kernel.staged and self.spec.bounds) or self.lengths[1] % self.plan.block_folded != 0
         place = self.spec.fold.leaves.index
         self.shifts = [(place(n), place(t)) for n, t in self.kernel.shifts]
-        line = (self.lengths[1], count, self.blocks[1], self.sizes.device)
-        self.line = descriptors.line(*line) if self.spec.line and self.shifts and count else None
+        line = (self.lengths[1], self.count, self.blocks[1], self.sizes.device)
+        self.line = descriptors.make_shift_descriptor(*line) if self.spec.line and self.shifts and self.count else None
         self.boxes = [
-            (place(e), descriptors.template(values[e], dims, self._block(e), self.kernel.staged))
+            (place(e), descriptors.make_descriptor(values[e], dims, self._block(e), self.kernel.staged))
             for e, dims in self.spec.box_of.items()
             if e in self.kernel.leaves
         ]
-        if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
-            e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
+        if self.kernel.staged and self.spec.deep and self.blocks[1] > TILE:
+            e = next(e for e in k_loop.list_operands(self.spec) if self.spec.folds(e))
             self.boxes.append(
-                (place(e), descriptors.template(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
+                (place(e), descriptors.make_descriptor(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
             )
-        self.how = (wide, matmul.float32_precision(), ragged, self.sizes.device)
+        self.how: dict[str, Any] = dict(
+            wide=wide, precision=matmul.float32_precision(), ragged=ragged, device=self.sizes.device
+        )
 
     def _block(self, e: Expr) -> tuple[int, ...]:
         """How many numbers, or vectors and of how many features, a tensor descriptor copies at a time."""
@@ -204,20 +233,21 @@ class Launch:
             return (self.blocks[1],)
         width, length = self.sizes.of(str(e.feature)), self.blocks[self.spec.folds(e)]
         width = padded(width) if self.spec.pieces else width
-        if self.kernel.staged and self.kernel.deep and not self.spec.folds(e):
-            length //= 2  # each group has its own
-        length = min(length, TILE) if self.kernel.staged and self.kernel.deep else length
+        if self.kernel.staged and self.spec.deep and not self.spec.folds(e):
+            length //= 2  # each consumer warp group copies its own rows
+        length = min(length, TILE) if self.kernel.staged and self.spec.deep else length
         return length, k_loop.DEPTH if width > WIDEST else width
 
-    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Values]) -> list[Tensor]:
+    def __call__(self, leaves: Sequence[Any], merged: Callable[[], Leaves]) -> list[Tensor]:
         """``leaves``: as they were given, since only their pointers count; ``merged()``: with the batch merged."""
         outputs = [room() for room in self.rooms]
         if self.grid and not self.launched(outputs, leaves, merged):
             return self(leaves, merged)
         return self._whole(outputs) if self.spec.split or self.lists else outputs
 
-    def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Values]) -> bool:
-        """Launch into these outputs (tensors or, once compiled, their addresses); False: it was planned anew."""
+    def launched(self, outputs: list[Any], leaves: Sequence[Any], merged: Callable[[], Leaves]) -> bool:
+        """Launch into these outputs (tensors or, once compiled, their addresses): fill in leaves, tile ranges, shifts
+        and descriptors. False: the plan did not fit the device and a smaller one was prepared; call again."""
         given = self._converted(merged()) if self.merged else leaves
         arguments, again = self.template.copy(), self.again
         for at, leaf, is_tensor in self.fill:
@@ -225,7 +255,7 @@ class Launch:
         if self.spec.bounds:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
-        arguments += [descriptors.filled(box, given[leaf]) for leaf, box in self.boxes]
+        arguments += [descriptors.replace_base(box, given[leaf]) for leaf, box in self.boxes]
         arguments += [
             logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
             for made in self.kernel.made
@@ -236,8 +266,8 @@ class Launch:
         return True
 
     def recipe(self) -> Recipe | None:
-        """How it is launched again, where that takes nothing but the leaves' addresses and numbers, the shifts of its
-        exponents, and which tiles are visited."""
+        """How a replay launches it again; None where it takes more than the leaves' addresses and numbers, the shifts
+        of exponents, and which tiles are visited."""
         if self.again is None or self.merged or self.kernel.made or self.lists:
             return None
         arguments = [*self.template]
@@ -252,11 +282,11 @@ class Launch:
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
-        """How the shifts of exponents are made again, of leaves like these; None where torch makes them."""
+        """How a replay computes the shifts of exponents, for leaves like these; None where torch computes them."""
         shape = (*self.sizes.batch, self.lengths[1])
         found: list[Recipe] = []
         for n, t in self.shifts:
-            again = exponent_shift.again(leaves[n], leaves[t], shape)
+            again = exponent_shift.prepare_replay(leaves[n], leaves[t], shape)
             if again is None:
                 return None
             arguments = (Leaf(n, True), Leaf(t, True), math.prod(shape))
@@ -264,8 +294,7 @@ class Launch:
         return found
 
     def united(self) -> list[split_combine.Joined] | None:
-        """The launches that make whole results of those of a cut walk's parts; none of a walk that was not cut, None
-        where torch makes them."""
+        """How a replay combines the results of splits: no launches without splits, None where torch combines them."""
         found: list[split_combine.Joined] = []
         if not self.spec.split:
             return found
@@ -277,14 +306,14 @@ class Launch:
             found += [one.moved(places[0]) for one in made]
         return found
 
-    def _converted(self, values: Values) -> list[Any]:
+    def _converted(self, values: Leaves) -> list[Any]:
         found = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
-    def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
-        """Compile and launch; False if it did not fit the device and a smaller plan was made."""
+    def _first(self, arguments: list[Any], merged: Callable[[], Leaves]) -> bool:
+        """Compile and launch; False if it did not fit the device and a smaller plan was prepared."""
         try:
-            self.again = execute(Call(self.kernel, self.plan, self.grid, tuple(arguments), *self.how))
+            self.again = execute(KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), **self.how))
         except Exception as error:
             smaller = shrink(self.plan) if type(error).__name__ == "OutOfResources" else None
             if smaller is None:
@@ -298,38 +327,40 @@ class Launch:
         return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
-        """The type of a result as the caller will hold it: of 16-bit vectors, half the traffic."""
+        """The type of a result as the caller will hold it: 16-bit vectors where the inputs are, half the traffic."""
         vector = len(shape) > len(self.sizes.batch) + 1
         narrow = self.spec.narrow and vector and kind_of(r).sums_vectors and not self.fold.raised
         return getattr(torch, str(self.spec.narrow)) if narrow else dtype
 
     def _whole(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs: those of a split walk combined, the lists of the best sorted."""
+        """Whole results: those of splits combined, top-k lists sorted."""
         if self.spec.split:
             outputs[:] = combine(
                 self.fold, outputs, self.cuts, ordered=True, faster=split_combine.whole
-            )  # parts are let go
+            )  # in place, so that partial results are freed
             outputs[:] = [t.to(kind) for t, kind in zip(outputs, self.types, strict=True)]
         for at in self.lists:
-            outputs[at : at + 2] = topk.tidy(self.fold.outputs[at][0], *outputs[at : at + 2])
+            outputs[at : at + 2] = topk.sort_list(self.fold.outputs[at][0], *outputs[at : at + 2])
         return outputs
 
     def _cuts(self) -> list[int]:
-        """How much of the folded axis each part walks."""
+        """How much of the folded axis each split covers."""
         block = self.plan.block_folded
         each, more = divmod(-(-self.lengths[1] // block), self.parts)
         ends = [min((each * k + min(k, more)) * block, self.lengths[1]) for k in range(self.parts + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def _shift(self, number: Tensor, total: Tensor) -> Any:
-        """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of nothing."""
-        made = exponent_shift.made(number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1]))
-        return made if self.line is None else descriptors.filled(self.line, made)
+        """(number + logarithm of a total) × log2(e) along the folded axis; infinite where the total is of no pair."""
+        made = exponent_shift.compute_shift(
+            number, total, (*(self.batch if self.merged else self.sizes.batch), self.lengths[1])
+        )
+        return made if self.line is None else descriptors.replace_base(self.line, made)
 
     def _bounds(self, asked: Sequence[Any]) -> list[Any]:
-        """Which tiles are visited, and whether the last kept tiles begin first, since their walks are the longest.
+        """Arguments that say which tiles are visited, and whether the last kept tiles, which visit most, start first.
 
-        ``asked``: the leaves that conditions look at."""
+        ``asked``: the leaves that masks depend on."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
         edges, stride, flip = unchanged_tensors.remembered(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
@@ -337,13 +368,14 @@ class Launch:
         return found
 
     def _edged(self, *asked: Any) -> tuple[int, ...]:
-        """The same as arguments of a kernel that is launched again: those who remember hold the edges."""
+        """The same for a replay, which passes addresses: the cache of unchanged tensors keeps the table alive."""
         edges, *rest = self._bounds(asked)
         return edges.data_ptr(), *rest
 
     def _edges(self, asked: Sequence[Any]) -> list[Any]:
+        """The table of tile ranges, its batch stride, and whether the last kept tiles visit most."""
         values = dict(zip([e for e, _ in self.asked], asked, strict=True))
-        bounds = functools.partial(tile_ranges.bounds, self.fold, self.over)
+        bounds = functools.partial(tile_ranges.compute_tile_ranges, self.fold, self.over)
         if self.data:
             batch = self.sizes.batch or (1,)
             missing = len(batch) - len(self.sizes.batch)
@@ -356,32 +388,3 @@ class Launch:
         edges = bounds(values, self.lengths, self.blocks, torch.device("cpu"))
         walks = edges[0, :, -1] - edges[0, :, 0]
         return [edges.to(self.sizes.device), 0, int(walks[-1] > walks[0])]
-
-
-def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> list[Launch]:
-    """The launches of one direction. Where it takes several kernels, each has a tile of its own, and a plan has room
-    for one: the last one's, as ``tiles_of`` shows it, stands for all of these, in as many parts as the plan says."""
-    if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
-        return [one]
-    made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overriding_plans()).get(over)
-    if asked is None or len(folds) == 1:
-        return made()
-    with use_plan({}):
-        own = made()
-    if replace(own[-1].plan, parts=asked.parts) != asked:
-        return made()
-    for each in own:
-        if each.plan.parts != asked.parts:
-            each.prepare(values, replace(each.plan, parts=asked.parts))
-    return own
-
-
-def _together(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> Launch | None:
-    """One launch for what would take several, where two groups of warps can divide its sums."""
-    if not hopper.runs_warp_specialized(sizes.device):
-        return None
-    scaled = [pair for fold in folds for pair in fold.scaled]
-    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
-    one = Launch(whole, over, values, batch, sizes)
-    return one if one.kernel.staged else None

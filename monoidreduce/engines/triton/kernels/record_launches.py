@@ -60,7 +60,7 @@ def record(
     ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
     if numbers is not None:
         values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
-    if not jit_module.repeats(sizes.device) or any(
+    if not jit_module.can_relaunch(sizes.device) or any(
         isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
     ):
         return None  # (other integers of the same kind may be larger than kernels take)
@@ -95,7 +95,7 @@ def record(
 
 def _side(side: Side, leaves: list[Any], sizes: Sizes, total: bool) -> tuple[Sequence[Tensor], Sequence[Made] | None]:
     try:
-        one = elementwise.Launch(side, leaves, sizes, total)
+        one = elementwise.ElementwiseLaunch(side, leaves, sizes, total)
     except Unsupported:
         return [], None
     results, recipe = one(leaves), one.recipe()

@@ -1,4 +1,9 @@
-"""The k best of each row by kernels: of a panel, and of a product of matrices."""
+"""The k best of each row of a matrix: of a panel, and of a product of matrices that is written by panels.
+
+The k largest of a row lie in the k of its strips (of 64 columns) that have the largest maxima. A row is read once, for
+these maxima; then one program instance looks closely at the maxima and at the chosen strips, in registers: it finds the
+k-th largest bit by bit, by counting, and sorts k numbers by counting too.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,129 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import matmul
 from ...common.evaluate import Sizes
+from ..codegen.kernel_spec import padded
 from ..launch import jit_module, replay
-from . import topk_rows
+from ..launch.launch_cache import Kernels
+
+_STRIP = 64  # columns of a row whose maximum stands for them
+_MANY = 32  # strips at a time
+_LANES = 1024  # numbers at a time
+_LONG = 4  # rows of fewer strips than so many times k are sorted whole
+_HELD = 8192  # numbers that a program instance looks at closely
+_TEXT = '''"""The best of a matrix's rows: strips by their maxima, and the best of those strips."""
+
+import triton
+import triton.language as tl
 
 
-def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
+@triton.jit
+def highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def strip_maxima(out, x, stride, strips, STRIP: tl.constexpr, MANY: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    place = row * stride + at[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    v = tl.load(x + place, mask=(at < strips)[:, None], other=0)
+    if v.dtype != tl.float64:
+        v = v.to(tl.float32)
+    tl.store(out + row * strips + at, tl.reduce(v, 1, highest), mask=at < strips)
+
+
+@triton.jit
+def strips_held(out, x, chosen, stride, k, whole, width, STRIP: tl.constexpr, LANES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    strip = tl.load(chosen + row * k + at // STRIP, mask=at < k * STRIP, other=0)
+    place = tl.where(at < k * STRIP, strip * STRIP + at % STRIP, at - k * STRIP + whole)
+    tl.store(out + row * width + at, tl.load(x + row * stride + place, mask=at < width, other=0), mask=at < width)
+
+
+@triton.jit
+def listed(
+    values, places, found, at, chosen, k, whole, size,
+    LARGEST: tl.constexpr, STRIP: tl.constexpr, LANES: tl.constexpr,
+):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    v = tl.load(found + i, mask=i < size, other=0).to(values.dtype.element_ty)
+    p = tl.load(at + i, mask=i < size, other=0)
+    if STRIP:
+        strip = tl.load(chosen + i // k * k + tl.minimum(p // STRIP, k - 1), mask=i < size, other=0)
+        p = tl.where(p < k * STRIP, strip * STRIP + p % STRIP, p - k * STRIP + whole)
+    worst = float("-inf") if LARGEST else float("inf")
+    tl.store(values + i, v, mask=i < size)
+    tl.store(places + i, tl.where(v == worst, -1, p), mask=i < size)
+
+
+@triton.jit
+def ordered(x, BITS: tl.constexpr):
+    # integers in the order of the numbers, NaN above all; without the lowest bits, which are alike
+    x = x.to(tl.float32)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, 2143289344, bits)
+    return (bits ^ ((bits >> 31) & 2147483647)) >> BITS
+
+
+@triton.jit
+def number(key, BITS: tl.constexpr):
+    key = (key << BITS) | tl.where(key < 0, (1 << BITS) - 1, 0)
+    return (key ^ ((key >> 31) & 2147483647)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def taken(key, inside, k, BITS: tl.constexpr):
+    # which are among the k largest, the first of equals, and how many of these come before each
+    key = tl.where(inside, key, -1 << (31 - BITS))
+    least = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, -1 << (31 - BITS))  # the k-th, bit by bit from above
+    for b in tl.static_range(31 - BITS):
+        more = least | (1 << (30 - BITS - b))
+        least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= k, more, least)
+    above, equal = inside & (key > least), inside & (key == least)
+    room = k - tl.sum(above.to(tl.int32), 0)
+    mine = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    return mine, tl.cumsum(mine.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def best_listed(
+    values, places, spare, x, maxima, stride, strips, k, whole, width,
+    STRIP: tl.constexpr, STRIPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    strip = tl.arange(0, STRIPS)
+    key = ordered(tl.load(maxima + row * strips + strip, mask=strip < strips, other=0.0), BITS)
+    mine, place = taken(key, strip < strips, k, BITS)
+    spare += row * 2 * SLOTS  # of the row: what is chosen, written and read again by other threads
+    tl.store(spare + place, strip, mask=mine)
+    tl.debug_barrier()
+    at = tl.arange(0, WIDTH)
+    held = at < k * STRIP
+    strip = tl.load(spare + at // STRIP, mask=held, other=0)
+    at = tl.where(held, strip * STRIP + at % STRIP, at - k * STRIP + whole)
+    inside = tl.arange(0, WIDTH) < width
+    key = ordered(tl.load(x + row * stride + at, mask=inside, other=0.0), BITS)
+    mine, place = taken(key, inside, k, BITS)
+    tl.debug_barrier()
+    tl.store(spare + place, key, mask=mine)
+    tl.store(spare + SLOTS + place, at, mask=mine)
+    tl.debug_barrier()
+    slot = tl.arange(0, SLOTS)
+    other = tl.arange(0, SLOTS)
+    key = tl.load(spare + slot, mask=slot < k, other=-2147483648)
+    at = tl.load(spare + SLOTS + slot, mask=slot < k, other=0)
+    theirs = tl.load(spare + other, mask=other < k, other=-2147483648)
+    before = (theirs[None, :] > key[:, None]) | ((theirs[None, :] == key[:, None]) & (other[None, :] < slot[:, None]))
+    rank = tl.sum((before & (other < k)[None, :]).to(tl.int32), 1)
+    v = number(key, BITS)
+    tl.store(values + row * k + rank, v, mask=slot < k)
+    tl.store(places + row * k + rank, tl.where(v == float("-inf"), -1, at).to(tl.int64), mask=slot < k)
+'''
+_kernels = Kernels(_TEXT)
+
+
+def sort_list(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     """A list as users get it: best first, and no place where there was nothing."""
     merged = kind_of(r).merge(r.attrs[2], [values.unsqueeze(0), places.unsqueeze(0)])
     values, places = (t.squeeze(0) for t in merged)
@@ -29,33 +152,81 @@ def tidy(r: Expr, values: Tensor, places: Tensor) -> list[Tensor]:
     return [values, places.masked_fill(values == worst, -1)]
 
 
-# Of a panel -----------------------------------------------------------------------------------------------------
+def select_best(panel: Tensor, k: int, largest: bool, compute: torch.dtype) -> list[Tensor]:
+    """The k best of each row of a matrix, and their places: -1 where there is nothing.
+
+    The smallest are found by torch alone: a strip's minimum would be NaN where anything in it is.
+    """
+    rows, strips = panel.shape[0], panel.shape[1] // _STRIP
+    if not largest or not rows or strips < _LONG * k:
+        values, at = panel.topk(k, dim=1, largest=largest)
+        return _write_lists(values, at, at, 0, largest, compute)
+    whole = strips * _STRIP
+    maxima = torch.empty(rows, strips, dtype=torch.promote_types(panel.dtype, torch.float32), device=panel.device)
+    grid, given = (rows, -(-strips // _MANY)), (maxima, panel, panel.stride(0), strips)
+    _kernels("strip_maxima", grid, given, dict(STRIP=_STRIP, MANY=_MANY))
+    width = k * _STRIP + panel.shape[1] - whole
+    if maxima.dtype is torch.float32 and max(width, strips) <= _HELD:
+        return _select_from_strips(panel, maxima, k, whole, width, compute)
+    chosen = maxima.topk(k, dim=1, sorted=False).indices
+    held = torch.empty(rows, width, dtype=panel.dtype, device=panel.device)
+    places = (held, panel, chosen, panel.stride(0), k, whole, width)
+    _kernels("strips_held", (rows, -(-width // _LANES)), places, dict(STRIP=_STRIP, LANES=_LANES))
+    return _write_lists(*held.topk(k, dim=1), chosen, whole, largest, compute)
 
 
-def of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
+def _select_from_strips(
+    panel: Tensor, maxima: Tensor, k: int, whole: int, width: int, compute: torch.dtype
+) -> list[Tensor]:
+    """The best of rows whose strips' maxima are known."""
+    (rows, strips), slots = maxima.shape, padded(k)
+    values, places = (torch.empty(rows, k, dtype=t, device=panel.device) for t in (compute, torch.int64))
+    spare = torch.empty(rows, 2 * slots, dtype=torch.int32, device=panel.device)
+    given = (values, places, spare, panel, maxima, panel.stride(0), strips, k, whole, width)
+    alike = 16 if panel.dtype is torch.bfloat16 else 0
+    constants = dict(STRIP=_STRIP, STRIPS=padded(strips), WIDTH=padded(width), SLOTS=slots, BITS=alike)
+    _kernels("best_listed", (rows,), given, constants, dict(num_warps=8))
+    return [values, places]
+
+
+def _write_lists(
+    found: Tensor, at: Tensor, chosen: Tensor, whole: int, largest: bool, compute: torch.dtype
+) -> list[Tensor]:
+    """Values and places as users get them; ``whole``: the end of the strips, 0 where places are those of a row."""
+    values, places = torch.empty_like(found, dtype=compute), torch.empty_like(at)
+    given = (values, places, found, at, chosen, found.shape[1], whole, found.numel())
+    constants = dict(LARGEST=largest, STRIP=_STRIP if whole else 0, LANES=_LANES)
+    if found.numel():
+        _kernels("listed", (-(-found.numel() // _LANES),), given, constants)
+    return [values, places]
+
+
+def select_best_of_panel(panel: Tensor, r: Expr, compute: torch.dtype) -> list[Tensor]:
     """The best of each row of a panel, as the eager engine keeps them."""
     k, largest = r.attrs[2]
-    return topk_rows.best(panel, min(k, panel.shape[1]), largest, compute)
+    return select_best(panel, min(k, panel.shape[1]), largest, compute)
 
 
-def factors(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+def find_product(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[Tensor, Tensor] | None:
     """Rows and columns, where a fold is the k best products of each row with all columns and nothing else."""
-    places = _places(fold, sizes)
+    places = _find_product_leaves(fold, sizes)
     if places is None:
         return None
     x, y = (leaves[k] for k in places)
     return (x, y) if x.dtype == y.dtype and x.dtype.is_floating_point else None
 
 
-def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Sequence[Any]], list[Tensor]] | None:
+def prepare_best_products(
+    fold: Fold, leaves: Sequence[Any], sizes: Sizes
+) -> Callable[[Sequence[Any]], list[Tensor]] | None:
     """What finds them for leaves like these, if a fold is that: for calls whose host would take longer than they."""
-    places = _places(fold, sizes)
-    if places is None or factors(fold, leaves, sizes) is None:
+    places = _find_product_leaves(fold, sizes)
+    if places is None or find_product(fold, leaves, sizes) is None:
         return None
-    return _Straight(fold, places, sizes)
+    return _BestProducts(fold, places, sizes)
 
 
-class _Straight:
+class _BestProducts:
     """The k best products for leaves of one kind: the first call is recorded, later ones are replayed, in as many
     panels as there was memory for then.
 
@@ -72,17 +243,17 @@ class _Straight:
         if made is self:
             return self._met(x, y, same)
         found = None if made is None else made.run(x, y)
-        return of_product(self.fold, x, y, self.sizes) if found is None else list(found)
+        return select_best_products(self.fold, x, y, self.sizes) if found is None else list(found)
 
     def _met(self, x: Tensor, y: Tensor, same: bool) -> list[Tensor]:
-        run = functools.partial(of_product, self.fold, sizes=self.sizes)
-        if not jit_module.repeats(self.sizes.device):
+        run = functools.partial(select_best_products, self.fold, sizes=self.sizes)
+        if not jit_module.can_relaunch(self.sizes.device):
             return run(x, y)
         found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found
 
 
-def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
+def _find_product_leaves(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
     (r, *others), product = fold.reductions, fold.reductions[0].args[0]
     if others or r.attrs[:2] != ("topk", "cols") or product.op != "dot" or sizes.batch or not sizes.rows:
         return None
@@ -92,7 +263,7 @@ def _places(fold: Fold, sizes: Sizes) -> tuple[int, int] | None:
     return fold.leaves.index(x), fold.leaves.index(y)
 
 
-def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
+def select_best_products(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     """The k best products of each row with all columns, some rows at a time.
 
     What a panel does, without its book-keeping, which takes longer than the work where rows are few.
@@ -108,10 +279,10 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:
         matmul.panel_into(panel, x, y)
-        return of_panel(panel, r, held)
+        return select_best_of_panel(panel, r, held)
     parts = []
     for at in range(0, sizes.rows, step):
         some = x[at : at + step]
         matmul.panel_into(panel[: len(some)], some, y)
-        parts.append(of_panel(panel[: len(some)], r, held))
+        parts.append(select_best_of_panel(panel[: len(some)], r, held))
     return [torch.cat(t) for t in zip(*parts, strict=True)]

@@ -162,9 +162,16 @@ class Layer:
         for f in fields:
             arguments += [f.tensor, *f.tensor.stride()]
         plan = KernelPlan(*tile, 4 if tile[0] * tile[1] < 2**14 else 8, 2)
-        how = (True, "ieee", True, fields[0].tensor.device)  # tile functions say themselves how they multiply
-        kernel = Kernel(f"{what}_over_{over}", text, (), functions=functions)
-        call = fold_kernel.Call(kernel, plan, -(-kept // tile[0]), (*arguments, kept, folded), *how)
+        call = fold_kernel.KernelCall(
+            kernel=Kernel(f"{what}_over_{over}", text, (), functions=functions),
+            plan=plan,
+            grid=-(-kept // tile[0]),
+            arguments=(*arguments, kept, folded),
+            wide=True,
+            precision="ieee",  # unused: tile functions say themselves how they multiply
+            ragged=True,
+            device=fields[0].tensor.device,
+        )
         try:
             fold_kernel.execute(call)
         except Exception as error:

@@ -1,9 +1,9 @@
 """Tensor descriptors: blocks of vectors that the hardware copies by itself (Hopper and newer).
 
-A box is a block of consecutive vectors of one batch element; what lies outside the tensor reads as zero. The copy takes
-one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their strides: the
-features lie side by side, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out. Numbers
-along the folded axis have boxes too: every thread of a kernel would copy those that it needs, many copying the same.
+A descriptor (TMA) copies a block of consecutive vectors of one batch element; outside the tensor it reads zeros.
+The copy takes one instruction and no registers, which pays where tiles are many. Which leaves have one depends on their
+strides: features are contiguous, rows and batch elements begin on 16 bytes. Dimensions that broadcast are left out.
+Numbers along the folded axis have descriptors too: otherwise many threads would load the same ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from . import jit_module
-from .encoded_descriptors import filled as filled
+from .encoded_descriptors import replace_base as replace_base
 
 _DIMENSIONS = 5  # of a descriptor, at most
 
 
 @functools.cache
-def on(device: torch.device) -> bool:
-    """Whether the device and this Triton have them."""
-    if jit_module.version() < (3, 4):
+def are_supported(device: torch.device) -> bool:
+    """True when the device and this version of Triton have tensor descriptors."""
+    if jit_module.triton_version() < (3, 4):
         return False
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,15 +38,15 @@ def on(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def of(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
-    """Per leaf of the fold: the batch dimensions of its box, None where it has none."""
+def find_copied_leaves(spec: Spec, vectors: tuple[Expr, ...], values: Mapping[Expr, Any], batch: int) -> tuple:
+    """Per leaf of the fold: the batch dimensions of its descriptor, None where it has none."""
     numbers = [e for e in spec.fold.leaves if e.feature is None and spec.folds(e) and not spec.keeps(e)]
     fits = {**dict.fromkeys(vectors, _fits), **(dict.fromkeys(numbers, _fits_number) if spec.narrow else {})}
     return tuple(_dimensions(e, spec, values[e], batch, fits[e]) if e in fits else None for e in spec.fold.leaves)
 
 
-def vectors(fold: Fold, found: tuple) -> tuple:
-    """The boxes of vectors alone."""
+def keep_vectors(fold: Fold, found: tuple) -> tuple:
+    """The same for vectors alone."""
     return tuple(b if e.feature is not None else None for e, b in zip(fold.leaves, found, strict=True))
 
 
@@ -73,7 +73,7 @@ def _fits_number(e: Expr, spec: Spec, v: Tensor) -> bool:
     return v.element_size() == 4  # of 8 bytes they cost a kernel a third of its speed
 
 
-def line(length: int, count: int, block: int, device: torch.device) -> Any:
+def make_shift_descriptor(length: int, count: int, block: int, device: torch.device) -> Any:
     """The descriptor of float32 numbers ``[count, length]`` that are made for every launch."""
     like = torch.empty(1, dtype=torch.float32, device=device).expand(count, length)
     made = _descriptor(like, [count, length], [length, 1], [1, block])
@@ -85,13 +85,13 @@ def _descriptor(v: Tensor, *form: list[int]) -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(v, *form)
 
 
-def fits(v: Tensor) -> bool:
+def can_copy_vectors(v: Tensor) -> bool:
     """Whether vectors ``[1, length, features]`` of any number of features can be copied."""
     aligned = v.stride(-2) > 0 and v.stride(-2) * v.element_size() % 16 == 0 and v.data_ptr() % 16 == 0
     return v.element_size() == 2 and v.stride(-1) == 1 and aligned and v.numel() > 0
 
 
-def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
+def make_descriptor(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: bool = False) -> Any:
     """The descriptor of a leaf ``[*batch, length(, features)]``, for blocks of some numbers, or vectors.
 
     ``staged``: for kernels that name the layout of what is copied."""
@@ -103,5 +103,5 @@ def template(v: Tensor, dims: tuple[int, ...], block: tuple[int, ...], staged: b
         made = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(v, *given, layout)
     else:
         made = _descriptor(v, *given)
-    made.base = None  # a frozen launch holds nobody's tensor
+    made.base = None  # a prepared launch must not keep a tensor alive
     return made

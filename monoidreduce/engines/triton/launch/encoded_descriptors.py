@@ -1,8 +1,8 @@
-"""Tensor descriptors as launchers take them, found by address.
+"""Encoded tensor descriptors, cached by address.
 
-Triton's launchers take descriptors apart in Python and have the driver encode them, at every launch: that takes the
-host longer than the launch itself. What comes of it depends on the kernel, on a descriptor's form and on its address
-alone, so it is kept by address: tensors of one form come back to the same places.
+Triton's launchers take descriptors apart in Python and have the driver encode them at every launch, which takes longer
+than the launch itself. The result depends only on the kernel, the descriptor's shape and its address, so it is cached
+by address: the allocator returns tensors of one shape to the same addresses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _MOST = 1024  # addresses of one argument
-_ANYWHERE = 1 << 30  # an address as good as another: nothing is read
+_ANYWHERE = 1 << 30  # any address will do: nothing is read
 Start = Callable[..., None]
 
 
 class Address:
-    """Memory that begins somewhere: all that launchers ask of a descriptor's tensor."""
+    """Stands for a tensor at an address: launchers ask a descriptor's tensor for nothing else."""
 
     __slots__ = ("at",)
 
@@ -30,19 +30,19 @@ class Address:
         return self.at
 
 
-def at(template: Any, address: int) -> Any:
+def make_descriptor_at(template: Any, address: int) -> Any:
     """The descriptor of what lies at an address."""
-    return filled(template, Address(address))
+    return replace_base(template, Address(address))
 
 
-def filled(made: Any, v: Any) -> Any:
+def replace_base(made: Any, v: Any) -> Any:
     """A descriptor for another tensor of the same shape, strides and alignment, or for none."""
     found = object.__new__(type(made))
     found.__dict__ = {**made.__dict__, "base": v}
     return found
 
 
-class Opened(dict[int, tuple]):
+class EncodedByAddress(dict[int, tuple]):
     """By address: what is given to a compiled kernel's function in place of one of its descriptors."""
 
     def __init__(self, made: Callable[[int], tuple]):
@@ -56,12 +56,14 @@ class Opened(dict[int, tuple]):
         return found
 
 
-def opened(launch: Any, before: Sequence[Any], arguments: Sequence[Any]) -> tuple[Start, dict[int, Opened]] | None:
+def bypass_encoding(
+    launch: Any, before: Sequence[Any], arguments: Sequence[Any]
+) -> tuple[Start, dict[int, EncodedByAddress]] | None:
     """What starts a kernel whose descriptors were taken apart, and each of these, by its place among the arguments;
     None where there are none, or this Triton has launchers of another make.
 
     ``launch`` takes ``before`` and the arguments, of which the descriptors' forms are looked at and nothing else."""
-    places = [k for k, v in enumerate(arguments) if is_box(v)]
+    places = [k for k, v in enumerate(arguments) if is_descriptor(v)]
     found = _beneath(launch) if places else None
     if found is None:
         return None
@@ -70,7 +72,9 @@ def opened(launch: Any, before: Sequence[Any], arguments: Sequence[Any]) -> tupl
     def taken_apart(place: int, address: int) -> tuple:
         """All that the launcher gives on from one place to the next."""
         seen: list[tuple] = []
-        given = [_Marked.of(at(v, address)) if k in places else object() for k, v in enumerate(arguments)]
+        given = [
+            _Marked.of(make_descriptor_at(v, address)) if k in places else object() for k, v in enumerate(arguments)
+        ]
         on(lambda *passed: seen.append(passed[len(before) :]))(*before, *given)
         (passed,) = seen
         begins = [*(_begin(passed, v) for v in given), len(passed)]
@@ -80,10 +84,10 @@ def opened(launch: Any, before: Sequence[Any], arguments: Sequence[Any]) -> tupl
         taken_apart(places[0], _ANYWHERE)
     except Exception:  # of another make
         return None
-    return start, {k: Opened(functools.partial(taken_apart, k)) for k in places}
+    return start, {k: EncodedByAddress(functools.partial(taken_apart, k)) for k in places}
 
 
-def is_box(v: Any) -> bool:
+def is_descriptor(v: Any) -> bool:
     """Whether a value is a tensor descriptor."""
     return hasattr(v, "block_shape")
 
@@ -100,8 +104,8 @@ class _Marked(int):
 
 def _begin(passed: Sequence[Any], given: Any) -> int:
     """Where an argument begins in what was passed on: a descriptor one place before its first length."""
-    mark = given.shape[0] if is_box(given) else given
-    return next(k for k, v in enumerate(passed) if v is mark) - is_box(given)
+    mark = given.shape[0] if is_descriptor(given) else given
+    return next(k for k, v in enumerate(passed) if v is mark) - is_descriptor(given)
 
 
 def _beneath(launch: Any) -> tuple[Start, Callable[[Start], Start]] | None:

@@ -27,7 +27,7 @@ from ...common.generated_code import run_text
 from . import encoded_descriptors
 
 
-def write(text: str) -> Path:
+def write_text(text: str) -> Path:
     """The file of a text, written whole: in the private folder or, where there is none, in a temporary one."""
     name, data = f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py", text.encode()
     place = disk.open_folder(KERNELS)
@@ -38,7 +38,7 @@ def write(text: str) -> Path:
     return spare
 
 
-def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
+def load_module(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
     """The module of a text. Triton is imported by the text itself: nothing else here needs it.
 
     ``functions``: by name, what the text calls and does not hold."""
@@ -47,7 +47,7 @@ def load(text: str, functions: tuple[tuple[str, Any], ...] = ()) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
-    path = str(write(text))
+    path = str(write_text(text))
     module = types.ModuleType(Path(path).stem)
     module.__file__ = path
     module.__dict__.update(functions)
@@ -57,7 +57,7 @@ def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
 
 
 class _Idle:
-    """A module of kernels, a kernel, and its launch: nothing happens."""
+    """Stands for a module of kernels, a kernel, and its launch: nothing happens."""
 
     def __getattr__(self, name: str) -> _Idle:
         return self
@@ -74,8 +74,8 @@ _resting: contextvars.ContextVar[bool] = contextvars.ContextVar("resting", defau
 
 
 @contextlib.contextmanager
-def resting() -> Iterator[None]:
-    """What is launched for the first time inside the block does nothing: for who looks at what is allocated."""
+def skip_launches() -> Iterator[None]:
+    """First launches inside the block do nothing: for dry runs, which look at allocations alone."""
     token = _resting.set(True)
     try:
         yield
@@ -83,8 +83,8 @@ def resting() -> Iterator[None]:
         _resting.reset(token)
 
 
-def rests() -> bool:
-    """Whether launches do nothing here."""
+def skips_launches() -> bool:
+    """True inside ``skip_launches``."""
     return _resting.get()
 
 
@@ -101,7 +101,7 @@ _watching: contextvars.ContextVar[list[Resources] | None] = contextvars.ContextV
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[Resources]]:
+def watch_resources() -> Iterator[list[Resources]]:
     """The resources of kernels first launched inside the block."""
     found: list[Resources] = []
     token = _watching.set(found)
@@ -111,31 +111,33 @@ def watched() -> Iterator[list[Resources]]:
         _watching.reset(token)
 
 
-def note(compiled: Any) -> None:
-    """Say what a kernel takes to whoever watches; the interpreter's take nothing."""
+def report_resources(compiled: Any) -> None:
+    """Add a compiled kernel's resources to the list of ``watch_resources``; interpreted kernels have none."""
     watching = _watching.get()
     if watching is not None and getattr(compiled, "n_regs", None) is not None:
         watching.append(Resources(compiled.n_regs, 4 * compiled.n_spills, int(compiled.metadata.shared)))
 
 
-def on(device: torch.device) -> Any:
+def use_device(device: torch.device) -> Any:
     """A kernel is launched on the current device: make it this one (the interpreter has none)."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def again(compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device) -> Again | None:
+def make_relauncher(
+    compiled: Any, grid: tuple[int, ...], constants: tuple[Any, ...], device: torch.device
+) -> Relauncher | None:
     """A compiled kernel's own launcher, without the look-up of a normal launch; None where this Triton has none."""
-    there = hasattr(compiled, "packed_metadata") and repeats(device)
-    return Again(compiled, grid, constants, device) if there else None
+    there = hasattr(compiled, "packed_metadata") and can_relaunch(device)
+    return Relauncher(compiled, grid, constants, device) if there else None
 
 
-def repeats(device: torch.device) -> bool:
+def can_relaunch(device: torch.device) -> bool:
     """Whether kernels are launched again there by addresses: not by the interpreter, nor by an older Triton, whose
     launchers take no constants."""
-    return device.type == "cuda" and version() >= (3, 4)
+    return device.type == "cuda" and triton_version() >= (3, 4)
 
 
-class Again:
+class Relauncher:
     """Launches a compiled kernel with other arguments.
 
     It is right only for arguments of the same types, the same integers and pointers of the same alignment. ``start`` is
@@ -146,20 +148,25 @@ class Again:
         after = (compiled.function, compiled.packed_metadata, None, None, None)
         found: tuple[Callable[..., None], tuple] = _under(compiled.run, self.before, after) or (compiled.run, after)
         self.start, self.after = found
-        self.watched, self.stream = compiled[self.before], stream(device)
+        self.watched, self.stream = compiled[self.before], find_stream(device)
 
     def __call__(self, *arguments: Any) -> None:
         found = self.stream()
         if found is not None:
             self.start(*self.before, found, *self.after, *arguments, *self.constants)
             return
-        with on(self.device):
+        with use_device(self.device):
             self.watched(*arguments, *self.constants)
 
-    def opened(self, arguments: Sequence[Any]) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.Opened]]:
+    def opened(
+        self, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., None], Mapping[int, encoded_descriptors.EncodedByAddress]]:
         """What starts it where its descriptors were taken apart, and these by their places; ``start`` and none where
         they are given as they are. Of the arguments descriptors alone are looked at."""
-        return encoded_descriptors.opened(self.start, (*self.before, None, *self.after), arguments) or (self.start, {})
+        return encoded_descriptors.bypass_encoding(self.start, (*self.before, None, *self.after), arguments) or (
+            self.start,
+            {},
+        )
 
 
 def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., None], tuple] | None:
@@ -181,7 +188,7 @@ def _under(launcher: Any, before: tuple, after: tuple) -> tuple[Callable[..., No
 
 
 @functools.cache
-def stream(device: torch.device) -> Callable[[], int | None]:
+def find_stream(device: torch.device) -> Callable[[], int | None]:
     """Says the current stream of a device; None where another device is the current one, or launches are watched."""
     triton = importlib.import_module("triton")
     runtime, current, now = (
@@ -205,6 +212,6 @@ def _is_hooked(hook: Any) -> bool:
 
 
 @functools.cache
-def version() -> tuple[int, ...]:
+def triton_version() -> tuple[int, ...]:
     """Triton's."""
     return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:2])

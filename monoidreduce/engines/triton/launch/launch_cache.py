@@ -46,7 +46,7 @@ class LaunchCache:
     def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
         """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
         again = self.made.get(key)
-        if parallel_compile.looking():
+        if parallel_compile.is_collecting():
             return again or first()
         if again is not None:
             again(*arguments)
@@ -86,7 +86,7 @@ class Kernels:
                 given.append(address)
         key = tuple(found)
         again = self.kept.made.get(key)
-        if again is None or parallel_compile.looking():
+        if again is None or parallel_compile.is_collecting():
             return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
         again(*given)
         report(again, arguments)
@@ -101,10 +101,10 @@ class Kernels:
         options: Mapping[str, int],
     ) -> Again | None:
         device = arguments[0].device
-        with jit_module.on(device):
-            kernel = getattr(jit_module.load(self.text), name)
-            compiled = parallel_compile.launched(kernel, grid, arguments, {**constants, **options})
-            return jit_module.again(compiled, grid, tuple(constants.values()), device)
+        with jit_module.use_device(device):
+            kernel = getattr(jit_module.load_module(self.text), name)
+            compiled = parallel_compile.launch(kernel, grid, arguments, {**constants, **options})
+            return jit_module.make_relauncher(compiled, grid, tuple(constants.values()), device)
 
 
 def specialized(v: int) -> tuple[bool, ...]:

@@ -1,9 +1,8 @@
-"""Kernels that are about to be launched, compiled at the same time.
+"""Compile the kernels of a call in parallel, before its first launch.
 
-A kernel takes a second to compile, and a vocabulary head needs ten. Most of that second is the compiler's own, which
-leaves the interpreter alone: so a call's launches are first made without launching, each new kernel is compiled in a
-thread, and the launches that follow find all of them compiled. A mistake is met by its launch, as if nothing had been
-done here.
+A kernel takes a second to compile, and a vocabulary head needs ten. Most of that second is spent in LLVM and ptxas,
+without the GIL: so a call is first run with its launches collected, each new kernel is compiled in a thread, and the
+launches that follow find all of them compiled. Errors are ignored here and raised by the launch itself.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _MOST = 4096
 _launched: set[tuple] = set()  # kernels with their constants that were launched before, hence compiled
 
 
-def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
-    """Launch a kernel on the current device; what was compiled. Where launches are only looked at: nothing, None."""
+def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """Launch a kernel on the current device and return what was compiled; None where launches are collected."""
     waiting, key = _waiting.get(), (function, *given.items())
     if waiting is None:
         if len(_launched) >= _MOST:
-            _launched.clear()  # they would be compiled ahead once more, that is found compiled
+            _launched.clear()  # compiling these again only finds them in Triton's cache
         _launched.add(key)
         return function[grid](*arguments, **given)
     if key not in _launched:
@@ -40,21 +39,21 @@ def launched(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], giv
     return None
 
 
-def looking() -> bool:
-    """Whether launches are only looked at: then nothing may run, not even what is compiled. What it would read was not
-    made, and labels that are not there are places that are not there."""
+def is_collecting() -> bool:
+    """True while launches are collected. Then nothing may run, not even compiled kernels: what they would read was not
+    computed, and labels that were not written may point outside a tensor."""
     return _waiting.get() is not None
 
 
-def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
+def compile_ahead(device: torch.device, launches: Callable[[], Any]) -> bool:
     """Compile the kernels that ``launches`` would launch for the first time, where there are several; whether it was
     called."""
-    if not _may_wait(device):
+    if not _can_compile_ahead(device):
         return False
     waiting: _Waiting = {}
     token = _waiting.set(waiting)
     try:
-        with contextlib.suppress(Exception):  # the call that follows will meet it
+        with contextlib.suppress(Exception):  # the call that follows raises it
             launches()
     finally:
         _waiting.reset(token)
@@ -67,14 +66,14 @@ def compiled(device: torch.device, launches: Callable[[], Any]) -> bool:
 
 def _compile(function: Any, launches: list[_Given], device: torch.device) -> None:
     """All that is asked of one kernel, one after the other: its caches are its own."""
-    with jit_module.on(device):
+    with jit_module.use_device(device):
         for grid, arguments, given in launches:
             function.warmup(*arguments, grid=grid, **given).run  # noqa: B018  loads it, and writes its launcher
 
 
-def _may_wait(device: torch.device) -> bool:
+def _can_compile_ahead(device: torch.device) -> bool:
     """Whether launches can be left out: kernels are compiled there (by a Triton that does so in threads, too), nobody
     watches torch's calls, and no graph is captured."""
-    if device.type != "cuda" or jit_module.version() < (3, 4) or jit_module.rests():
+    if device.type != "cuda" or jit_module.triton_version() < (3, 4) or jit_module.skips_launches():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing())

@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
         if type(value) in (list, tuple):
             return type(value)(map(self.symbolic, value))
         if hasattr(value, "block_shape"):
-            return Descriptor(descriptors.filled(value, None), self.place(value.base))
+            return Descriptor(descriptors.replace_base(value, None), self.place(value.base))
         return value
 
     def place(self, t: Tensor) -> Place:
@@ -321,7 +321,7 @@ class Replay:
     ):
         steps = needed(steps, returned)
         launchers = [s.again for s in steps if isinstance(s, Launch)]
-        starts = bool(launchers) and all(isinstance(again, jit_module.Again) for again in launchers)
+        starts = bool(launchers) and all(isinstance(again, jit_module.Relauncher) for again in launchers)
         writer = _Writer(inputs, constants, device, starts)
         otherwise = "None"
         if starts and always:
@@ -357,12 +357,14 @@ class _Writer(FunctionWriter):
         device: torch.device,
         starts: bool,
     ):
-        super().__init__(empty=torch.empty_like, descriptor=encoded_descriptors.at, **constants)
+        super().__init__(empty=torch.empty_like, descriptor=encoded_descriptors.make_descriptor_at, **constants)
         self.inputs, self.constants, self.device, self.starts = inputs, constants, device, starts
         self.given = inputs.keys() | constants.keys()
         self.whole = {name: p for name, p in inputs.items() if p is not None}  # how storages are bound to names
         self.whole |= {name: Place.whole(name, t) for name, t in constants.items()}
-        self.encoded: dict[tuple, tuple[Any, Mapping[int, encoded_descriptors.Opened]]] = {}  # by launcher and forms
+        self.encoded: dict[
+            tuple, tuple[Any, Mapping[int, encoded_descriptors.EncodedByAddress]]
+        ] = {}  # by launcher and forms
         self.last: dict[str, int] = {}  # the last line that needs each name
         self.using: list[str] = []  # the names that the step being written uses
         self.known: dict[Any, str] = {}  # names of views, addresses and offsets
@@ -383,7 +385,7 @@ class _Writer(FunctionWriter):
         self._release()
         opening = []
         if self.starts:
-            self.scope["stream"] = jit_module.stream(self.device)
+            self.scope["stream"] = jit_module.find_stream(self.device)
             opening = ["s = stream()", "if s is None:", f"    return {otherwise}"]
         self.text = function_text("run", self.inputs, [*opening, *self.lines])
         run_text(self.text, self.scope, "<replay>")
@@ -421,7 +423,7 @@ class _Writer(FunctionWriter):
         self._line(f"{', '.join(made)} = {call}" if any(step.made) else call, [name for name in made if name != "_"])
 
     def _launch(self, step: Launch) -> None:
-        again, encoded = step.again, dict[int, encoded_descriptors.Opened]()
+        again, encoded = step.again, dict[int, encoded_descriptors.EncodedByAddress]()
         start, before, after, constants = again, [], [], []
         if self.starts:
             start, encoded = self._encoded(again, step.arguments)
@@ -433,7 +435,7 @@ class _Writer(FunctionWriter):
             at += _width(value)
         self._line(f"{self.hold(start, id(start))}({', '.join([*before, *after, *given, *constants])})")
 
-    def _encoded(self, again: jit_module.Again, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    def _encoded(self, again: jit_module.Relauncher, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """What starts a kernel, and its encoded descriptors by their places among the arguments: the same for all
         launches with descriptors of one form."""
         templates: list[Any] = []
@@ -444,7 +446,7 @@ class _Writer(FunctionWriter):
             self.encoded[key] = again.opened(templates)
         return self.encoded[key]
 
-    def _argument(self, value: Any, encoded: encoded_descriptors.Opened | None) -> str:
+    def _argument(self, value: Any, encoded: encoded_descriptors.EncodedByAddress | None) -> str:
         """An argument of a kernel: a tensor by its address, a descriptor as a whole or by its ``encoded`` parts."""
         if isinstance(value, Place):
             return self._address(value)

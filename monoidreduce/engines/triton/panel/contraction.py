@@ -84,7 +84,7 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
 
 
 def _copied(*tensors: Tensor) -> bool:
-    return all(descriptors.fits(t) for t in tensors)
+    return all(descriptors.can_copy_vectors(t) for t in tensors)
 
 
 class Ready:
@@ -99,17 +99,17 @@ class Ready:
         self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)
         panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
         forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
-        self.boxes = [descriptors.template(t, (), block, staged=True) for t, block in forms]
+        self.boxes = [descriptors.make_descriptor(t, (), block, staged=True) for t, block in forms]
         self.kept = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)
-        arguments = [*map(descriptors.filled, self.boxes, given), *self.numbers]
+        arguments = [*map(descriptors.replace_base, self.boxes, given), *self.numbers]
         self.kept((), functools.partial(self._first, arguments, out.device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
         return fold_kernel.execute(
-            fold_kernel.Call(self.kernel, PLAN, self.grid, tuple(arguments), False, "ieee", False, device)
+            fold_kernel.KernelCall(self.kernel, PLAN, self.grid, tuple(arguments), False, "ieee", False, device)
         )
 
 

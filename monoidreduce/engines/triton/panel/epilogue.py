@@ -78,7 +78,7 @@ def is_wide(width: int) -> bool:
 
 def is_fast_on(device: torch.device) -> bool:
     """Whether generated GEMMs are as fast as the vendor's there: where tensor descriptors feed the tensor cores."""
-    return device.type == "cuda" and descriptors.on(device)
+    return device.type == "cuda" and descriptors.are_supported(device)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class PreparedGemm:
         self.gemm, self.here, self.lengths = gemm, here, (here.rows, here.cols)
         self.launches: dict[str, row_kernel.PreparedKernel] = {}
         leaves = gemm.operand_leaves
-        fits = [values[e].shape[-1] > WIDEST and descriptors.fits(values[e]) for e in leaves]
-        self.copied = leaves if all(fits) and descriptors.on(here.device) else ()  # by tensor descriptors
+        fits = [values[e].shape[-1] > WIDEST and descriptors.can_copy_vectors(values[e]) for e in leaves]
+        self.copied = leaves if all(fits) and descriptors.are_supported(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
         large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
         large = large and hopper.runs_warp_specialized(here.device)
@@ -157,7 +157,7 @@ class PreparedGemm:
         plan = self.plans[name]
         self.tiles = -(-here.cols // plan.block_folded)  # across all columns
         block = (plan.block_kept, EXTRA if self.pingpong else plan.block_folded // HALVES)
-        self.out_descriptor = descriptors.template(out, (), block, self.pingpong) if out.dim() == 2 else None
+        self.out_descriptor = descriptors.make_descriptor(out, (), block, self.pingpong) if out.dim() == 2 else None
 
     def _plan_kernel(self, name: str, width: int) -> KernelPlan:
         found = plan_kernel(name, width, self.pingpong, self.wide)
@@ -194,7 +194,7 @@ class PreparedGemm:
 
     def describe_output(self, out: Tensor) -> Any:
         """The descriptor by which kernels write ``out``."""
-        return descriptors.filled(self.out_descriptor, out)
+        return descriptors.replace_base(self.out_descriptor, out)
 
     def launch(self, name: str, outputs: list[Any], values: Mapping[Expr, Any], tiles: int = 0) -> None:
         """Launch a kernel. ``outputs``: its first arguments; ``tiles``: in place of the number of tiles of rows."""

@@ -32,9 +32,9 @@ from ....reductions import kind_of
 from ....reductions.softmax import SoftmaxLines
 from ..codegen import k_loop, kernel_text
 from ..codegen.exponents import LOG2E, literal
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
-from ..codegen.label_gather import Matched
+from ..codegen.label_gather import LabelColumnWriter
 from ..codegen.reductions import TOOLS
 from .row_factor import LabelTerm, LateFactor
 from .row_kernel import RowValues, assemble_kernel
@@ -120,7 +120,7 @@ _TILE_INDICES = [
 _ROW_INDICES = ["tile = tl.program_id(0)", "start = 0", *_TILE_INDICES]
 
 
-def take_bound_lines(v: Values) -> list[str]:
+def take_bound_lines(v: ExpressionWriter) -> list[str]:
     """The lines bound before the loop since the last time."""
     found, v.before = v.before, []
     return found
@@ -139,15 +139,17 @@ def _loop_over_tiles(lines: list[str], flatten: bool) -> list[str]:
     ]
 
 
-def _write_weights(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _write_weights(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     return ["out_box"], _write_tiles(v, epilogue, first, lambda k: v.full(epilogue.weight), _STORE)
 
 
-def _write_tiles(v: Values, epilogue: Epilogue, first: list[str], weigh: Callable[[int], str], store: str) -> list[str]:
+def _write_tiles(
+    v: ExpressionWriter, epilogue: Epilogue, first: list[str], weigh: Callable[[int], str], store: str
+) -> list[str]:
     """Every tile's K loop, and its epilogue by halves: ``weigh`` computes one, ``store`` writes it. Scalars of rows are
     read first."""
     name = v.inner[_product_key(epilogue)]
-    rounding = k_loop.rounded(name) if k_loop.rounds(v.spec) else None  # halves are rounded instead
+    rounding = k_loop.write_rounding(name) if k_loop.rounds_products(v.spec) else None  # halves are rounded instead
     first = [line for line in first if line != rounding]
     lines = [*v.inside, f"scores0, scores1 = halved({name})", *write_strips(v, epilogue, weigh, store)]
     return _loop_over_tiles([*v.before, *first, *lines], not has_column_scalars(v.spec))
@@ -163,7 +165,7 @@ _HALF = ["half_lane = tl.arange(0, HALF).to(INT)", "half_at = start + tl.arange(
 
 
 def write_strips(
-    v: Values,
+    v: ExpressionWriter,
     epilogue: Epilogue,
     weigh: Callable[[int], str],
     store: str,
@@ -181,7 +183,7 @@ def write_strips(
             f"start = turn * FOLDED + {k} * HALF",
             *places,
             *(["half_in = half_at < folded_size"] if v.masked else []),
-            *([k_loop.rounded(f"scores{k}")] if k_loop.rounds(v.spec) else []),
+            *([k_loop.write_rounding(f"scores{k}")] if k_loop.rounds_products(v.spec) else []),
             *(_IN_HALF.sub(lambda m: _NAMES[m[0]], line) for line in v.inside),
             *filter(None, [store.format(weight)]),
         ]
@@ -196,7 +198,7 @@ _NAMES = {"FOLDED": "HALF", "folded_lane": "half_lane", "folded_at": "half_at", 
 _IN_HALF = re.compile("|".join(rf"\b{name}\b" for name in _NAMES))
 
 
-def _recompute_rows(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _recompute_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     weight = v.full(epilogue.weight)
     mask = "(own > 0)[:, None] & folded_in[None, :]"
     place = "out + kept_at.to(tl.int64)[:, None] * out_r + folded_at[None, :]"
@@ -212,19 +214,19 @@ def _recompute_rows(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
     ]
 
 
-def bind_softmax(v: Values, epilogue: Epilogue) -> tuple[str, str, str]:
+def bind_softmax(v: ExpressionWriter, epilogue: Epilogue) -> tuple[str, str, str]:
     """The name of the softmax, the name of its logits, and the text of the factor that multiplies them."""
     soft = _TileSoft(kind_of(epilogue.folds[0]), 0, epilogue.folds[0], ONE, v, TOOLS)
     return (soft.name, *soft.logit_block(epilogue.folds[0].args[0]))
 
 
-def _guess_maxima(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _guess_maxima(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     _, s, factor = bind_softmax(v, epilogue)
     store = f"tl.store(guesses + kept_at, finite(tl.max({s}, 1){factor}), mask=kept_in)"
     return ["guesses"], [*_ROW_INDICES, *first, *v.before, *v.inside, store]
 
 
-def _write_guessed(v: Values, epilogue: Epilogue, first: list[str], store: str) -> _Lines:
+def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, first: list[str], store: str) -> _Lines:
     """``store``: the line that writes weights; empty where only their sums are wanted."""
     n, s, factor = bind_softmax(v, epilogue)
     bind_reference(v, n, f"tl.max({s}, 1){factor}")
@@ -238,7 +240,7 @@ def _write_guessed(v: Values, epilogue: Epilogue, first: list[str], store: str) 
 GUESSED_OUTPUTS = ["out_box", "guesses", "maxima", "sums", "maxima_r"]
 
 
-def bind_reference(v: Values, n: str, most: str) -> None:
+def bind_reference(v: ExpressionWriter, n: str, most: str) -> None:
     """Bind the maximum of each row of a tile, and the reference that its exponents are measured from: the guessed
     maximum, or the tile's own where that is far off."""
     guess = v.bind(f"{n} guess", "tl.load(guesses + kept_at, mask=kept_in, other=0.0)", False, f"{n}_guess")
@@ -252,13 +254,13 @@ def bind_reference(v: Values, n: str, most: str) -> None:
     ]
 
 
-def add_exponentials(v: Values, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
+def add_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
     """Bind the exponentials of some columns, and add them to the totals."""
     v.inside += [f"{n}_weight = tl.exp2({exponent} - {n}_ref)", f"{n}_total {adds} tl.sum({n}_weight, 1)"]
     return ""
 
 
-def weigh_exponentials(v: Values, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
+def weigh_exponentials(v: ExpressionWriter, epilogue: Epilogue, n: str, exponent: str, adds: str) -> str:
     """The same; returns the name of the weights."""
     assert epilogue.late is not None
     add_exponentials(v, epilogue, n, exponent, adds)
@@ -266,10 +268,10 @@ def weigh_exponentials(v: Values, epilogue: Epilogue, n: str, exponent: str, add
     return v.full(epilogue.late.pair_weight)
 
 
-def _finish_rows(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _finish_rows(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     assert epilogue.late is not None
     late, outs, n = epilogue.late, [f"out{k}" for k in range(len(epilogue.names))], "soft0"
-    there = None if late.label is None else Matched(v, "own", late.label)
+    there = None if late.label is None else LabelColumnWriter(v, "own", late.label)
     if there is not None:
         own = f"tl.load(label_logits + kept_at, mask=tl.reshape({there.inside_text}, [KEPT]), other=0.0)[:, None]"
         there.outer[find_product(epilogue)] = there.bind("product", own, False, "own_product")
@@ -340,7 +342,7 @@ _COMBINE_TILES = [
 # Each row's label column
 
 
-def _gather_label_logits(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _gather_label_logits(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     """The inner product in each row's label column, feature by feature."""
     assert epilogue.late is not None and epilogue.late.label is not None
     target = v.number(epilogue.late.label)
@@ -356,18 +358,18 @@ def _gather_label_logits(v: Values, epilogue: Epilogue, first: list[str]) -> _Li
     return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
-def _multiply_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _multiply_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     """The inner product in each row's label column, on the tensor cores."""
     assert epilogue.late is not None and epilogue.late.label is not None
-    lines = _multiply_on_diagonal(v, epilogue, Matched(v, "own", epilogue.late.label))
+    lines = _multiply_on_diagonal(v, epilogue, LabelColumnWriter(v, "own", epilogue.late.label))
     lines += ["tl.store(label_logits + kept_at, tl.reshape(product, [KEPT]), mask=kept_in)"]
     return ["label_logits"], [*_ROW_INDICES, *lines]
 
 
-def _weigh_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
+def _weigh_labels(v: ExpressionWriter, epilogue: Epilogue, first: list[str]) -> _Lines:
     """The weight in each row's label column."""
     assert epilogue.label is not None
-    there = Matched(v, "own", epilogue.label.label)
+    there = LabelColumnWriter(v, "own", epilogue.label.label)
     lines = _multiply_on_diagonal(v, epilogue, there)
     there.outer[find_product(epilogue)] = "product"
     weight = there.number(epilogue.label.weight)
@@ -382,7 +384,7 @@ def _weigh_labels(v: Values, epilogue: Epilogue, first: list[str]) -> _Lines:
     return ["label_weights", "labels"], [*_ROW_INDICES, *lines]
 
 
-def _multiply_on_diagonal(v: Values, epilogue: Epilogue, there: Matched) -> list[str]:
+def _multiply_on_diagonal(v: ExpressionWriter, epilogue: Epilogue, there: LabelColumnWriter) -> list[str]:
     """The inner product in each row's label column, on the tensor cores: a tile's rows times the label columns of all
     of them, of which the diagonal is used.
 
@@ -397,10 +399,10 @@ def _multiply_on_diagonal(v: Values, epilogue: Epilogue, there: Matched) -> list
     ]
     lines += [*_loop_over_features(v, epilogue, str(k_loop.DEPTH)), f"    {k_loop._dot('taken', ['x', 'y'])}"]
     lines += ["product = tl.sum(tl.where(kept_lane[:, None] == kept_lane[None, :], taken, 0.0), 1)[:, None]"]
-    return lines + ([k_loop.rounded("product")] if k_loop.rounds(v.spec) else [])
+    return lines + ([k_loop.write_rounding("product")] if k_loop.rounds_products(v.spec) else [])
 
 
-def _loop_over_features(v: Values, epilogue: Epilogue, some: str) -> list[str]:
+def _loop_over_features(v: ExpressionWriter, epilogue: Epilogue, some: str) -> list[str]:
     """A loop over the features of rows and of the columns ``own``, ``some`` at a time."""
     multiplied = find_operands(find_product(epilogue))
     x, y = (str(e.attrs[0]) for e in multiplied)
@@ -416,7 +418,7 @@ def _loop_over_features(v: Values, epilogue: Epilogue, some: str) -> list[str]:
 
 # Kernels by their names
 
-_WRITERS: dict[str, Callable[[Values, Epilogue, list[str]], _Lines]] = {
+_WRITERS: dict[str, Callable[[ExpressionWriter, Epilogue, list[str]], _Lines]] = {
     "write_weights": _write_weights,
     "recompute_rows": _recompute_rows,
     "guess_maxima": _guess_maxima,

@@ -67,7 +67,7 @@ class KernelStep:
             key: tuple = (side, self.sizes.rows, self.sizes.cols, self.sizes.device, self.sizes.compute)
             key += tuple((row_kernel.specialization(v), getattr(v, "shape", None)) for v in leaves)
             try:
-                launch = _SCALAR_LAUNCHES.get(key) or elementwise.Launch(side, leaves, self.sizes)
+                launch = _SCALAR_LAUNCHES.get(key) or elementwise.ElementwiseLaunch(side, leaves, self.sizes)
             except Unsupported:
                 continue
             _SCALAR_LAUNCHES[key] = launch
@@ -156,7 +156,7 @@ class KernelStep:
             totals.close_borrowed()
         for place, e in split.topk:
             reduction = self.loop.stages[at].fold.reductions[place]
-            panel.keep_results(at, place, topk.of_panel(weights.matrices[e], reduction, here.compute))
+            panel.keep_results(at, place, topk.select_best_of_panel(weights.matrices[e], reduction, here.compute))
 
     def finish_stage(self, at: int) -> list[list[Tensor] | None]:
         return self.accumulators.finish_stage(at)
@@ -302,7 +302,7 @@ class KernelStep:
         key = (here.cols, here.device, self.directions, *here.letters.values())
         if key in gemm.compiled:
             return
-        if parallel_compile.compiled(here.device, lambda: self._launch_all(gemm, group, panel, here)):
+        if parallel_compile.compile_ahead(here.device, lambda: self._launch_all(gemm, group, panel, here)):
             gemm.compiled.add(key)
 
     def _launch_all(self, gemm: EpilogueGemm, group: range, panel: Panel, here: Sizes) -> None:
@@ -321,7 +321,7 @@ class KernelStep:
 
 
 _MAX_LAUNCHES = 256
-_SCALAR_LAUNCHES: dict[tuple, elementwise.Launch] = {}
+_SCALAR_LAUNCHES: dict[tuple, elementwise.ElementwiseLaunch] = {}
 
 
 @functools.lru_cache(maxsize=1024)

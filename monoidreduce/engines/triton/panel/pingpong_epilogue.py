@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from ..codegen import kernel_text
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..schedules.pingpong import gemm_template
 from ..schedules.pingpong.gemm_template import EXTRA, WRITES
@@ -45,7 +45,7 @@ _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
 _STORE = "store_tile(out_box, staging, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
-def _write_weights(v: Values, epilogue: Epilogue, strips: int) -> tuple[list[str], list[str]]:
+def _write_weights(v: ExpressionWriter, epilogue: Epilogue, strips: int) -> tuple[list[str], list[str]]:
     def weigh(k: int) -> str:
         if epilogue.label is None:
             return v.full(epilogue.weight)
@@ -60,7 +60,7 @@ def _write_weights(v: Values, epilogue: Epilogue, strips: int) -> tuple[list[str
     return ["out_box"], epilogue_kernels.write_strips(v, epilogue, weigh, _STORE, _HALF, strips)
 
 
-def _write_guessed(v: Values, epilogue: Epilogue, strips: int, store: str) -> tuple[list[str], list[str]]:
+def _write_guessed(v: ExpressionWriter, epilogue: Epilogue, strips: int, store: str) -> tuple[list[str], list[str]]:
     made: list[tuple[str, str]] = []
 
     def logits(k: int) -> str:
@@ -81,7 +81,7 @@ def _write_guessed(v: Values, epilogue: Epilogue, strips: int, store: str) -> tu
     return epilogue_kernels.GUESSED_OUTPUTS, [*lines, f"tl.store(sums + place, {n}_total, mask=kept_in)"]
 
 
-_WRITERS: dict[str, Callable[[Values, Epilogue, int], tuple[list[str], list[str]]]] = {
+_WRITERS: dict[str, Callable[[ExpressionWriter, Epilogue, int], tuple[list[str], list[str]]]] = {
     "write_weights": _write_weights,
     "write_guessed": functools.partial(_write_guessed, store=_STORE),
     "sum_guessed": functools.partial(_write_guessed, store=""),

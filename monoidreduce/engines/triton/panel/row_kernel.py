@@ -24,12 +24,12 @@ from ....reductions import outputs_of
 from ....reductions.kernel_lines import Lines
 from ....reductions.softmax import SoftmaxLaneLines, walk_again_if_far
 from ...common.evaluate import Sizes
-from ..codegen import k_loop, kernel_text
+from ..codegen import compiler, k_loop, kernel_text
 from ..codegen import reductions as codegen_reductions
-from ..codegen.expressions import Values
+from ..codegen.expressions import ExpressionWriter
 from ..codegen.kernel_spec import Spec
 from ..kernels import fold_kernel
-from ..kernels.fold_kernel import Call
+from ..kernels.fold_kernel import KernelCall
 from ..launch import descriptors
 from ..launch.launch_cache import Again, LaunchCache
 from ..schedules.kernel_plan import KernelPlan
@@ -66,13 +66,13 @@ class RowFold:
     fold: Fold
 
     def write(self, spec: Spec) -> kernel_text.Kernel:
-        return kernel_text.kernel(spec)
+        return compiler.compile_fold(spec)
 
 
 KernelWork = RowWork | RowFold
 
 
-class RowValues(Values):
+class RowValues(ExpressionWriter):
     """Compares a row's integer with the column index in the index's type (int32): half the work of int64."""
 
     def _text(self, e: Expr) -> str:
@@ -103,7 +103,7 @@ class _KernelWriter:
     def __init__(self, spec: Spec):
         self.spec, self.v = spec, RowValues(spec)
         self.body = [
-            *kernel_text._opening(spec),
+            *kernel_text.write_prologue(spec),
             "whole = folded_size // FOLDED",
             "out_at = tl.cast(tile * KEPT, tl.int64)",
         ]
@@ -147,7 +147,9 @@ class _KernelWriter:
         ]
 
     def _fold_tiles(self, kinds: Sequence[Lines]) -> list[str]:
-        return self._loops(*(list(kernel_text._turn(self.v, list(kinds), {}, masked)) for masked in (False, True)))
+        return self._loops(
+            *(list(kernel_text.write_tile_body(self.v, list(kinds), {}, masked)) for masked in (False, True))
+        )
 
     def add_store(self, weights: tuple[Expr, ...]) -> None:
         """A pass that writes scalars per pair. Every tile is read whole before any of it is overwritten."""
@@ -201,14 +203,14 @@ def assemble_kernel(
         "):",
         *(f"    {line}" if line else "" for line in lines),
     ]
-    whole = kernel_text._own("\n".join(helpers)) + "\n".join(function)
-    text = "\n".join([kernel_text._header(spec, used), *kernel_text._copied(whole), whole, ""])
+    whole = kernel_text.decorate_functions("\n".join(helpers)) + "\n".join(function)
+    text = "\n".join([kernel_text.write_header(spec, used), *kernel_text.copy_device_functions(whole), whole, ""])
     return kernel_text.Kernel(name, text, tuple(used))
 
 
 def list_arguments(spec: Spec, outs: list[str], used: list[Expr]) -> tuple[list[str], list[str]]:
     """The names of a kernel's arguments, and of those that Triton is not to specialize on."""
-    names, unspecialized = kernel_text._arguments(spec, used, 0)
+    names, unspecialized = kernel_text.list_arguments(spec, used, 0)
     count = sum(len(outputs_of(r)) for r in spec.fold.reductions)
     return [*outs, *names[count:]], unspecialized
 
@@ -253,18 +255,19 @@ class PreparedKernel:
         if self.copied:
             self.templates = self.templates or [self._make_template(values[e], block) for e, block in self.copied]
             arguments += [
-                descriptors.filled(one, values[e]) for one, (e, _) in zip(self.templates, self.copied, strict=True)
+                descriptors.replace_base(one, values[e])
+                for one, (e, _) in zip(self.templates, self.copied, strict=True)
             ]
         key = () if alike else tuple(map(specialization, arguments))
         self.kept(key, functools.partial(self._first, arguments, device), arguments)
 
     def _first(self, arguments: list[Any], device: torch.device) -> Again | None:
         ragged = self.lengths[1] % self.plan.block_folded != 0
-        call = Call(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
+        call = KernelCall(self.kernel, self.plan, self.grid, tuple(arguments), self.wide, "ieee", ragged, device)
         return fold_kernel.execute(call)
 
     def _make_template(self, v: Tensor, block: int) -> Any:
-        return descriptors.template(v, (), (block, k_loop.DEPTH), self.kernel.staged)
+        return descriptors.make_descriptor(v, (), (block, k_loop.DEPTH), self.kernel.staged)
 
 
 def specialization(v: Any) -> Any:

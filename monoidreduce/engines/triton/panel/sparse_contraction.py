@@ -159,7 +159,7 @@ def _contract_kept_tiles(out: Tensor, weights: Tensor, vectors: Tensor, over: st
     blocks, longest = -(-out.shape[1] // wide), kept.lists[over].shape[1]
     whole = not (weights.shape[0] % TILE or weights.shape[1] % TILE or out.shape[1] % wide)
     kept.asked.count(kept.counts[over], len(kept.lists["rows"]) * len(kept.lists["cols"]))
-    tl = jit_module.load(_TEXT).tl
+    tl = jit_module.load_module(_TEXT).tl
     given = (out, out.stride(0), weights, *weights.stride(), vectors, vectors.stride(0))
     given += (kept.lists[over], kept.counts[over], *weights.shape, out.shape[1], longest, blocks)
     constants = dict(TILE=TILE, DEPTH=depth, WIDE=wide, ADD=add, WHOLE=whole, PRECISION=matmul.float32_precision())

@@ -33,7 +33,7 @@ from ....program.expression import Expr, const, node, topological
 from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..codegen.accumulators import factored
+from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Near, padded
 from ..launch.launch_cache import Kernels
 
@@ -191,7 +191,7 @@ def _find_uses(fold: Fold) -> tuple[set[Expr], set[tuple[Expr, Expr]], set[tuple
     distances: set[tuple[Expr, Expr]] = set()
     gaps: set[tuple[Expr, Expr]] = set()
     others: set[Expr] = set()
-    for c in (factored(c) for r in fold.reductions for a in r.args for c in contractions(a, r.attrs[1])):
+    for c in (move_factors_to_weight(c) for r in fold.reductions for a in r.args for c in contractions(a, r.attrs[1])):
         roots = [c.weight]
         if c.minus is not None and c.vector is not None:
             gaps.add((c.vector, c.minus) if c.vector.rows else (c.minus, c.vector))

@@ -219,7 +219,7 @@ def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int) -> list[str]:
 def scalar_opening(spec: Spec) -> list[str]:
     """How any kernel begins, without the lines that need a layout or a warp group's own tile."""
     blocks = ("KEPT", "FOLDED", "kept_in")
-    return [line for line in kernel_text._opening(spec) if not any(name in line for name in blocks)]
+    return [line for line in kernel_text.write_prologue(spec) if not any(name in line for name in blocks)]
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class TileOrder:
         if not self.spec.bounds:
             lines = ["whole_steps = folded_size // FOLDED", "steps = tl.cdiv(folded_size, FOLDED)"]
         else:
-            lines = [*kernel_text._range(self.spec), "whole_steps = whole + again"]
+            lines = [*kernel_text.write_tile_range(self.spec), "whole_steps = whole + again"]
             lines.append("steps = tl.maximum(whole_steps + before + between + last - again_last, 1)")
         if self.sloped:
             away = f"tile * {self.sloped} // FOLDED"
@@ -367,12 +367,12 @@ def assemble(
     ``generated``: the lines of it that come from code generation; ``consumers``: its consumer warp groups, where it has
     a producer; ``functions``: device functions that call no helpers. None when generated lines, or the helpers they
     call, use what Gluon does not have."""
-    helpers = kernel_text._copied(body)
+    helpers = kernel_text.copy_device_functions(body)
     if _UNSUPPORTED.search("\n".join([*generated, *helpers])):
         return None
-    header = kernel_text._header(spec, list(plain.leaves), imports)
+    header = kernel_text.write_header(spec, list(plain.leaves), imports)
     text = "\n".join([header, *in_gluon(helpers), functions + body])
-    return replace(plain, text=text, guesses=False, staged=True, consumers=consumers)
+    return replace(plain, text=text, staged=True, consumers=consumers)
 
 
 def in_gluon(helpers: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from ..launch import jit_module
 @functools.cache
 def runs_warp_specialized(device: torch.device) -> bool:
     """True when the device has ``wgmma`` (compute capability 9.0) and this Triton has the Gluon calls we use."""
-    if device.type != "cuda" or jit_module.version() < (3, 6) or not torch.cuda.is_available():
+    if device.type != "cuda" or jit_module.triton_version() < (3, 6) or not torch.cuda.is_available():
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -23,7 +23,7 @@ def has_registers_for_wide_tiles() -> bool:
     Triton 3.6 does; Triton 3.9 spills some of them to local memory, and then tiles of 128 x 128 are faster. On an H200
     with Triton 3.6 wide tiles took 0.91 of the time of the products alone where narrow ones took 0.96 (a forward of
     65536 x 65536 pairs, 768 features)."""
-    return jit_module.version() < (3, 7)
+    return jit_module.triton_version() < (3, 7)
 
 
 def compiler_options(consumers: int) -> dict[str, int]:

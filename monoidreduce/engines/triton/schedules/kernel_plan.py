@@ -65,14 +65,14 @@ def choose_plan(
         return asked
     if tile is not None:
         return KernelPlan(*tile, boxes=2)
-    if kernel.deep:
+    if kernel.traits.k_loop:
         return _plan_k_loop(kernel, length, family or FAMILY)
     return _fit_shared_memory(kernel, item, family or FAMILY, boxes)
 
 
 def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     """The plan of a GEMM of many features with a fold as its epilogue."""
-    kind = "draws" if kernel.draws else "", length > FEW_ROWS
+    kind = "draws" if kernel.traits.draws else "", length > FEW_ROWS
     own = family.own.get("product") if length > FEW_ROWS else None
     plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
     while plan.num_stages > 1 and (plan.block_kept + plan.block_folded) * 128 * plan.num_stages > (
@@ -112,7 +112,7 @@ def _count_even_splits(instances: int, tiles: int, processors: int, least: int) 
 
 
 def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
-    if kernel.pieces:
+    if kernel.traits.pieces:
         return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
     copied = COPIED.get(_copied_kind(kernel)) if boxes and item == 2 else None
     return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
@@ -121,45 +121,46 @@ def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPl
 def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
     """The key of the table for copied blocks: the widest features, how many sums of them are held, what is done."""
     widest = _widest(kernel)
-    alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
+    alone = kernel.widths.kept_blocks <= 1 or kernel.widths.state >= 2 * widest
     how = _describe_work(kernel, widest)
-    how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
-    return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
+    how += "" if alone else " apart" if kernel.traits.sums_other_block and how == "plain" else " gradient"
+    return widest if kernel.widths.folded <= 3 * widest else 0, min(kernel.widths.state // widest, 2), how
 
 
 def _describe_work(kernel: Kernel, widest: int) -> str:
-    if kernel.state_width and kernel.folded_width <= widest:
-        return "one block, softmax" if kernel.guesses else "one block"
-    if kernel.bounds or kernel.guesses or kernel.powers:
-        passes = "reads" if kernel.reads else "short" if kernel.short else "passes"
-        return passes if kernel.bounds else "softmax" if kernel.guesses else "powers"
-    return "gated" if kernel.folded_width > 2 * widest else "plain"
+    if kernel.widths.state and kernel.widths.folded <= widest:
+        return "one block, softmax" if kernel.traits.guesses else "one block"
+    if kernel.traits.bounds or kernel.traits.guesses or kernel.traits.exponentials:
+        passes = "reads" if kernel.traits.data_masks else "short" if kernel.traits.few_tiles else "passes"
+        return passes if kernel.traits.bounds else "softmax" if kernel.traits.guesses else "powers"
+    return "gated" if kernel.widths.folded > 2 * widest else "plain"
 
 
 def _widest(kernel: Kernel) -> int:
-    return max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
+    return max(kernel.widths.kept // max(kernel.widths.kept_blocks, 1), kernel.widths.state // 2, 16)
 
 
 def _loaded_kind(kernel: Kernel, item: int) -> str:
     """The key of the table for loaded blocks: what a kernel holds."""
-    if not kernel.folded_width and not kernel.state_width:
+    if not kernel.widths.folded and not kernel.widths.state:
         return "few features"
     widest = _widest(kernel)
     if item == 8:
         return "float64" if widest <= 128 else "float64, wide"
     if item == 4:
-        return "float32, exact" if kernel.exact else "float32" if widest <= 64 else "float32, wide"
-    light = widest <= 128 and kernel.kept_blocks <= 1 and kernel.folded_width <= 2 * widest
+        return "float32, exact" if kernel.traits.exact else "float32" if widest <= 64 else "float32, wide"
+    light = widest <= 128 and kernel.widths.kept_blocks <= 1 and kernel.widths.folded <= 2 * widest
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
 def _float32_split_kind(kernel: Kernel) -> str:
     """The key of the table for float32 vectors that are multiplied in 16-bit pieces."""
-    found = "float32, halves" if kernel.pieces == 2 else "float32, thirds"
-    if kernel.near:
-        return f"{found}, close, powers" if kernel.powers and kernel.pieces == 2 else f"{found}, close"
-    wide = max(kernel.kept_width // max(kernel.kept_blocks, 1) // kernel.pieces, kernel.state_width // 2) > 64
-    return f"{found}, wide" if wide and kernel.pieces == 3 else f"{found}, sums" if kernel.state_width else found
+    widths, traits = kernel.widths, kernel.traits
+    found = "float32, halves" if traits.pieces == 2 else "float32, thirds"
+    if traits.near:
+        return f"{found}, close, powers" if traits.exponentials and traits.pieces == 2 else f"{found}, close"
+    wide = max(widths.kept // max(widths.kept_blocks, 1) // traits.pieces, widths.state // 2) > 64
+    return f"{found}, wide" if wide and traits.pieces == 3 else f"{found}, sums" if widths.state else found
 
 
 def _fit_shared_memory(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
@@ -173,8 +174,8 @@ def _fit_shared_memory(kernel: Kernel, item: int, family: Family, boxes: bool) -
 
 def shared_bytes(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
     """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
-    kept = plan.block_kept * kernel.kept_width
-    folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
+    kept = plan.block_kept * kernel.widths.kept
+    folded = plan.block_folded * kernel.widths.folded * max(1, plan.num_stages - family.ahead)
     return (kept + folded + (plan.block_kept * plan.block_folded if family.ahead else 0)) * item
 
 

@@ -20,7 +20,7 @@ from ....program.lower import Fold
 from ...common import matmul
 from ...common.evaluate import Sizes
 from ..codegen import k_loop, tile_ranges
-from ..codegen.accumulators import factored
+from ..codegen.accumulators import move_factors_to_weight
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded
 from . import float32_split
 
@@ -74,7 +74,7 @@ def describe_fold(
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
         rooms.append(room)
-    wide = k_loop.fits(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
+    wide = k_loop.takes_fold(fold, max([0, *(sizes.of(str(e.feature)) for e in vectors)]), narrow is not None)
     spec = Spec(
         fold,
         over,
@@ -84,7 +84,7 @@ def describe_fold(
         str(sizes.compute)[6:],
         str(narrow)[6:] if narrow else None,
         len(batch),
-        bool(tile_ranges.preferred(fold)),
+        bool(tile_ranges.whole_tile_conditions(fold)),
         max([0, *(sizes.of(str(e.feature)) for e in topological(fold.reductions) if e.feature is not None)]) <= TINY,
         narrow in _GUESSED and not wide,
         sizes.compute is torch.float64 or matmul.float32_precision() == "ieee",
@@ -155,7 +155,7 @@ def busy_share(instances: int, many: int) -> float:
 @functools.lru_cache(maxsize=1024)
 def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
     """The leaves that a fold's conditions read."""
-    return tuple(e for e in topological(tile_ranges.preferred(fold)) if e.op == "leaf")
+    return tuple(e for e in topological(tile_ranges.whole_tile_conditions(fold)) if e.op == "leaf")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,7 +169,7 @@ def _multiplied(fold: Fold) -> frozenset[Expr]:
     walked: set[Expr] = set()
     multiplied: set[Expr] = set()
     for r in fold.reductions:
-        for c in (factored(c) for a in r.args for c in contractions(a, r.attrs[1])):
+        for c in (move_factors_to_weight(c) for a in r.args for c in contractions(a, r.attrs[1])):
             roots = [x for x in (c.weight, c.vector, c.minus) if x is not None]
             if c.walk:
                 walked |= {e for e in topological(roots, stop=lambda e: e.feature is None) if e.feature is not None}

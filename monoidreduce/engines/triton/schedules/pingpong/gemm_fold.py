@@ -15,9 +15,9 @@ from .....plan.default_tiles import Tile
 from .....program.expression import Expr, topological
 from .....reductions.kernel_lines import Lines
 from .....reductions.pick import PickLines
-from ...codegen import k_loop, kernel_text, tile_ranges
+from ...codegen import compiler, k_loop, kernel_text, tile_ranges
 from ...codegen import reductions as kinds
-from ...codegen.expressions import Values
+from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import WIDEST, Spec
 from .. import gluon_parts, hopper
 from ..kernel_plan import KernelPlan
@@ -40,7 +40,7 @@ def choose_tile(spec: Spec, device: torch.device, length: int) -> Tile | None:
 
 def _prefers_wide_tiles(spec: Spec) -> bool:
     """Whether a fold is faster in wide tiles. They have no registers for numbers per folded index."""
-    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.vectors(spec))
+    many = all(spec.width(e.feature) > _NARROW_FEATURES for e in k_loop.list_operands(spec))
     return many and not _has_folded_numbers(spec) and hopper.has_registers_for_wide_tiles()
 
 
@@ -63,12 +63,12 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
         return None
     if any(spec.box_of.get(e) != () or spec.width(e.feature) <= WIDEST for e in (kept, folded)):
         return None
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     v = _PairValues(spec)
     reductions = [kinds.make(place, r, scale, v) for place, (r, scale) in enumerate(spec.fold.scaled)]
     whole, cut = (_write_epilogue(v, reductions, wide, masked) for masked in (False, True))
     v.loop(False)
-    stores = kernel_text._stores(reductions, v)
+    stores = kernel_text.write_stores(reductions, v)
     begin = _add_row_layout([line for r in reductions for line in r.start()])
     lines = {
         "opening": _opening(spec),
@@ -80,14 +80,14 @@ def write_kernel(spec: Spec, wide: bool = False) -> kernel_text.Kernel | None:
     }
     if plain.shifts or any(r.helpers for r in reductions):
         return None
-    signature = kernel_text._arguments(spec, list(plain.leaves), 0)
+    signature = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     return gemm_template.write_fold(wide, plain, spec, (kept, folded), signature, lines)
 
 
 def _has_registers(spec: Spec) -> bool:
     """Whether registers suffice beside a product: for one softmax, and a label or a number per folded index."""
     found = sorted(r.attrs[0] for r in spec.fold.reductions)
-    return not k_loop.draws(spec) and (
+    return not k_loop.draws_random_numbers(spec) and (
         found == ["soft"] or (found == ["pick", "soft"] and not _has_folded_numbers(spec))
     )
 
@@ -99,10 +99,10 @@ def _has_folded_numbers(spec: Spec) -> bool:
 def _write_epilogue(v: _PairValues, reductions: list[Lines], wide: bool, masked: bool) -> list[str]:
     """What is done to a tile: labels first, in strips that hold any, so that scores can be let go after them."""
     picks = [r for r in reductions if isinstance(r, PickLines)]
-    lines = _add_row_layout(kernel_text._turn(v, [r for r in reductions if r not in picks], {}, masked))
+    lines = _add_row_layout(kernel_text.write_tile_body(v, [r for r in reductions if r not in picks], {}, masked))
     found = gemm_template.fold_strips(lines, wide, masked)
     for pick in picks:
-        lines = _add_row_layout(kernel_text._turn(v, [pick], {}, False))  # no label lies beyond the end
+        lines = _add_row_layout(kernel_text.write_tile_body(v, [pick], {}, False))  # no label lies beyond the end
         found = gemm_template.pick_labels(v.own_place(pick.reduction.args[0]), lines, wide) + found
     return found
 
@@ -112,12 +112,12 @@ def _find_first_label(v: _PairValues, reductions: list[Lines]) -> list[str]:
     return [f"next_own = {gemm_template.next_label(name, 'begin * FOLDED')}" for name in own]
 
 
-class _PairValues(Values):
+class _PairValues(ExpressionWriter):
     """Numbers of pairs whose product the K loop made."""
 
     def product(self, x: object, y: object) -> str:
-        if k_loop.rounds(self.spec):
-            self.inside.append(k_loop.rounded("pairs"))
+        if k_loop.rounds_products(self.spec):
+            self.inside.append(k_loop.write_rounding("pairs"))
         return "pairs"
 
     def own_place(self, target: Expr) -> str:
@@ -132,7 +132,7 @@ def _opening(spec: Spec) -> list[str]:
     lines = gluon_parts.scalar_opening(spec)
     lines += ["turns = tl.cdiv(folded_size, FOLDED)", "begin = 0", "end = turns"]
     if spec.split:
-        lines[-3:] = tile_ranges.PART
+        lines[-3:] = tile_ranges.SPLIT_RANGE
     return [*lines, "whole_steps = tl.minimum(end, folded_size // FOLDED)"]
 
 

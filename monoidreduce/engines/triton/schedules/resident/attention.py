@@ -23,11 +23,11 @@ from .....plan.default_tiles import Tile
 from .....program.contract import contractions
 from .....program.expression import Expr, topological
 from .....reductions.softmax import SoftmaxLines
-from ...codegen import kernel_text, tile_ranges
-from ...codegen.accumulators import factored
-from ...codegen.dropout import Toss, toss
+from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen.accumulators import move_factors_to_weight
+from ...codegen.dropout import DropoutFactor, match_dropout_factor
 from ...codegen.exponents import literal
-from ...codegen.expressions import Values, is_one
+from ...codegen.expressions import ExpressionWriter, is_one
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known, make
 from .. import gluon_parts, hopper, spec_from_tensors
@@ -111,7 +111,7 @@ def find_operands(spec: Spec) -> Operands | None:
     (r, *others) = spec.fold.reductions
     if others or r.attrs[0] != "soft" or len(r.args) != 2 or spec.narrow is None or spec.split or spec.deep:
         return None
-    sums = [factored(c) for c in contractions(r.args[1], spec.over)]
+    sums = [move_factors_to_weight(c) for c in contractions(r.args[1], spec.over)]
     dots = [e for e in topological(r.args) if e.op in ("dot", "sqdist", "fsum")]
     if [e.op for e in dots] != ["dot"] or len(sums) != 1 or sums[0].walk or sums[0].minus is not None:
         return None
@@ -134,11 +134,11 @@ def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_
     operands = find_operands(spec)
     if operands is None:
         return None
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     if plain.shifts:
         return None
     text = _Text(spec, operands, even, aligned)
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     names += COEFFICIENTS if text.softcap else ()
     body, generated = text.write(plain.name, names, unspecialized)
     functions = text.device_functions(body)
@@ -146,11 +146,11 @@ def write_kernel(spec: Spec, even: bool = True, aligned: bool = True) -> kernel_
     return made and replace(made, made=text.softcap.coefficients() if text.softcap else ())
 
 
-class _PairValues(Values):
+class _PairValues(ExpressionWriter):
     """Numbers of pairs whose score the first MMA made."""
 
     ringed: tuple[Expr, ...] = ()  # numbers that the producer loads
-    toss: Toss | None = None  # the dropout of the weights; its factor is applied at the end
+    toss: DropoutFactor | None = None  # the dropout of the weights; its factor is applied at the end
     alone = False  # whether this step is of a group that retries, without the producer
 
     def _leaf(self, e: Expr) -> str:
@@ -181,7 +181,9 @@ class _Text:
         self.v = v = _PairValues(spec)
         (part,) = contractions(spec.fold.reductions[0].args[1], spec.over)
         v.ringed = _ringed_numbers(spec)
-        v.toss = toss(factored(part).weight, spec) if even and spec.over == "cols" else None
+        v.toss = (
+            match_dropout_factor(move_factors_to_weight(part).weight, spec) if even and spec.over == "cols" else None
+        )
         soft = make(0, *spec.fold.scaled[0], v)
         assert isinstance(soft, SoftmaxLines)
         self.soft = soft
@@ -189,7 +191,7 @@ class _Text:
         self.guesses = soft.level
         soft.rounded = [soft.rounded[0] or v.toss is not None]  # dropout masks weights when they are rounded
         soft.compensates = self.guesses and soft.rounded[0]
-        self.truths = tile_ranges.preferred(spec.fold) if spec.bounds else {}
+        self.truths = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
         logit = known(soft.reduction.args[0], self.truths)
         self.softcap = match_softcap(soft, logit) if self.guesses else None
         self.alibi = match_alibi(soft, logit) if self.guesses and aligned else None
@@ -382,10 +384,10 @@ class _Text:
         logit, value = (known(a, truths) for a in soft.reduction.args)
         if soft.guessing and first:
             soft.guess((logit,))
-        v.inside.append(f"# {kernel_text._described(soft.reduction)}")
+        v.inside.append(f"# {kernel_text.describe_reduction(soft.reduction)}")
         form.write_weights() if form else soft.weigh(logit)
         (c,) = contractions(value, soft.over)
-        weight = factored(c).weight
+        weight = move_factors_to_weight(c).weight
         if v.toss:
             row = f"blended({v.number(v.toss.row)}, {v.block_of(v.toss.col)}).to(tl.int32)"
             part = v.seen(f"drop_pairs({n}_weight, {row}, {v.number(v.toss.mark)})", "0.0")

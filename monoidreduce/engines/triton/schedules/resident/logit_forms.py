@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from .....program.expression import Expr
 from .....reductions.softmax import SoftmaxLines
-from ...codegen.exponents import LOG2E, literal
+from ...codegen.exponents import LOG2E, factor_out, literal
 
 Coefficient = tuple[float, tuple[tuple[Expr, int], ...]]  # a constant times powers of leaves that are Python numbers
 
@@ -109,10 +109,10 @@ class AlibiLine:
 def match_softcap(soft: SoftmaxLines, logit: Expr) -> SoftcapPolynomial | None:
     """The polynomial of a logit that is a tanh times numbers; None for any other."""
     v = soft.v
-    whole, factor, numbers = v._taken_out(logit, positive=True)
+    whole, factor, numbers = factor_out(logit, v.spec, positive=True)
     if whole.op != "tanh" or not whole.is_pair:
         return None
-    core, inner, more = v._taken_out(whole.args[0], positive=False)
+    core, inner, more = factor_out(whole.args[0], v.spec, positive=False)
     if not all(v.spec.is_number(e) for e, _ in [*numbers, *more]):
         return None
     text = v.factor(factor * LOG2E, *numbers)

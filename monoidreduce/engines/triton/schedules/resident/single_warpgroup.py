@@ -14,9 +14,9 @@ from dataclasses import replace
 from .....program.constructors import ONE
 from .....program.expression import Expr, topological
 from ...codegen import kernel_text, tile_ranges
-from ...codegen.dropout import parted
+from ...codegen.dropout import match_dropped_weight
 from ...codegen.exponents import literal
-from ...codegen.expressions import Values
+from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known
 from .. import gluon_parts
@@ -87,7 +87,7 @@ def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: b
     return made and replace(made, alone=True)
 
 
-class _PairValues(Values):
+class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
@@ -111,7 +111,7 @@ class _PairValues(Values):
 
     def weight(self, e: Expr) -> str:
         """A weight; with dropout, without the dropout's factor."""
-        found = parted(e, self.spec)
+        found = match_dropped_weight(e, self.spec)
         if found is None:
             return self.full(e)
         if e.op == "where":  # what a condition hides
@@ -134,7 +134,7 @@ class _Text:
         self.residents = {e: f"resident.index({k})" for k, e in enumerate(kept)}
         self.copied = list(dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots))
         self.order = TileOrder(spec)
-        self.dropped = [parted(p.weight, spec) for p in work.products]
+        self.dropped = [match_dropped_weight(p.weight, spec) for p in work.products]
         self.toss = next((found.toss for found in self.dropped if found is not None), None)
         self.load_numbers, self.store_numbers = self._number_lines()
         self.generated: list[str] = []  # lines that come from code generation
@@ -152,8 +152,10 @@ class _Text:
     def write(self) -> tuple[str, list[str]]:
         """The kernel's text, and of it the lines that come from code generation."""
         v, spec, plain = self.v, self.spec, self.plain
-        names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), len(plain.shifts))
-        whole = self._step(tile_ranges.preferred(spec.fold) if spec.bounds else {}, False, self.order.whole())
+        names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), len(plain.shifts))
+        whole = self._step(
+            tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}, False, self.order.whole()
+        )
         cut = self._step({}, True, self.order.cut())
         load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
         results, running = self._results(), ", ".join(self._running())
@@ -262,7 +264,7 @@ class _Text:
         wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
         weights = [known(p.weight, truths) for p in self.work.products]
         v.inside.append(wait(0, 1))
-        if (found := parted(weights[0], self.spec)) is None:
+        if (found := match_dropped_weight(weights[0], self.spec)) is None:
             for k, weight in enumerate(weights):
                 v.inside += [] if k == 0 else [wait(1, 1)]
                 self._weigh(k, weight)

@@ -18,10 +18,10 @@ import torch
 from .....plan.default_tiles import Tile
 from .....program.constructors import ONE
 from .....program.expression import Expr
-from ...codegen import kernel_text, tile_ranges
-from ...codegen.dropout import Toss, parted
+from ...codegen import compiler, kernel_text, tile_ranges
+from ...codegen.dropout import DropoutFactor, match_dropped_weight
 from ...codegen.exponents import literal
-from ...codegen.expressions import Values
+from ...codegen.expressions import ExpressionWriter
 from ...codegen.kernel_spec import Spec
 from ...codegen.reductions import known
 from .. import gluon_parts, hopper, spec_from_tensors
@@ -86,12 +86,12 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     work = divide_work(spec)
     if not work:
         return None
-    plain = kernel_text.kernel(spec)
+    plain = compiler.compile_fold(spec)
     if work[0].alone:
         return single_warpgroup.write_kernel(spec, work[0], plain, even)
     if plain.shifts:
         return None
-    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    names, unspecialized = kernel_text.list_arguments(spec, list(plain.leaves), 0)
     text = _KernelText(spec, work, names, even)
     groups = [_ConsumerText(text, k).write() for k in range(len(work))]
     generated = [line for _, lines in groups for line in lines]
@@ -104,7 +104,7 @@ def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
     return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
 
 
-class _PairValues(Values):
+class _PairValues(ExpressionWriter):
     """Numbers of pairs whose scores the first MMAs made."""
 
     def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
@@ -118,7 +118,7 @@ class _PairValues(Values):
         """A weight with dropout of two columns at once, without the dropout's factor."""
         if e.op == "where":  # what a condition hides
             return f"tl.where({self.number(e.args[0])}, {self.drop(e.args[1])}, 0.0)"
-        found = parted(e, self.spec)
+        found = match_dropped_weight(e, self.spec)
         assert found is not None and found.pair is not None and found.number is not None
         toss, number = found.toss, self.number(found.number)
         less = self.bind((found.number, "less"), f"{number} * {literal(-1 / toss.factor)}", False)
@@ -284,7 +284,7 @@ class _ConsumerText:
         load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
         blocks = {e: f"{leaf_name(e)}_block" for e in [*self.residents][: work.held]}
         hold = [f"{x} = {self.residents[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
-        truths = tile_ranges.preferred(self.spec.fold) if self.spec.bounds else {}
+        truths = tile_ranges.whole_tile_conditions(self.spec.fold) if self.spec.bounds else {}
         whole, cut = self._weigh(truths, False), self._weigh({}, True)
         results = self._results()
         title = "a consumer warp group has its own kept indices of the tile"
@@ -416,7 +416,7 @@ class _ConsumerText:
         return lines
 
 
-def _find_toss(weight: Expr, spec: Spec) -> Toss | None:
+def _find_toss(weight: Expr, spec: Spec) -> DropoutFactor | None:
     """The dropout of a weight, where it can take two columns at once."""
-    found = parted(weight, spec)
+    found = match_dropped_weight(weight, spec)
     return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None

@@ -20,7 +20,7 @@ from .....plan.op_counts import SPECIAL
 from .....program.constructors import ONE, ZERO, apply
 from .....program.contract import contractions
 from .....program.expression import Expr, node, topological
-from ...codegen.accumulators import factored
+from ...codegen.accumulators import move_factors_to_weight
 from ...codegen.kernel_spec import WIDEST, Spec
 from ..gluon_parts import GROUP_ROWS
 from ..spec_from_tensors import condition_leaves
@@ -145,7 +145,7 @@ def _products(spec: Spec) -> Iterator[Product]:
     for place, (r, scale) in enumerate(spec.fold.scaled):
         if r.attrs[0] != "sum" or spec.folds(scale) or r.args[0].dtype != "float":
             return
-        for c in map(factored, contractions(r.args[0], spec.over)):
+        for c in map(move_factors_to_weight, contractions(r.args[0], spec.over)):
             if c.walk or c.minus is not None or c.vector is None or not c.weight.is_pair or not _copied(c.vector, spec):
                 return
             found.append(Product(place, c.weight, c.vector))

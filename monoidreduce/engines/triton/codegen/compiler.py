@@ -1,0 +1,284 @@
+"""The compiler: from one direction of a fold to the text of one Triton kernel.
+
+A program instance owns ``KEPT`` indices of the kept axis of one batch element and loops over the folded axis in tiles
+of ``FOLDED``, its state in registers: no atomics, one fixed order. Two loops share the state. The first visits whole
+tiles, on which the value of every condition is known; the second visits the others: tiles that a condition cuts, and
+the ragged end. The same text serves every length, plan and batch size, and equal programs have equal texts.
+
+:func:`run_passes` lists the passes; ``print(run_passes(spec))`` shows what each of them made.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from dataclasses import dataclass
+
+from ....program.expression import Expr, topological
+from ....reductions.kernel_lines import Lines
+from ....reductions.softmax import SoftmaxLines
+from . import k_loop, tile_ranges
+from . import reductions as kinds
+from .expressions import ExpressionWriter
+from .kernel_spec import Spec, padded
+from .kernel_text import (
+    CONSTANTS,
+    BlockWidths,
+    Kernel,
+    Traits,
+    copy_device_functions,
+    decorate_functions,
+    list_arguments,
+    write_header,
+    write_prologue,
+    write_stores,
+    write_tile_body,
+    write_tile_range,
+)
+from .reductions import known
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What each pass made, in the order in which they run."""
+
+    spec: Spec  # the fold, and what else its kernel depends on
+    conditions: dict[Expr, bool]  # their value in whole tiles, which the first loop is written for
+    tile_range: list[str]  # which tiles are visited
+    loops: list[str]  # what a tile adds to each accumulator, without and with masks
+    results: list[str]  # what is stored after the loops
+    accumulators: list[str]  # their first values
+    invariants: list[str]  # expressions that do not vary along the folded axis: computed before the loops
+    kernel: Kernel  # the whole text, and what its tile is chosen by
+
+    def __str__(self) -> str:
+        spec, conditions = self.spec, [f"{c!r}: {value}" for c, value in self.conditions.items()]
+        shown = {
+            "spec": [f"over {spec.over}, {spec.compute}: {r!r}" for r in spec.fold.reductions],
+            "conditions": conditions,
+            "tile range": self.tile_range,
+            "loops": self.loops,
+            "results": self.results,
+            "accumulators": self.accumulators,
+            "invariants": self.invariants,
+            "kernel": self.kernel.text.splitlines(),
+        }
+        return "\n\n".join("\n".join([f"== {name} ==", *lines]) for name, lines in shown.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_fold(spec: Spec) -> Kernel:
+    """The kernel of a spec; raises Unsupported where there is none."""
+    return run_passes(spec).kernel
+
+
+def run_passes(spec: Spec) -> Passes:
+    """Run the passes of the compiler; raises Unsupported where a fold has no kernel."""
+    writer = ExpressionWriter(spec)
+    reductions = [kinds.make(place, r, scale, writer) for place, (r, scale) in enumerate(spec.fold.scaled)]
+    conditions = tile_ranges.whole_tile_conditions(spec.fold) if spec.bounds else {}
+    tile_range = write_tile_range(spec)
+    loops = write_loops(writer, reductions, conditions)
+    results = write_results(writer, reductions)
+    accumulators = [line for r in reductions for line in r.start()]  # after the loops, which decide what they hold
+    invariants = list(writer.before)
+    text = join_text(spec, reductions, len(writer.shifts), invariants, accumulators, tile_range, loops, results)
+    kernel = describe_kernel(writer, text, conditions, bool(_guessing(reductions)))
+    return Passes(spec, conditions, tile_range, loops, results, accumulators, invariants, kernel)
+
+
+def write_results(writer: ExpressionWriter, reductions: list[Lines]) -> list[str]:
+    """The lines after the loops: what is computed of the accumulators, and its stores."""
+    writer.loop(False)
+    stores = write_stores(reductions, writer)
+    return [*writer.inside, *stores]
+
+
+def join_text(
+    spec: Spec,
+    reductions: list[Lines],
+    shifts: int,
+    invariants: list[str],
+    accumulators: list[str],
+    tile_range: list[str],
+    loops: list[str],
+    results: list[str],
+) -> str:
+    """The whole text of a kernel: header, device functions, signature and body."""
+    used = _used_leaves(spec)
+    body = [
+        *write_prologue(spec),
+        *invariants,
+        "",
+        "# running values",
+        *accumulators,
+        "",
+        *tile_range,
+        *loops,
+        "",
+        "# results",
+        *results,
+    ]
+    names, unspecialized = list_arguments(spec, used, shifts)
+    lines = [
+        f"@triton.jit(do_not_specialize={unspecialized!r})",
+        f"def {_name(spec)}(",
+        *textwrap.wrap(", ".join(names) + ",", 110, initial_indent="    ", subsequent_indent="    "),
+        f"    {', '.join(f'{c}: tl.constexpr' for c in CONSTANTS)},",
+        "):",
+        *(f"    {line}" if line else "" for line in body),
+    ]
+    helpers = [line for r in reductions for line in ([*r.helpers, ""] if r.helpers else [])]
+    functions = decorate_functions("\n".join(helpers)) + "\n".join(lines)
+    return "\n".join([write_header(spec, used), *copy_device_functions(functions), functions, ""])
+
+
+def describe_kernel(writer: ExpressionWriter, text: str, conditions: dict[Expr, bool], guesses: bool) -> Kernel:
+    """A text as a kernel, with what its tile is chosen by."""
+    spec = writer.spec
+    kept = [e for e in writer.blocks if not spec.folds(e)]
+    folded = [e for e in writer.blocks if spec.folds(e)]
+    width = lambda chosen: sum(padded(spec.width(e.feature)) for e in chosen) * max(spec.pieces, 1)
+    data = any(e.op == "leaf" and spec.folds(e) for e in topological(conditions))
+    return Kernel(
+        name=_name(spec),
+        text=text,
+        leaves=tuple(_used_leaves(spec)),
+        folded=tuple(folded),
+        shifts=tuple(writer.shifts),
+        widths=BlockWidths(kept=width(kept), kept_blocks=len(kept), folded=width(folded), state=writer.state_width),
+        traits=Traits(
+            exact=spec.exact,
+            exponentials="tl.exp2(" in text,
+            guesses=guesses,
+            bounds=spec.bounds,
+            few_tiles=data or any(e.op == "logical_and" for e in topological(conditions)),
+            data_masks=data,
+            k_loop=spec.deep,
+            draws=k_loop.draws_random_numbers(spec),
+            sums_other_block=not writer.factors.issuperset(folded),
+            pieces=spec.pieces,
+            near=bool(spec.near),
+        ),
+    )
+
+
+def _name(spec: Spec) -> str:
+    return f"fold_over_{spec.over}"
+
+
+def _used_leaves(spec: Spec) -> list[Expr]:
+    """The leaves that a kernel reads, in the order of its arguments."""
+    under = {*topological([*spec.fold.reductions, *spec.fold.scales]), *(e for _, pair in spec.near for e in pair)}
+    return [e for e in spec.fold.leaves if e in under]
+
+
+# The loops, and the guessed maximum that whole tiles use in place of the running one
+
+
+def _guessing(reductions: list[Lines]) -> list[SoftmaxLines]:
+    """The softmaxes that need no running maximum in whole tiles."""
+    return [r for r in reductions if isinstance(r, SoftmaxLines) and r.guesses]
+
+
+def write_loops(v: ExpressionWriter, reductions: list[Lines], truths: dict[Expr, bool]) -> list[str]:
+    """The two loops. In whole tiles a softmax uses a guessed maximum; the second loop keeps a running one (online
+    softmax), and visits all tiles again where the guess proved too far off."""
+    soft = _guessing(reductions)
+    guess = _write_guess(v, soft, truths)
+    for r in soft:
+        r.guessing = True
+    v.late = bool(v.spec.boxes)
+    plain = write_tile_body(v, reductions, truths, masked=False)
+    v.late = False
+    for r in soft:
+        r.guessing = False
+    after = _finish_delayed(reductions), _check_guess(v.spec, reductions, soft)
+    return [*guess, *_join_loops(v.spec, plain, *after, write_tile_body(v, reductions, {}, masked=True))]
+
+
+def _write_guess(v: ExpressionWriter, soft: list[SoftmaxLines], truths: dict[Expr, bool]) -> list[str]:
+    """Guess each softmax's maximum from one whole tile: the first, or with ALiBi the one nearest to the diagonal."""
+    if not soft:
+        return []
+    v.loop(False)
+    for r in soft:
+        r.guess(tuple(known(f, truths) for f in r.reduction.args[:1]))
+    runs = v.spec.bounds or v.spec.split
+    some = "whole + again > 0" if runs else "whole_last > whole_first"
+    first = "(whole_first + tl.where(whole > 0, 0, between))" if runs else "whole_first"
+    what = "the first whole tile"
+    if any(r.sloped for r in soft):
+        what = "the whole tile nearest to the rows' own indices"
+        last = "tl.where(whole > 0, whole_last, again_last)" if runs else "whole_last"
+        first = f"tl.maximum({first}, tl.minimum(tile * KEPT // FOLDED, {last} - 1))"
+    return [
+        *(line for r in soft for line in r.before_whole_tiles()),
+        f"# the maximum of {what} stands in for the running one in all of them",
+        f"if {some}:",
+        f"    start = {first} * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in v.inside),
+    ]
+
+
+def _check_guess(spec: Spec, reductions: list[Lines], soft: list[SoftmaxLines]) -> list[str]:
+    """Where a guess was too far off, reset all accumulators and leave every tile to the second loop."""
+    if not soft:
+        return []
+    state = [line.split(" = ", 1) for r in reductions for line in r.start() if "_late = " not in line]
+    return [
+        *(line for r in soft for line in r.after_whole_tiles()),
+        f"near = {' & '.join(f'({r.guessed()})' for r in soft)}",
+        *(f"{name} = tl.where(near, {name}, {value})" for name, value in state),
+        *_NO_WHOLE_TILES[spec.bounds or spec.split],
+    ]
+
+
+_NO_WHOLE_TILES = {  # lines that leave every tile to the second loop, by whether whole tiles come in two runs
+    False: ["whole_last = tl.where(near, whole_last, whole_first)"],
+    True: [
+        "before = tl.where(near, before, last - first)",
+        *(f"{name} = tl.where(near, {name}, 0)" for name in ("between", "whole", "again")),
+        "again_last = tl.where(near, again_last, last)",
+    ],
+}
+
+
+def _finish_delayed(reductions: list[Lines]) -> list[str]:
+    """The products that the last whole tile left to the next (``accumulators.py``)."""
+    return [t.catch_up() for r in reductions for t in r.totals if t.waiting is not None]
+
+
+def _join_loops(spec: Spec, plain: list[str], waiting: list[str], judged: list[str], general: list[str]) -> list[str]:
+    """Both loops as lines: whole tiles, then those before, between and after them."""
+    begin, stop, at = "whole_first", "whole_last", "{}"
+    count, turn = "tl.cdiv(folded_size, FOLDED) - whole_last", "whole_last + t"
+    if spec.bounds or spec.split:
+        begin, stop, at = "0", "whole + again", "(whole_first + {0} + tl.where({0} < whole, 0, between))"
+        count = "before + between + last - again_last"
+        turn = "first + t + tl.where(t < before, 0, whole) + tl.where(t < before + between, 0, again)"
+    second = [
+        f"for t in range(0, {count}):",
+        f"    start = ({turn}) * FOLDED",
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        "    folded_in = within(folded_at, folded_size, RAGGED)",
+        *(f"    {line}" for line in general),
+    ]
+    always = spec.bounds or spec.split or bool(judged)  # else it is for the ragged end alone
+    return [
+        f"for t in {k_loop.write_tile_loop(spec)}:".format(begin, stop),
+        f"    start = {at.format('t')} * FOLDED",
+        *([f"    gone = tl.where(t > {begin}, {at.format('(t - 1)')} * FOLDED, folded_size)"] if waiting else []),
+        "    folded_at = start + tl.arange(0, FOLDED)",
+        *(f"    {line}" for line in plain),
+        *_after_whole_tiles(begin, stop, at, waiting),
+        *judged,
+        *(second if always else ["if RAGGED:", *(f"    {line}" for line in second)]),
+    ]
+
+
+def _after_whole_tiles(begin: str, stop: str, at: str, waiting: list[str]) -> list[str]:
+    """What the last whole tile left to do, if there was one."""
+    lines = [f"gone = {at.format(f'({stop} - 1)')} * FOLDED", *waiting]
+    return [f"if {stop} > {begin}:", *(f"    {line}" for line in lines)] if waiting else []

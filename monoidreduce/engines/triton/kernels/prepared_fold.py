@@ -1,0 +1,226 @@
+"""A fold, prepared: its gathers and launches on tensors of given types, shapes, strides and alignment.
+
+A fold becomes one kernel per direction, or several where its accumulators do not fit in registers together; labels that
+no kernel needs are gathered by torch. :class:`PreparedFold` is made once and called many times.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....plan import tiles
+from ....program.constructors import ONE
+from ....program.expression import Expr
+from ....program.lower import Fold
+from ....reductions import kind_of, outputs_of
+from ...common import batching
+from ...common.evaluate import Room, Sizes
+from ...common.label_gather import run_pick
+from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
+from ..launch.availability import available
+from ..schedules import hopper
+from ..schedules.kernel_plan import overriding_plans, use_plan
+from .fold_kernel import FoldLaunch, Leaves
+from .record_launches import Made
+
+
+class PreparedFold:
+    """A fold on tensors like the given ones: labels to gather, launches, and the order of their results.
+
+    Raises Unsupported where a fold has no kernel."""
+
+    def __init__(self, fold: Fold, leaves: list[Any], sizes: Sizes):
+        if not available():
+            raise Unsupported("Triton is not installed")
+        if sizes.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise Unsupported("the tensors are on a CPU (TRITON_INTERPRET=1 runs kernels there)")
+        if any(e.is_pair for e in fold.leaves):
+            raise Unsupported("an argument is given per pair")
+        self.fold, self.sizes = fold, sizes  # the fold is held, so that its id stays its own
+        values, self.batch = merge_batches(fold, leaves, sizes)
+        self.picks, parts = list_kernels(fold, sizes)
+        ways = {over: [part for o, part in parts if o == over] for over, _ in parts}
+        made = (prepare_launches(over, folds, values, self.batch, sizes) for over, folds in ways.items())
+        self.launches = [one for launches in made for one in launches]
+        found = [(r, 0) for r in self.picks] + [o for one in self.launches for o in one.fold.outputs]
+        self.order = [found.index(o) for o in fold.outputs]
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
+        views = _Lazy(lambda: merge_batches(self.fold, leaves, self.sizes)[0])
+        found: list[Tensor] = []
+        for r in self.picks:
+            picked = gather_labels(r, views(), self.batch, self.sizes)
+            found.append(picked.view(*self.sizes.batch, *picked.shape[len(self.batch) :]))
+        for one in self.launches:
+            found += one(leaves, views)
+        return [found[k] for k in self.order]
+
+    def recipes(self, leaves: Sequence[Any]) -> list[Made] | None:
+        """How a replay makes the launches again, and which results each writes; None where labels are gathered, too."""
+        if self.picks:
+            return None
+        found, first = [], 0
+        for one in self.launches:
+            count, recipe, joined = len(one.outputs), one.recipe() if one.grid else None, one.united()
+            shifted = one.shifted(leaves)
+            if recipe is None or joined is None or shifted is None:
+                return None
+            found.append(Made(recipe, [self.order.index(first + k) for k in range(count)], joined, shifted))
+            first += count
+        return found
+
+
+class PartlyShownFold:
+    """A fold of whose results only some are shown: those saved for the backward pass share one allocation."""
+
+    def __init__(self, ready: PreparedFold, shown: tuple[int, ...]):
+        self.ready, self.shown = ready, shown
+        self.rest = tuple(k for k in range(len(ready.order)) if k not in shown)
+        self.one = self._alone()
+
+    def _alone(self) -> FoldLaunch | None:
+        """The only launch, if its outputs are the results as they are and those not shown can share an allocation."""
+        if len(self.ready.launches) != 1 or self.ready.picks or len(self.rest) < 2:
+            return None
+        one = self.ready.launches[0]
+        forms = {one.outputs[k] for k in self.rest}
+        if len(forms) > 1 or one.spec.split or one.lists or not one.grid:
+            return None
+        ((shape, dtype),) = forms
+        self.step = torch.Size(shape).numel() * dtype.itemsize
+        self.room = Room(((len(self.rest), *shape), dtype), self.ready.sizes.device)
+        return None if self.step % 16 else one
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that are shown, and the others: a list, or one tensor that holds them one after the other."""
+        one = self.one
+        if one is None or one.again is None:
+            found = self.ready(leaves)
+            return [found[k] for k in self.shown], [found[k] for k in self.rest]
+        shown, rest = [one.rooms[k]() for k in self.shown], self.room()
+        places: list[Any] = [None] * len(one.outputs)
+        for k, t in zip(self.shown, shown, strict=True):
+            places[k] = t.data_ptr()
+        start = rest.data_ptr()
+        for n, k in enumerate(self.rest):
+            places[k] = start + n * self.step
+        one.launched(places, leaves, _Lazy(lambda: merge_batches(self.ready.fold, leaves, self.ready.sizes)[0]))
+        return shown, [rest]
+
+
+class _Lazy:
+    """A value computed when it is first needed; cheaper to create in every call than ``functools.cache``."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._made = make, None
+
+    def __call__(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
+    """The leaves of a fold, tensors with as few batch dimensions as their strides allow, and these dimensions."""
+    given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
+    batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    return dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
+
+
+def prepare_launches(
+    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
+) -> list[FoldLaunch]:
+    """The launches of one direction.
+
+    Several kernels have a tile each, while a plan names one: if it is the default tile of the last kernel, as
+    ``tiles_of`` shows it, all keep their defaults, with as many splits as the plan says."""
+    if len(folds) > 1 and (one := _share_one_launch(over, folds, values, batch, sizes)) is not None:
+        return [one]
+    made = lambda: [FoldLaunch(fold, over, values, batch, sizes) for fold in folds]
+    asked = dict(overriding_plans()).get(over)
+    if asked is None or len(folds) == 1:
+        return made()
+    with use_plan({}):
+        own = made()
+    if replace(own[-1].plan, parts=asked.parts) != asked:
+        return made()
+    for each in own:
+        if each.plan.parts != asked.parts:
+            each.prepare(values, replace(each.plan, parts=asked.parts))
+    return own
+
+
+def _share_one_launch(
+    over: str, folds: Sequence[Fold], values: Leaves, batch: tuple[int, ...], sizes: Sizes
+) -> FoldLaunch | None:
+    """One launch in place of several, where two consumer warp groups can divide the accumulators."""
+    if not hopper.runs_warp_specialized(sizes.device):
+        return None
+    scaled = [pair for fold in folds for pair in fold.scaled]
+    whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))
+    one = FoldLaunch(whole, over, values, batch, sizes)
+    return one if one.kernel.staged else None
+
+
+def list_kernels(fold: Fold, sizes: Sizes) -> tuple[list[Expr], list[tuple[str, Fold]]]:
+    """In the order in which they run: labels that are gathered, then the fold of each kernel with its direction."""
+    found = _directions(fold)
+    return [r for *_, picks in found for r in picks], [
+        (o, f) for o, part, _ in found for f in _fit_registers(part, sizes)
+    ]
+
+
+def _fit_registers(fold: Fold, sizes: Sizes) -> list[Fold]:
+    """A fold as one kernel, or as several where its accumulators do not fit in registers together: recomputing pairs
+    costs less than accumulators in memory."""
+    parts: list[list[tuple[Expr, Expr]]] = []
+    held = WIDEST
+    for r, scale in fold.scaled:
+        shapes = [feature for feature, _ in outputs_of(r) if feature is not None]
+        width = sum(padded(sizes.of(str(f))) for f in shapes if sizes.of(str(f)) > TINY)
+        if not parts or (width and held + width > WIDEST):
+            parts.append([])
+            held = 0
+        parts[-1].append((r, scale))
+        held += width
+    return [replace(fold, reductions=tuple(r for r, _ in part), scales=tuple(s for _, s in part)) for part in parts]
+
+
+@functools.lru_cache(maxsize=1024)
+def _directions(fold: Fold) -> tuple[tuple[str, Fold, tuple[Expr, ...]], ...]:
+    """Per direction: the fold of its kernels, and the labels (picks) that are gathered without one."""
+    found = []
+    for over in ("cols", "rows"):
+        mine = {r: s for r, s in fold.scaled if r.attrs[1] == over}
+        whole = Fold(fold.leaves, tuple(mine))
+        picks = tuple(r for r in mine if not kind_of(r).walks(r, whole.reductions))
+        kept = {r: s for r, s in mine.items() if r not in picks}
+        found.append((over, replace(fold, reductions=tuple(kept), scales=tuple(kept.values())), picks))
+    return tuple(found)
+
+
+def gather_labels(
+    r: Expr, values: dict[Expr, Any], batch: tuple[int, ...], sizes: Sizes, elements: int = tiles.ELEMENTS
+) -> Tensor:
+    """A pick by torch's gather, in chunks of ``elements``; where each row names its own column, by a copy."""
+    target, value, vector = r.args
+    own = (r.attrs[1], target.op, vector.op) == ("cols", "row_index", "leaf") and vector.feature is not None
+    if own and value is ONE and sizes.rows <= sizes.cols:
+        return values[vector][..., : sizes.rows, :].to(sizes.compute, copy=True).expand(*batch, -1, -1)
+    length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
+    feature = r.args[2].feature
+    tail = () if feature is None else (sizes.of(str(feature)),)
+    out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
+    for where in batching.outer(batch):
+        part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
+        run_pick(r, part, sizes, batch[-1], out[where], elements)
+    return out
