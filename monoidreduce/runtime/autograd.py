@@ -20,17 +20,21 @@ from torch.autograd import forward_ad
 
 from ..engines.common import matmul, oom_retry
 from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import (
+    GradientProgram,
+    build_gradient_program,
+    constant_results,
+    zero_gradient,
+)
 from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import own, saved
 from ..engines.common.torch_code import script
-from ..program.gradient import gradient
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import Early, gradients
-from ..reductions import KINDS
 from . import autocast, forward_settings, saved_row_gradients, torch_operator
 from .forward_replay import Program
 from .frozen_pass import Pass, freezes
-from .gradient_programs import Gradient, Ready, Walked, asks, plain, refuse_batched, zero
+from .gradient_programs import Gradient, Walked, asks, plain, refuse_batched
 from .one_sided_function import ARITHMETIC, Arithmetic
 from .registry import FOLDERS
 from .replay_steps import Steps
@@ -80,7 +84,7 @@ class Walk:
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
         frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
-        fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
+        fixed = tuple(at for at, k in enumerate(shown) if constant_results(fold)[k])
         return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
@@ -194,7 +198,7 @@ class _Traced(torch.autograd.Function):
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
         context, leaves, results = _kept(ctx, len(ctx.context.fold.outputs))[:3]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
-        moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
+        moving = [k for k, f in enumerate(constant_results(context.fold)) if not f]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
         if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
@@ -236,7 +240,7 @@ def _keep(
     ctx.context, ctx.form = context, form
     ctx.asked = forward_settings.now()
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
+    ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
     ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
@@ -266,7 +270,7 @@ def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequ
     refuse_batched(cotangents)
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
+        return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
     if region is None and ctx.asked == forward_settings.now():
         return None, *oom_retry.typed(_gradients, given, context.sizes)
@@ -275,17 +279,6 @@ def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequ
         torch.autocast(region, enabled=False) if region else contextlib.nullcontext(),
     ):
         return None, *oom_retry.typed(_gradients, given, context.sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _fixed(fold: Fold) -> tuple[bool, ...]:
-    """Which results are constants to gradients."""
-    found = []
-    for r, k in fold.outputs:
-        kind, _, params = r.attrs
-        outputs = KINDS[kind].outputs(r.args, params)
-        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
-    return tuple(found)
 
 
 def _gradients(
@@ -311,10 +304,8 @@ def _gradients(
 @functools.lru_cache(maxsize=4096)
 def _gradient_program(
     fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
-) -> Ready:
-    kept = {} if form is None else {k: e for k, e in gradients(form, given) if wanted[k]}
-    rest = tuple(want and k not in kept for k, want in enumerate(wanted))
-    results, cotangents, others = gradient(fold.pure, fold.leaves, rest, given)
-    outputs = [kept.get(k, e) for k, e in enumerate(others)]
-    names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
-    return Ready.of(fold.leaves, names, outputs, wanted, numbers, fold.exact)
+) -> GradientProgram:
+    if form is None:
+        return build_gradient_program(fold, wanted, given, numbers)
+    saved = tuple((k, e) for k, e in gradients(form, given) if wanted[k])
+    return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names))

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..engines import triton
 from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import GradientProgram, zero_gradient
 from ..program.backward import backward, numbered
 from . import forward_settings
-from .gradient_programs import PLAIN, Gradient, Ready, Walker, zero
+from .gradient_programs import PLAIN, Gradient, Walker
 from .replay_steps import Steps
 
 _MOST = 64  # kinds of tensors
@@ -97,7 +98,7 @@ class Rewind:
             outputs = backward(self.steps.program, inputs, needs, given)
             others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
             numbers = tuple(name in self.steps.numbers for name in names)
-            ready = Ready.of(numbered("x", inputs), others, outputs, needs, numbers, self.steps.program.exact)
+            ready = GradientProgram.of(numbered("x", inputs), others, outputs, needs, numbers, self.steps.program.exact)
             found = self.gradients[needs, given] = Gradient(ready, inputs, self.walker, True)
         return found
 
@@ -119,7 +120,7 @@ class Rewind:
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        return [zero(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        return [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
 
     def _leaves(self, saved: Saved) -> list[Any]:
         """The program's inputs in their order."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..engines import panel
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes, from_layout
+from ..engines.common.gradient_program import as_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
@@ -29,7 +30,7 @@ from ..plan import budget, panel_layout
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import Total, total
 from ..program.lower import lower
-from . import autograd, gradient_programs, logit_rounding
+from . import autograd, logit_rounding
 from . import forward_settings as asked
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
@@ -172,7 +173,7 @@ class _Sum(torch.autograd.Function):
         for e, present in zip(context.asked, context.program.present, strict=True):
             leaf = inputs[str(e.attrs[0])]
             kind = torch.float32 if leaf.dtype is torch.float16 else leaf.dtype  # unscaled, it may leave float16
-            made = gradient_programs.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
+            made = as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
         ctx.context, ctx.asked = context, asked.now()
@@ -224,7 +225,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))
     found = [next(grads) if need else None for need in needs]
-    return [gradient_programs.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
+    return [zero_gradient(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,10 +21,10 @@ from torch.autograd import forward_ad
 from ..engines import triton
 from ..engines.common import skip_small_tiles
 from ..engines.common.evaluate import Sizes
-from ..engines.common.torch_code import inputs, missing
+from ..engines.common.gradient_program import GradientProgram
 from ..errors import NoGradientError
 from ..program.expression import Expr
-from ..program.lower import Lowered, lower
+from ..program.lower import Lowered
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 64  # kinds of inputs, of one program
@@ -61,34 +61,6 @@ def refuse_batched(cotangents: Sequence[Tensor | None]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A gradient program: its inputs are taken from leaves, results and cotangents, in this order."""
-
-    program: Lowered
-    numbers: frozenset[str]  # the inputs that are Python numbers
-    sources: tuple[int, ...]
-    outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its place and its gradient's expression
-
-    @staticmethod
-    def of(
-        leaves: Sequence[Expr],
-        others: Sequence[str],
-        outputs: Sequence[Expr | None],
-        wanted: tuple,
-        numbers: tuple,
-        exact: bool = False,
-    ) -> Ready:
-        """``others``: the names of the inputs that are no leaves, in their order; ``exact``: whether the products that
-        results were made of are."""
-        program = lower(tuple(e for e in outputs if e is not None)).having(exact)
-        names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
-        lowered = iter(program.outputs)
-        found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
-        known = frozenset(e.attrs[0] for e, is_number in zip(leaves, numbers, strict=True) if is_number)
-        return Ready(program, known, tuple(names[n] for n in inputs(program)), tuple(found))
-
-
 @dataclass
 class _Run:
     """What runs a program on inputs of one kind; ``fits``: whether its outputs are gradients as they come."""
@@ -101,7 +73,7 @@ class _Run:
 class Gradient:
     """A gradient program of leaves with these expressions; ``freezes``: whether passes are launches where they are."""
 
-    ready: Ready
+    ready: GradientProgram
     leaves: tuple[Expr, ...]
     walker: Walker
     freezes: bool
@@ -116,17 +88,13 @@ class Gradient:
         run = self.runs.get(kind) or self._run(kind)
         with skip_small_tiles.gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.walked(sizes, *values)
-        grads: list[Tensor | None] = [None] * len(leaves)
         if run.fits:
+            grads: list[Tensor | None] = [None] * len(leaves)
             for (place, _), value in zip(self.ready.outputs, found, strict=True):
                 grads[place] = value
             return grads
-        rest, fits = iter(found), bool(kind)
-        for place, e in self.ready.outputs:
-            leaf, value = leaves[place], None if e is None else next(rest)
-            grads[place] = zero(leaf) if e is None else as_gradient(value, e, leaf, self.leaves[place])
-            fits = fits and grads[place] is value
-        run.fits = fits
+        grads, fits = self.ready.gradients(found, leaves)
+        run.fits = fits and bool(kind)
         return grads
 
     def _skips(self, values: Sequence[Any]) -> bool:
@@ -139,25 +107,3 @@ class Gradient:
         if kind and len(self.runs) >= _MOST:
             return self.runs.get(()) or self._run(())
         return self.runs.setdefault(kind, _Run(self.walker(self.ready.program, self.ready.numbers, bool(kind))))
-
-
-def zero(leaf: Tensor) -> Tensor:
-    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
-    if not torch.is_grad_enabled():
-        return torch.zeros_like(leaf)
-    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
-
-
-def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
-    """A gradient in the shape and type of its leaf (or another): summed over what the leaf does not vary along."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(leaf, value)
-    if (e.rows or e.cols) and not expr.rows and not expr.cols:  # of a number beside one side's arithmetic
-        value = value.sum(-1 if e.feature is None else -2)
-    else:
-        for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
-            value = value.unsqueeze(at)
-    if value.shape != leaf.shape:
-        value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
-    dtype = dtype or leaf.dtype
-    return value if value.dtype is dtype else value.to(dtype)  # even an idle .to takes a microsecond

@@ -11,10 +11,11 @@ from torch import Tensor
 from ..engines import triton
 from ..engines.common import one_sided
 from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import script
 from ..program.lower import Lowered
-from .gradient_programs import Gradient, Ready, Walker, asks
+from .gradient_programs import Gradient, Walker, asks
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
 
@@ -46,7 +47,7 @@ class Arithmetic:
         if found is None:
             cotangents, outputs = one_sided.gradient(self.side, wanted, given)
             names = [e.attrs[0] for e in cotangents]
-            ready = Ready.of(self.side.leaves, names, outputs, wanted, self.numbers)
+            ready = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = Gradient(ready, self.side.leaves, self.walker, True)
         return found
 

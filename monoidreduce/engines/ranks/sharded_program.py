@@ -7,7 +7,6 @@ the books (``shard.py``): what is the same on all ranks stays so, values and gra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...program.expression import Expr
-from ...program.gradient import gradient
-from ...program.lower import Fold, Lowered, lower
-from ...reductions import KINDS
+from ...program.lower import Fold, Lowered
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
+from ..common.gradient_program import build_gradient_program, constant_results, zero_gradient
 from ..common.saved_tensors import own, saved
 
 
@@ -58,9 +55,8 @@ class _Pass(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.context, *leaves = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(o for o, (r, k) in zip(output, ctx.context.fold.outputs, strict=True) if _fixed(o, r, k))
-        )
+        constant = constant_results(ctx.context.fold)
+        ctx.mark_non_differentiable(*(o for o, is_constant in zip(output, constant, strict=True) if is_constant))
         ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
         ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output)
 
@@ -73,64 +69,10 @@ class _Pass(torch.autograd.Function):
         leaves = [c if c is not None else next(rest) for c in ctx.constants]
         results = list(rest if unchanged else _Pass.apply(context, *leaves))
         asked = tuple(ctx.needs_input_grad[1:])
-        if not context.sizes.of("rows") or not context.sizes.of(
-            "cols"
-        ):  # no pairs: nothing flows, whatever the cotangents are
-            return None, *(_zero(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
+        if not context.sizes.of("rows") or not context.sizes.of("cols"):  # no pairs: all gradients are zero
+            return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, asked, strict=True))
         given = tuple(g is not None for g in cotangents)
-        program, names = _gradient_program(context.fold, asked, given)
-        inputs = dict(zip(names.leaves, leaves, strict=True))
-        inputs |= dict(zip(names.results, results, strict=True))
-        inputs |= {n: g for n, g in zip(names.cotangents, cotangents, strict=True) if g is not None}
-        values = iter(zip(execute(program, inputs, context.sizes, context.engine), program.outputs, strict=True))
-        grads: list[Tensor | None] = []
-        for leaf, expr, wanted, present in zip(leaves, context.fold.leaves, asked, names.present, strict=True):
-            grads.append(as_gradient(next(values) if present else (None, expr), leaf, expr) if wanted else None)
-        return None, *grads
-
-
-def _fixed(value: Tensor, reduction: Expr, k: int) -> bool:
-    """Whether a result is a constant to gradients."""
-    kind, _, params = reduction.attrs
-    count = len(KINDS[kind].outputs(reduction.args, params))
-    return not value.dtype.is_floating_point or not KINDS[kind].moves(k, count)
-
-
-@dataclass(frozen=True)
-class _Names:
-    leaves: tuple[str, ...]
-    results: tuple[str, ...]
-    cotangents: tuple[str, ...]
-    present: tuple[bool, ...]  # which leaves have an output
-
-
-@functools.lru_cache(maxsize=4096)
-def _gradient_program(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Lowered, _Names]:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
-    names = _Names(
-        tuple(e.attrs[0] for e in fold.leaves),
-        tuple(e.attrs[0] for e in results),
-        tuple(e.attrs[0] for e in cotangents),
-        tuple(e is not None for e in outputs),
-    )
-    return lower(tuple(e for e in outputs if e is not None)).having(fold.exact), names
-
-
-def _zero(leaf: Tensor) -> Tensor:
-    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
-    if not torch.is_grad_enabled():
-        return torch.zeros_like(leaf)
-    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
-
-
-def as_gradient(result: tuple[Any, Expr], leaf: Tensor, expr: Expr) -> Tensor:
-    """A gradient in the shape and type of its leaf: summed over batch dimensions that were broadcast."""
-    value, e = result
-    if value is None:
-        return _zero(leaf)
-    if not isinstance(value, Tensor):
-        return torch.full_like(leaf, value)
-    if expr.feature is not None and e.feature is None:
-        value = value.unsqueeze(-1)
-    value = from_layout(value, expr)  # an axis that the gradient does not vary along has size 1
-    return value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape).to(leaf.dtype)
+        made = build_gradient_program(context.fold, asked, given)
+        values = execute(made.program, made.bind(leaves, results, cotangents), context.sizes, context.engine)
+        values = [from_layout(v, e) for v, e in zip(values, made.program.outputs, strict=True)]
+        return None, *made.gradients(values, leaves)[0]

@@ -6,7 +6,6 @@ columns are those of the chunk at hand; so a gradient is one more reading of the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import StreamError
 from ...program.expression import Expr, size, topological
-from ...program.gradient import gradient
-from ...program.lower import Fold, Lowered, Pass, lower
+from ...program.lower import Fold, Lowered, Pass
 from ...program.normal_form import is_pass
 from ..common import combine, subproblem
 from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
+from ..common.gradient_program import GradientProgram, as_gradient, build_gradient_program, zero_gradient
 from ..common.saved_tensors import own, saved
 from ..common.shard import Axis, Shard
 from ..common.subproblem import Engine, Part
-from ..ranks.sharded_program import as_gradient
 from .checksum import Chunk
 
 Read = Callable[[], Iterator[Chunk]]
@@ -186,14 +184,14 @@ class _Backward:
 
     def run(self) -> list[Tensor | None]:
         states: list[State] | None = None
-        program: _Program | None = None
+        program: GradientProgram | None = None
         for chunk in self.job.read():
             wanted = {n: v for n, v in chunk[2].items() if isinstance(v, Tensor) and v.is_floating_point()}
             wanted = wanted if self.job.on_gradient else {n: v for n, v in wanted.items() if v.requires_grad}
             columns = {n: v.detach().requires_grad_() if n in wanted else v for n, v in chunk[2].items()}
             fed = self._feeds((*chunk[:2], columns))
             program = self._program(bool(wanted))
-            if not program.passes:
+            if not program.program.passes:
                 continue
             states, grads = self._chunk(
                 program, chunk, [v.detach() if isinstance(v, Tensor) else v for v in fed], states
@@ -207,21 +205,19 @@ class _Backward:
         with torch.enable_grad():
             return self.job.walk.leaves(self.job.stage, rows, chunk, self.job.total)
 
-    def _program(self, columns: bool) -> _Program:
+    def _program(self, columns: bool) -> GradientProgram:
         asked = tuple(
             columns and e.dtype == "float" if e.cols else a for e, a in zip(self.fold.leaves, self.asked, strict=True)
         )
-        return _gradient(self.fold, asked, tuple(g is not None for g in self.cotangents))
+        return build_gradient_program(self.fold, asked, tuple(g is not None for g in self.cotangents))
 
-    def _evaluator(self, program: _Program, sizes: Sizes, leaves: list[Any]) -> Evaluator:
-        inputs = dict(zip(program.leaves, leaves, strict=True)) | dict(zip(program.results, self.results, strict=True))
-        inputs |= {n: g for n, g in zip(program.cotangents, self.cotangents, strict=True) if g is not None}
-        return Evaluator(sizes, inputs)
+    def _evaluator(self, program: GradientProgram, sizes: Sizes, leaves: list[Any]) -> Evaluator:
+        return Evaluator(sizes, program.bind(leaves, self.results, self.cotangents))
 
     def _chunk(
-        self, program: _Program, chunk: Chunk, leaves: list[Any], states: list[State] | None
+        self, program: GradientProgram, chunk: Chunk, leaves: list[Any], states: list[State] | None
     ) -> tuple[list[State], dict[int, Tensor]]:
-        (p,) = program.passes
+        (p,) = program.program.passes
         walk, total = self.job.walk, self.job.total
         evaluate = self._evaluator(program, walk.at(chunk[0], chunk[1], total), leaves)
         mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
@@ -230,9 +226,9 @@ class _Backward:
             for n in nodes if r.attrs[1] != "cols" else ():
                 evaluate.memo[n] = to_layout(value, n)
         grads = {
-            k: as_gradient((evaluate(e), e), leaves[k], self.fold.leaves[k])
-            for k, e in program.outputs.items()
-            if self.fold.leaves[k].cols
+            k: as_gradient(from_layout(evaluate(e), e), e, leaves[k], self.fold.leaves[k])
+            for k, e in program.outputs
+            if e is not None and self.fold.leaves[k].cols
         }
         rows = [k for k, r in enumerate(p.fold.reductions) if r.attrs[1] == "cols"]
         folded = (
@@ -261,40 +257,23 @@ class _Backward:
         if self.job.on_gradient is not None:
             self.job.on_gradient(chunk[0], named)
 
-    def _rows(self, program: _Program | None, states: list[State] | None) -> list[Tensor | None]:
+    def _rows(self, program: GradientProgram | None, states: list[State] | None) -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * len(self.kept)
         if program is None:
             return grads
         walk, total = self.job.walk, self.job.total or 0
         evaluate = self._evaluator(program, replace(walk.sizes, cols=total), [0 if v is None else v for v in self.kept])
         if states is not None:
-            (p,) = program.passes
+            (p,) = program.program.passes
             for (r, _), value, nodes in zip(p.fold.outputs, subproblem.results(p.fold, states), p.results, strict=True):
                 for n in nodes if r.attrs[1] == "cols" else ():
                     evaluate.memo[n] = to_layout(value, n)
-        for k, want in enumerate(self.asked):
-            if want:
-                e = program.outputs.get(k)
-                result = (None, self.fold.leaves[k]) if e is None else (evaluate(e), e)
-                grads[k] = as_gradient(result, self.kept[k], self.fold.leaves[k])
+        for k, e in program.outputs:
+            if self.asked[k]:
+                leaf = self.kept[k]
+                grads[k] = (
+                    zero_gradient(leaf)
+                    if e is None
+                    else as_gradient(from_layout(evaluate(e), e), e, leaf, self.fold.leaves[k])
+                )
         return grads
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A gradient program: one pass, and an output for each leaf that has one."""
-
-    passes: tuple[Pass, ...]
-    outputs: Mapping[int, Expr]
-    leaves: tuple[str, ...]
-    results: tuple[str, ...]
-    cotangents: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def _gradient(fold: Fold, asked: tuple[bool, ...], given: tuple[bool, ...]) -> _Program:
-    results, cotangents, outputs = gradient(fold.pure, fold.leaves, asked, given)
-    live = {k: e for k, e in enumerate(outputs) if e is not None}
-    program = lower(tuple(live.values())).having(fold.exact)
-    names = [tuple(e.attrs[0] for e in es) for es in (fold.leaves, results, cotangents)]
-    return _Program(program.passes, dict(zip(live, program.outputs, strict=True)), *names)
