@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,13 +19,7 @@ from tests.support.layers import BY_NAME
 from tests.support.rank_cases import Case, part
 
 
-class _Patch:
-    """Enough of monkeypatch for tiles: set once, for the life of the process."""
-
-    setattr = staticmethod(setattr)
-
-
-use_small_tiles(_Patch(), 16, 32)  # type: ignore[arg-type]
+use_small_tiles(pytest.MonkeyPatch(), 16, 32)  # never undone: for the life of the process
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:
