@@ -21,23 +21,23 @@ from .common.evaluate import Sizes
 from .common.torch_code import Script, Writer, inputs
 
 
-def has_form(program: Lowered) -> bool:
+def has_dense_form(program: Lowered) -> bool:
     """Whether a program can be run whole: every reduction has a form for whole matrices."""
     return all(kind_of(e).has_whole_form(e) for e in topological(program.outputs) if e.op == "reduce")
 
 
 @functools.lru_cache(maxsize=1024)
-def whole(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
+def write_dense(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
     """Write a program down; ``run(sizes, *inputs)`` gives its outputs, differentiable as often as one likes."""
     used = {(e.args[0], e.attrs[0]) for e in topological(program.outputs) if e.op == "result"}
-    writer = _Whole(numbers, used)
+    writer = _DenseWriter(numbers, used)
     for e in topological(program.outputs):
         if is_pass(e):  # those that others depend on first: a fold of folds is then never written from within another
             writer.of(e)
     return writer.script(inputs(program), program.outputs)
 
 
-class _Whole(Writer):
+class _DenseWriter(Writer):
     """Writes reductions of pairs from numbers per pair and vectors of one side, as their kinds ask for them."""
 
     def __init__(self, numbers: frozenset[str], used: set[tuple[Expr, int]]):
@@ -77,11 +77,15 @@ class _Whole(Writer):
 
     def matrix(self, e: Expr) -> str:
         """A number per pair, as a whole matrix [*batch, M, N]."""
-        return self._line(f"{self._keep(_matrix)}({self._on_pairs(e)}, S)")
+        return self._line(f"{self._keep(_expand_matrix)}({self._on_pairs(e)}, S)")
 
     def field(self, e: Expr) -> str:
         """A number [*batch, M, N] or a vector [*batch, M, N, f] per pair, broadcast or not."""
-        return self._on_pairs(e) if e.feature is None else self._line(f"{self._keep(_vectors)}({self._on_pairs(e)}, S)")
+        return (
+            self._on_pairs(e)
+            if e.feature is None
+            else self._line(f"{self._keep(_expand_vectors)}({self._on_pairs(e)}, S)")
+        )
 
     def _on_pairs(self, e: Expr) -> str:
         name = self.of(e)
@@ -96,18 +100,18 @@ class _Whole(Writer):
         return name
 
 
-def _matrix(x: Tensor, sizes: Sizes) -> Tensor:
+def _expand_matrix(x: Tensor, sizes: Sizes) -> Tensor:
     shape = x.shape[-2:]
     return x if shape == (sizes.rows, sizes.cols) else x.expand(*x.shape[:-2], sizes.rows, sizes.cols)
 
 
-def _vectors(x: Tensor, sizes: Sizes) -> Tensor:
+def _expand_vectors(x: Tensor, sizes: Sizes) -> Tensor:
     return x.expand(*x.shape[:-3], sizes.rows, sizes.cols, x.shape[-1])
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
-        return matmul.product(x, y)
+        return matmul.multiply_transposed(x, y)
     return (x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1)  # integer products have no fast road on GPUs
 
 

@@ -98,7 +98,7 @@ def once(check: Callable) -> Callable:
 
 def _looked(given: tuple) -> tuple | None:
     """All that such a check depends on; None where that is not said cheaply."""
-    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current() is not None:
+    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current_layout() is not None:
         return None
     found: list[Any] = []
     for value in given:
@@ -211,7 +211,7 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     flat = flat if flat.dtype is torch.int64 else flat.long()
     if not visible(flat):
         return Labels(flat, False)
-    count = agreement.whole(flat.numel(), count)[1] if agreement.divides_cols() else count
+    count = agreement.total_sizes(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
         return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
@@ -250,7 +250,7 @@ def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
 
 def _distributed(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
     """The shape of a distribution for each row of x: in a ring over the classes of all ranks, counted later."""
-    return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
+    return (*x.shape[:-1], target.shape[-1] if agreement.pairs_have_all_columns() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
@@ -290,16 +290,16 @@ def averaged(value: Tensor, share: Tensor | None, weights: Tensor | None, how: s
     if how == "none":
         return value
     if how == "sum":
-        return agreement.over(axis, value.sum())
+        return agreement.sum_over_ranks(axis, value.sum())
     if share is None and undivided():
         return value.mean()
     count = torch.ones_like(value) if share is None else share
-    return agreement.over(axis, value.sum()) / agreement.over(axis, count.sum())
+    return agreement.sum_over_ranks(axis, value.sum()) / agreement.sum_over_ranks(axis, count.sum())
 
 
 def undivided() -> bool:
     """Whether a call's rows and columns are all here: no ranks, no DTensors' parts are meant."""
-    return agreement.current() is None
+    return agreement.current_layout() is None
 
 
 @functools.cache  # one and the same for all names of a layer
@@ -317,7 +317,7 @@ def together(layer: Layer) -> Layer:
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:
-            agreement.withdraw(error)
+            agreement.report_failure(error)
             raise
 
     return cast(Layer, checked)

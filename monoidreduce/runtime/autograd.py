@@ -27,7 +27,7 @@ from ..engines.common.gradient_program import (
     zero_gradient,
 )
 from ..engines.common.one_sided import Side
-from ..engines.common.saved_tensors import own, saved
+from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import Early, gradients
@@ -80,7 +80,7 @@ class Walk:
             return [found[k] for k in shown]
         if grads:
             return _frozen(context, *leaves)
-        return oom_retry.twice(context.frozen, (leaves,), sizes, fold)[0]
+        return oom_retry.run_with_retry(context.frozen, (leaves,), sizes, fold)[0]
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
         frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
@@ -126,11 +126,11 @@ class _Straight(torch.autograd.Function):
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
         form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
         if form is None:
-            output = own(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            output = detach_views(FOLDERS[context.engine](context.fold, leaves, context.sizes))
             _keep(ctx, context, leaves, output)
             return output
         found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
-        output = own([found[k] for k in form.own])
+        output = detach_views([found[k] for k in form.own])
         _keep(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
@@ -146,8 +146,8 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        found, rest = oom_retry.twice(context.launches, (leaves,), context.sizes, context.fold)
-        shown = own(found)
+        found, rest = oom_retry.run_with_retry(context.launches, (leaves,), context.sizes, context.fold)
+        shown = detach_views(found)
         ctx.context, ctx.form, ctx.asked = context, None, forward_settings.now()
         ctx.set_materialize_grads(False)
         if context.fixed:
@@ -250,7 +250,7 @@ def _kept(ctx: Any, count: int) -> tuple[Context, list[Any], list[Tensor], bool]
 
     ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
     first = ctx.constants.count(None)  # tensors among the leaves
-    tensors, unchanged = saved(ctx, range(first, first + count))
+    tensors, unchanged = load_saved(ctx, range(first, first + count))
     rest = iter(tensors)
     leaves = [c if c is not None else next(rest) for c in ctx.constants]
     return ctx.context, leaves, list(rest), unchanged
@@ -273,12 +273,12 @@ def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequ
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
     if region is None and ctx.asked == forward_settings.now():
-        return None, *oom_retry.typed(_gradients, given, context.sizes)
+        return None, *oom_retry.run_with_typed_error(_gradients, given, context.sizes)
     with (
         forward_settings.again(ctx.asked),
         torch.autocast(region, enabled=False) if region else contextlib.nullcontext(),
     ):
-        return None, *oom_retry.typed(_gradients, given, context.sizes)
+        return None, *oom_retry.run_with_typed_error(_gradients, given, context.sizes)
 
 
 def _gradients(

@@ -87,7 +87,7 @@ class Rewind:
     def _met(self, key: tuple, needs: Needs, saved: Saved) -> triton.Tape | None:
         if len(self.tapes) < _MOST:
             with forward_settings.again(self.settings):
-                self.tapes[key] = oom_retry.instead(self._tape, lambda *_: None, (needs, saved), self.sizes)
+                self.tapes[key] = oom_retry.run_or_fall_back(self._tape, lambda *_: None, (needs, saved), self.sizes)
         return self.tapes.get(key)
 
     def gradient(self, needs: Needs, given: tuple[bool, ...]) -> Gradient:

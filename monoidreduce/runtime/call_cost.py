@@ -94,9 +94,9 @@ def matrix(sizes: Sizes) -> int:
 
 def of_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
     """The cost of running the program on whole matrices; None where it has no such form."""
-    if not whole.has_form(program) or not matrix(sizes):
+    if not whole.has_dense_form(program) or not matrix(sizes):
         return None
-    made = whole.whole(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+    made = whole.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return made.run(here, *(given[n] for n in made.inputs))

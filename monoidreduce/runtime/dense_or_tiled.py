@@ -44,11 +44,11 @@ class Roads:
         if not self._is_dense(given, asks):
             return self.passes(*given)
         try:
-            return dense.whole(self.program, self.numbers).run(self.sizes, *given)
+            return dense.write_dense(self.program, self.numbers).run(self.sizes, *given)
         except Exception as error:
-            if not oom_retry.ran_out(error):
+            if not oom_retry.is_out_of_memory(error):
                 raise
-        oom_retry.release(self.sizes.device)
+        oom_retry.release_memory(self.sizes.device)
         return self.passes(*given)
 
     def may_be_dense(self) -> bool:
@@ -73,14 +73,14 @@ def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
     if triton.launches_on(sizes.device):
         return False
     size = call_cost.matrix(sizes)
-    return 0 < size <= (budget.asked() or call_cost.DENSE) and budget.parts() == 1 and dense.has_form(program)
+    return 0 < size <= (budget.asked() or call_cost.DENSE) and budget.parts() == 1 and dense.has_dense_form(program)
 
 
 def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
     """Whether a call runs whole: as followed, else where it is allowed to and was measured, or is thought, faster."""
     if schedule.followed.get() is not None:
         told = schedule.told("call")
-        return told is not None and told.schedule == "dense" and dense.has_form(program)
+        return told is not None and told.schedule == "dense" and dense.has_dense_form(program)
     if not may_be_dense(program, sizes):
         return False
     tuned = tuned_plans.found(tuned_plans.key_of_call(program, inputs.values(), sizes, backward))

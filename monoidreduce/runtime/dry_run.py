@@ -85,7 +85,7 @@ class Scale:
         lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
         primes = iter(p for p in _PRIMES if p > most)
         self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
-        if not tiles and sizes.rows > matmul.SMALL:  # torch's products of so many rows are done in another way
+        if not tiles and sizes.rows > matmul._SMALL_ROWS:  # torch's products of so many rows are done in another way
             self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
 

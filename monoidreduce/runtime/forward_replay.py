@@ -21,8 +21,8 @@ from torch import Tensor
 from ..engines import panel, triton
 from ..engines.common import oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
-from ..engines.common.saved_tensors import own
-from ..engines.common.saved_tensors import saved as saved_tensors
+from ..engines.common.saved_tensors import detach_views
+from ..engines.common.saved_tensors import load_saved as saved_tensors
 from ..errors import NoGradientError
 from ..program.backward import backward
 from . import autocast, forward_settings, saved_row_gradients
@@ -72,7 +72,9 @@ class Program:
 
     def _met(self, now: tuple, sizes: Sizes, values: Sequence[Any]) -> Replay | None:
         found = (
-            oom_retry.instead(self._recorded, lambda *_: None, (sizes, values), sizes) if self._pays(sizes) else None
+            oom_retry.run_or_fall_back(self._recorded, lambda *_: None, (sizes, values), sizes)
+            if self._pays(sizes)
+            else None
         )
         if len(self.kept) < _MOST:
             self.kept[now] = found
@@ -133,10 +135,10 @@ class Replay:
     def __call__(self, values: Sequence[Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
         numbers."""
-        return oom_retry.instead(self.tape.run, self._plainly, values, self.sizes)
+        return oom_retry.run_or_fall_back(self.tape.run, self._plainly, values, self.sizes)
 
     def _plainly(self, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
-        output, program = own(self.program.plainly(self.sizes, *values)), self.program
+        output, program = detach_views(self.program.plainly(self.sizes, *values)), self.program
         tensors = tuple(values[k] for k in program.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in program.numbers)
 
@@ -152,7 +154,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replay: Replay, *values: Any) -> tuple[Tensor, ...]:
         output, saved, numbers = replay(values)
-        ctx.kept = replay, numbers, len(saved) == replay.count, skip_small_tiles.asked()
+        ctx.kept = replay, numbers, len(saved) == replay.count, skip_small_tiles.requested()
         ctx.set_materialize_grads(False)
         if not replay.program.whole:
             ctx.mark_non_differentiable(*[output[k] for k in replay.program.fixed(values)])
@@ -172,7 +174,7 @@ class _Replayed(torch.autograd.Function):
             return _road(replay, needs, saved, plain, skipped)
         given = (*saved.tensors, *cotangents, *numbers)
         road = lambda *_: _road(replay, needs, saved, plain, skipped)
-        return oom_retry.instead(tape.run, road, given, replay.sizes)
+        return oom_retry.run_or_fall_back(tape.run, road, given, replay.sizes)
 
 
 def _road(replay: Replay, needs: tuple[bool, ...], saved: Saved, kept: bool, skipped: Any) -> tuple:
@@ -181,7 +183,7 @@ def _road(replay: Replay, needs: tuple[bool, ...], saved: Saved, kept: bool, ski
     region = autocast.region(saved.tensors)
     uncast = torch.autocast(region, enabled=False) if region else contextlib.nullcontext()
     with forward_settings.again((*rewind.settings[:3], skipped)), uncast:
-        return None, *oom_retry.typed(rewind.walked if kept else rewind.again, (needs, saved), sizes)
+        return None, *oom_retry.run_with_typed_error(rewind.walked if kept else rewind.again, (needs, saved), sizes)
 
 
 # ``apply`` without its look at transforms, for what is known to have none

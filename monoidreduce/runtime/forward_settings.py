@@ -19,7 +19,7 @@ Asked = tuple[int | None, tuple, Any, Any]
 
 def now() -> Asked:
     """What is asked here."""
-    return budget.asked(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.asked()
+    return budget.asked(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.requested()
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def again(then: Asked) -> Iterator[None]:
     limit, settings, followed, skipped = then
     before, token = matmul.asked.set(settings), schedule.followed.set(followed)
     try:
-        with budget.kept(limit), skip_small_tiles.again(skipped):
+        with budget.kept(limit), skip_small_tiles.restore(skipped):
             yield
     finally:
         matmul.asked.reset(before)

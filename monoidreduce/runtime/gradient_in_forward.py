@@ -165,8 +165,8 @@ class _Sum(torch.autograd.Function):
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
         given = (program, context.numbers | inputs, context.sizes, context.make)
-        with skip_small_tiles.gradient() if _numbers(context) else contextlib.nullcontext():
-            found = oom_retry.twice(panel.execute, given, context.sizes)
+        with skip_small_tiles.apply_to_gradient() if _numbers(context) else contextlib.nullcontext():
+            found = oom_retry.run_with_retry(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
         context.waiting = {}
@@ -202,7 +202,7 @@ _summed: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sum
 
 def _numbers(context: _Context) -> bool:
     """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
-    if skip_small_tiles.asked() is None:
+    if skip_small_tiles.requested() is None:
         return False
     return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))
 

@@ -86,7 +86,7 @@ class Gradient:
         alike = self.freezes and not torch.is_grad_enabled() and plain(values)
         kind = triton.kind(values) if alike else ()
         run = self.runs.get(kind) or self._run(kind)
-        with skip_small_tiles.gradient() if self._skips(values) else contextlib.nullcontext():
+        with skip_small_tiles.apply_to_gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.walked(sizes, *values)
         if run.fits:
             grads: list[Tensor | None] = [None] * len(leaves)
@@ -99,7 +99,7 @@ class Gradient:
 
     def _skips(self, values: Sequence[Any]) -> bool:
         """Whether small tiles may be left out: of one pass, whose sums are gradients, and nothing is made of them."""
-        if skip_small_tiles.asked() is None or torch.is_grad_enabled():
+        if skip_small_tiles.requested() is None or torch.is_grad_enabled():
             return False
         return len(self.ready.program.passes) == 1 and plain(values)
 

@@ -21,8 +21,8 @@ from ..engines import panel, triton
 from ..engines.auto import planner
 from ..engines.common import matmul, tile_counter
 from ..engines.common.combine import combine
-from ..engines.common.evaluate import Form, Sizes, form
-from ..engines.common.label_gather import chunk_of
+from ..engines.common.evaluate import Form, Sizes, result_form
+from ..engines.common.label_gather import chunk_size
 from ..engines.panel.panel_program import PanelLoop
 from ..engines.triton.kernels import split_combine, topk
 from ..engines.triton.panel import epilogue
@@ -88,7 +88,7 @@ def _completed(one: Any, sizes: Sizes) -> int:
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
     with watched(scale, []) as alive:
         count = scale.down(parts)
-        shapes = [form(r, k, small) for r, k in one.fold.outputs]
+        shapes = [result_form(r, k, small) for r, k in one.fold.outputs]
         first = (count,) if parts > 1 else ()
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if parts > 1:
@@ -104,7 +104,7 @@ def _picked(noted: Noted, r: Expr) -> int:
     _, whole = triton.merged(noted.fold, noted.leaves, sizes)
     widest = max([1, *(sizes.of(str(e.feature)) for e in noted.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
+    length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)
     scale = Scale(sizes, tiles=(length,))
     small = scale.sizes(sizes)
     leaves = [filled(v, scale) for v in noted.leaves]
@@ -144,7 +144,13 @@ def _rested(noted: Noted, run: Callable[[list[Any], Sizes], Any]) -> int:
     leaves = [torch.empty_like(v, device=_META) if isinstance(v, Tensor) else v for v in noted.leaves]
     token = matmul.rehearsed.set(noted.sizes)
     try:
-        with _disable_current_modes(), torch.no_grad(), tile_counter.nobody(), triton.resting(), _Meta(leaves) as alive:
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            tile_counter.pause_counting(),
+            triton.resting(),
+            _Meta(leaves) as alive,
+        ):
             run(leaves, replace(noted.sizes, device=_META))
     finally:
         matmul.rehearsed.reset(token)

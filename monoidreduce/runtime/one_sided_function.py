@@ -45,7 +45,7 @@ class Arithmetic:
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Gradient:
         found = self.gradients.get((wanted, given))
         if found is None:
-            cotangents, outputs = one_sided.gradient(self.side, wanted, given)
+            cotangents, outputs = one_sided.differentiate_side(self.side, wanted, given)
             names = [e.attrs[0] for e in cotangents]
             ready = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = Gradient(ready, self.side.leaves, self.walker, True)

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engines import eager, panel
 from ..engines.common import batching, matmul, tile_counter
-from ..engines.common.evaluate import Sizes, form
+from ..engines.common.evaluate import Sizes, result_form
 from ..engines.eager import branch_and_bound, tile_walk
-from ..engines.eager.tile_code import Code
+from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..plan import budget, panel_layout, tiles
 from ..plan.schedule import Choice
@@ -40,11 +40,11 @@ def peak(noted: Noted, choice: Choice) -> int:
     if choice.schedule == "panel":
         one = _in_panels(of_batch(noted, 1), choice)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # stacked in the end
-    merged, _ = batching.merge(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
+    merged, _ = batching.merge_batch_dims(noted.sizes.batch, [v for v in noted.leaves if isinstance(v, Tensor)])
     told, sizes = choice.tile("tile"), noted.sizes
-    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.width(noted.fold, sizes))
+    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(noted.fold, sizes))
     tile = own if told is None else tiles.Tiles(*told)
-    bounds = branch_and_bound.ladders(noted.fold, noted.leaves, sizes)
+    bounds = branch_and_bound.find_distance_bounds(noted.fold, noted.leaves, sizes)
     if bounds is not None:
         one = _by_distance(of_batch(noted, 1), tile, bounds)
         return one if batch == 1 else max(one + results - results // batch, 2 * results)  # joined in the end
@@ -79,20 +79,20 @@ def _in_tiles(noted: Noted, tile: tiles.Tiles) -> int:
 
 def _by_distance(noted: Noted, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
     """Points are sorted, and a block of them meets as many others as a tile holds."""
-    sizes, kept = noted.sizes, branch_and_bound.KEPT
+    sizes, kept = noted.sizes, branch_and_bound.KEPT_BLOCK
     scale = Scale(sizes, tiles=(kept, tile.rows * tile.cols // kept))
     small = tiles.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
     leaves = [filled(v, scale) for v in noted.leaves]
     with watched(scale, leaves) as alive:
-        branch_and_bound.by_distance(noted.fold, leaves, scale.sizes(sizes), small, bounds, _OneBlock)
+        branch_and_bound.run_by_distance(noted.fold, leaves, scale.sizes(sizes), small, bounds, _OneBlock)
     lists = {r: 0 for r in noted.fold.reductions}  # of the best: kept block by block, until all are joined
     for r, k in noted.fold.outputs:
-        shape, dtype = form(r, k, sizes)
+        shape, dtype = result_form(r, k, sizes)
         lists[r] += torch.Size(shape).numel() * dtype.itemsize if kind_of(r).unsorted else 0
     return alive.peak + max(lists.values())
 
 
-class _OneBlock(branch_and_bound.Near):
+class _OneBlock(branch_and_bound.NearestSearch):
     """Of all blocks the first, which meets all that it can at once."""
 
     def walk(self) -> None:
@@ -141,7 +141,7 @@ class _Both(tile_walk.FoldCode):
 
     first = True
 
-    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> TileCode | None:
         first, self.first = self.first, False
         return super().variant({} if first else known)
 
@@ -190,5 +190,5 @@ def filled(v: Any, scale: Scale) -> Any:
 def watched(scale: Scale, leaves: list[Any]) -> Iterator[Enlarged]:
     """Bytes alive inside the block beside the leaves; nobody else takes notice of what runs there."""
     given = [v for v in leaves if isinstance(v, Tensor)]
-    with _disable_current_modes(), torch.no_grad(), tile_counter.nobody(), Enlarged(scale, given) as alive:
+    with _disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), Enlarged(scale, given) as alive:
         yield alive

@@ -132,7 +132,7 @@ def case_of(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
         kernels=bool(defaults),
         defaults=tuple(defaults.items()),
         panels=_takes_panels(fold, sizes, set(vectors)),
-        fixed=base.fixed + eager.written(fold, leaves, sizes),
+        fixed=base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
         seen=_seen(fold, sizes.rows, sizes.cols, tuple(_numbers(fold, leaves).items())),
     )
 
@@ -143,7 +143,7 @@ def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
 
 def bare(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] = frozenset()) -> Case:
     """What can be said of a fold without its leaves; ``dtype``: of its vectors."""
-    code = tile_walk.whole_code(fold, numbers)
+    code = tile_walk.compile_unconditional(fold, numbers)
     return Case(
         fold,
         digest(fold),
@@ -156,10 +156,10 @@ def bare(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] 
         sizes.compute.itemsize,
         device_rates.of(sizes.device),
         gpu=sizes.device.type == "cuda",
-        tile=tile_memory.per_pair(fold, code, sizes),
-        fixed=tile_memory.constant(code),
+        tile=tile_memory.bytes_per_pair(fold, code, sizes),
+        fixed=tile_memory.fixed_bytes(code),
         steps=len(code.steps),
-        width=eager.width(fold, sizes),
+        width=eager.numbers_per_pair(fold, sizes),
     )
 
 
@@ -169,14 +169,14 @@ _BLOCKS = 12  # per side, of the grid on which conditions are looked at
 @functools.lru_cache(maxsize=4096)
 def _seen(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, float], ...]) -> float:
     """The share of the pairs that conditions on indices and numbers leave; of data nothing is known here."""
-    code = tile_walk.code_of(fold, frozenset(e for e, _ in given))
+    code = tile_walk.compile_fold(fold, frozenset(e for e, _ in given))
     if not code.conditions or not rows or not cols:
         return 1.0
     fixed = {e: (float(v), float(v)) for e, v in given}
     fixed |= {size("rows"): (float(rows),) * 2, size("cols"): (float(cols),) * 2}
     seen = 0
-    for r in tile_walk.slices(rows, -(-rows // _BLOCKS)):
-        for c in tile_walk.slices(cols, -(-cols // _BLOCKS)):
+    for r in tile_walk.split_range(rows, -(-rows // _BLOCKS)):
+        for c in tile_walk.split_range(cols, -(-cols // _BLOCKS)):
             ranges = {index("row"): (r.start, r.stop - 1), index("col"): (c.start, c.stop - 1)}
             if code.variant({**fixed, **ranges}) is not None:
                 seen += (r.stop - r.start) * (c.stop - c.start)

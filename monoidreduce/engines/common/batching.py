@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that two broadcast to. Torch is asked only where they differ: its first answer imports a second's
     worth of modules."""
     if not one or one == other:
@@ -21,14 +21,14 @@ def broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
-def merge(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+def merge_batch_dims(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
     """Expand each tensor to the batch shape and merge what can be merged; returns the merged batch shape and views."""
     count = len(batch)
     views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
     shape = list(batch)
     at = 0
     while at + 1 < len(shape):
-        if all(_joinable(v, at) for v in views):
+        if all(_can_merge(v, at) for v in views):
             views = [v.flatten(at, at + 1) for v in views]
             shape[at : at + 2] = [shape[at] * shape[at + 1]]
         else:
@@ -38,12 +38,12 @@ def merge(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...
     return tuple(shape), views
 
 
-def _joinable(v: Tensor, at: int) -> bool:
+def _can_merge(v: Tensor, at: int) -> bool:
     if v.shape[at] == 1 or v.shape[at + 1] == 1:
         return True
     return v.stride(at) == v.stride(at + 1) * v.shape[at + 1]
 
 
-def outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def iterate_outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every index into the looped (all but the last) batch dimensions."""
     return itertools.product(*(range(s) for s in shape[:-1]))

@@ -51,7 +51,7 @@ class Sizes:
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 
 
-class Room:
+class Allocator:
     """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads options.
 
     The model is made when it is first needed: plans are also made for devices elsewhere. It has a shape and no memory,
@@ -76,7 +76,7 @@ class Room:
         return torch.empty_like(self.model if self._model is None else self._model)
 
 
-def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
+def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
     """Shape and type of a reduction's k-th result, for the batch of the sizes or for another."""
     feature, number = outputs_of(r)[k]
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
@@ -85,7 +85,7 @@ def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) ->
     return (*(sizes.batch if batch is None else batch), length, *tail), dtype
 
 
-def pair_form(like: Tensor, sizes: Sizes) -> Form:
+def pair_result_form(like: Tensor, sizes: Sizes) -> Form:
     """Of a number per pair, written in the shape of an argument: in its type, unless sums are kept there."""
     once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
     return tuple(like.shape), like.dtype if once else sizes.compute
@@ -159,7 +159,7 @@ class Evaluator:
         return self.sizes.shard.reduced(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
     def raised(self, value: Value, e: Expr) -> Value:
-        return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
+        return to_compute_dtype(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
 
     def _tensor(self, value: Value, e: Expr) -> Tensor:
         if isinstance(value, Tensor):
@@ -204,7 +204,7 @@ class Evaluator:
         return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
 
 
-def as_number(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
+def to_compute_dtype(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
     """A given tensor in the type that arithmetic is done in."""
     return x if e.dtype == "bool" else x.to(_KINDS.get(e.dtype, compute))
 

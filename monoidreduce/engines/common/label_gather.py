@@ -17,7 +17,7 @@ from ...program.expression import Expr, node, topological
 from .evaluate import Evaluator, Sizes
 
 
-class _Matched(Evaluator):
+class _MatchedPairs(Evaluator):
     """Evaluates on matched pairs: a product of two vectors is a sum over features, not a matrix."""
 
     def _node(self, e: Expr) -> Any:
@@ -37,7 +37,7 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
     t = t.unsqueeze(-1) if target.feature is None else t
     t = t.expand(batch, side, t.shape[-1])
     widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
-    chunk = chunk_of(elements, batch, t.shape[-1], widest)
+    chunk = chunk_size(elements, batch, t.shape[-1], widest)
     value, vector = _one_number_per_match((value, vector), target)
     for at in range(0, side, chunk):
         part = slice(at, min(at + chunk, side))
@@ -46,10 +46,10 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         safe = tp.clamp(0, max(other - 1, 0))
         if other == 0:
             return
-        evaluator = _Matched(sizes, {})
+        evaluator = _MatchedPairs(sizes, {})
         for e in topological([value, vector, target]):
             if e.op in ("leaf", "row_index", "col_index"):
-                evaluator.memo[e] = _matched_leaf(e, leaves, by_rows, part, safe, sizes, target)
+                evaluator.memo[e] = _gather_leaf(e, leaves, by_rows, part, safe, sizes, target)
         weight = evaluator.raised(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
         found = evaluator.raised(evaluator(vector), vector)
@@ -61,10 +61,10 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         if gathers:
             out[:, part] += weight.sum(2)
         else:
-            _scatter(out, safe, weight)
+            _scatter_add(out, safe, weight)
 
 
-def chunk_of(elements: int, batch: int, matches: int, widest: int) -> int:
+def chunk_size(elements: int, batch: int, matches: int, widest: int) -> int:
     """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
     return max(1, elements // max(1, batch * matches * widest))
 
@@ -82,7 +82,7 @@ def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr,
     return substitute((value,), replace)[0], exprs[1]
 
 
-def _matched_leaf(
+def _gather_leaf(
     e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, safe: Tensor, sizes: Sizes, target: Expr
 ) -> Any:
     if e.op in ("row_index", "col_index"):
@@ -112,7 +112,7 @@ def _matched_leaf(
     return v[rows, flat].view(batch, side, matches, v.shape[-1])
 
 
-def _scatter(out: Tensor, places: Tensor, weight: Tensor) -> None:
+def _scatter_add(out: Tensor, places: Tensor, weight: Tensor) -> None:
     """out[b, places] += weight, in a fixed order."""
     batch, length = out.shape[:2]
     flat = (places + torch.arange(batch, device=out.device).view(-1, 1, 1) * length).reshape(-1)

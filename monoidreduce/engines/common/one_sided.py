@@ -19,7 +19,7 @@ from ...program.philox import DRAWS
 from ...program.primitives import PRIMITIVES
 from ...program.reverse_mode import pull
 
-_FEW = 2  # torch's calls from which on one kernel is better than they
+_MIN_CALLS = 2  # torch's calls from which on one kernel is better than they
 _CALLS = {"spread": 0, "word": 12, "mark": 36}  # that a node takes, where it is not one
 _PER_PAIR = {*DRAWS} - {"word", "mark"}
 _FREE = ("const", "nan", "size", "row_index", "col_index")  # known without being given
@@ -42,29 +42,29 @@ def _is_simple(e: Expr) -> bool:
     return known and e.rows != e.cols
 
 
-Gathered = tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]  # what it is fed, and what its outputs are in the program
+FoundSide = tuple[Side, tuple[Expr, ...], tuple[Expr, ...]]  # what it is fed, and what its outputs are in the program
 
 
-def gather(roots: Sequence[Expr], there: frozenset[Expr]) -> list[Gathered]:
+def find_sides(roots: Sequence[Expr], there: frozenset[Expr]) -> list[FoundSide]:
     """The sides under ``roots``, besides what is there already."""
     order = topological(roots, stop=there.__contains__)
-    found = (_gathered(axis, [e for e in order if e not in there], roots) for axis in ("rows", "cols"))
+    found = (_find_side(axis, [e for e in order if e not in there], roots) for axis in ("rows", "cols"))
     return [side for side in found if side is not None]
 
 
-def _gathered(axis: str, order: Sequence[Expr], roots: Sequence[Expr]) -> Gathered | None:
+def _find_side(axis: str, order: Sequence[Expr], roots: Sequence[Expr]) -> FoundSide | None:
     inside = {e for e in order if _is_simple(e) and e.rows is (axis == "rows")}
-    inside -= _behind(order, inside)
-    if sum(_CALLS.get(e.op, 1) for e in inside) < _FEW:
+    inside -= _blocked_nodes(order, inside)
+    if sum(_CALLS.get(e.op, 1) for e in inside) < _MIN_CALLS:
         return None
     used = {a for e in order if e not in inside for a in e.args}
     outputs = tuple(e for e in order if e in inside and (e in used or e in roots))
     under = topological(outputs, stop=lambda e: e not in inside)
     fed = tuple(e for e in under if e not in inside and e.op not in _FREE)
-    return _numbered(axis, outputs, fed), fed, outputs
+    return _with_numbered_leaves(axis, outputs, fed), fed, outputs
 
 
-def _behind(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
+def _blocked_nodes(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
     """The nodes that wait for something else which itself waits for one of these: they cannot be done together."""
     waiting: set[Expr] = set()
     tainted: set[Expr] = set()
@@ -76,7 +76,7 @@ def _behind(order: Sequence[Expr], inside: set[Expr]) -> set[Expr]:
     return waiting
 
 
-def _numbered(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr, ...]) -> Side:
+def _with_numbered_leaves(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr, ...]) -> Side:
     leaves = {
         e: node("leaf", (), (f"x{k}",), rows=e.rows, cols=e.cols, feature=e.feature, dtype=e.dtype)
         for k, e in enumerate(fed)
@@ -85,7 +85,7 @@ def _numbered(axis: str, outputs: tuple[Expr, ...], fed: tuple[Expr, ...]) -> Si
 
 
 @functools.lru_cache(maxsize=4096)
-def gradient(
+def differentiate_side(
     side: Side, asked: tuple[bool, ...], given: tuple[bool, ...]
 ) -> tuple[tuple[Expr, ...], tuple[Expr | None, ...]]:
     """The leaves that stand for the outputs' cotangents, and the gradient of each leaf (None: not asked for, or zero).

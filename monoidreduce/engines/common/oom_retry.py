@@ -18,32 +18,32 @@ from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
 from ...plan import budget
 from ...program.lower import Fold
 from ...reductions import kind_of
-from .evaluate import Sizes, form
+from .evaluate import Sizes, result_form
 
 # What allocators say that raise a plain RuntimeError: torch's own on the CPU, and the vendor's libraries on a GPU.
-_SAYINGS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
+_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: of a device, of the host, or of what one kernel may hold."""
     if isinstance(error, MonoidReduceError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or type(error).__name__ == "OutOfResources":
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAYINGS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
-def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+def add_oom_retry(run: Callable[..., Any]) -> Callable[..., Any]:
     """An engine that tries a fold once more, with less room, where memory ran out."""
 
     @functools.wraps(run)
     def folded(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Any:
-        return twice(run, (fold, leaves, sizes), sizes, fold)
+        return run_with_retry(run, (fold, leaves, sizes), sizes, fold)
 
     return folded
 
 
-def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
+def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
     """What ``run`` returns, at the first or the second attempt; ``fold``: whose results it makes, where it is one."""
 
     def smaller(*given: Any) -> Any:
@@ -51,45 +51,45 @@ def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None
             with budget.less():
                 return run(*given)
         except Exception as error:
-            if not isinstance(error, BudgetError) and not ran_out(error):
+            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
             reason = str(error)
-        release(sizes.device)
-        raise _error(reason, sizes, fold)
+        release_memory(sizes.device)
+        raise _make_error(reason, sizes, fold)
 
-    return instead(run, smaller, given, sizes)
+    return run_or_fall_back(run, smaller, given, sizes)
 
 
-def typed(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
+def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
     """What ``run`` returns; where memory runs out outside of any fold, there is nothing smaller to try."""
     try:
         return run(*given)
     except Exception as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         reason = str(error)
-    release(sizes.device)
-    raise _error(reason, sizes)
+    release_memory(sizes.device)
+    raise _make_error(reason, sizes)
 
 
-def instead(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
+def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
     """What ``run`` returns or, where memory runs out in it, ``other``."""
     try:
         return run(*given)
     except Exception as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
-    release(sizes.device)
+    release_memory(sizes.device)
     return other(*given)
 
 
-def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.shown(_bytes(fold, sizes))}"
+def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
+    least = "" if fold is None else f"; its results alone take {budget.shown(_result_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 
 
-def is_lost(device: torch.device) -> bool:
+def is_device_lost(device: torch.device) -> bool:
     """Whether a device answers no more: after an illegal access it does not, for the rest of the process."""
     try:
         if device.type == "cuda":
@@ -99,14 +99,14 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give back what nobody holds."""
     gc.collect()  # frames and closures may hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _bytes(fold: Fold, sizes: Sizes) -> int:
+def _result_bytes(fold: Fold, sizes: Sizes) -> int:
     """What a fold's results take, without which it cannot be run at all."""
-    forms = [form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
+    forms = [result_form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

@@ -24,7 +24,7 @@ def private_graphs() -> Iterator[None]:
     made on the CPU, whatever the default device is."""
     with contextlib.ExitStack() as stack:
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:  # None outside torch.func
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         if torch.empty(0).device.type != "cpu":
@@ -32,18 +32,18 @@ def private_graphs() -> Iterator[None]:
         yield
 
 
-def _unchanged(t: Tensor) -> Tensor:
+def _identity(t: Tensor) -> Tensor:
     return t
 
 
-def own(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def detach_views(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Results of an engine as outputs of an ``autograd.Function``, none of them a view.
 
     Engines return views of their buffers, and torch refuses to change a view in place that a custom function made."""
     return tuple([t if t._base is None else t.detach() for t in results])
 
 
-def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
+def load_saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
     """``ctx.saved_tensors``, and whether the function's ``outputs`` among them (by position) still hold its results.
 
     They do not where the user changed one in place (``y += 1``); a backward then recomputes them. An input that was
@@ -56,7 +56,7 @@ def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
         if "modified by an inplace operation" not in str(error):
             raise
     for k in outputs:  # torch does not compare the versions of what hooks unpack
-        ctx._raw_saved_tensors[k].register_hooks(_unchanged, _unchanged)
+        ctx._raw_saved_tensors[k].register_hooks(_identity, _identity)
     found = ctx.saved_tensors  # raises where it was an input
     ctx.outputs_changed = True
     return found, False

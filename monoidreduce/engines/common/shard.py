@@ -19,12 +19,12 @@ from torch import Tensor
 from ...program.expression import Expr
 from ...reductions import kind_of
 from . import combine
-from .collectives import Gathered, Group, Shared
+from .collectives import AllGather, Group, ReplicatedInput
 
-Pieces = tuple[tuple[int, int], ...]  # (start, stop) on the whole axis of consecutive stretches of a part
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) on the whole axis of consecutive stretches of a part
 
 
-def length(pieces: Pieces) -> int:
+def count_indices(pieces: Ranges) -> int:
     return sum(stop - start for start, stop in pieces)
 
 
@@ -32,16 +32,16 @@ def length(pieces: Pieces) -> int:
 class Axis:
     """Rows or columns: ``pieces[r]`` are those of rank r of the group; one entry and no group where all are here."""
 
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[Ranges, ...]
     group: Group = None
     whole: int | None = None  # the length of the axis where the pieces are not all of it, as in a stream
 
     @property
     def total(self) -> int:
-        return sum(map(length, self.pieces)) if self.whole is None else self.whole
+        return sum(map(count_indices, self.pieces)) if self.whole is None else self.whole
 
     @property
-    def own(self) -> Pieces:
+    def own(self) -> Ranges:
         return self.pieces[0 if self.group is None else self.group.rank()]
 
     def index(self, device: torch.device) -> Tensor:
@@ -92,7 +92,7 @@ class Shard:
         found = dict(inputs)
         for name, group in self.shared:
             if found[name].requires_grad:
-                found[name] = Shared.apply(found[name], group)
+                found[name] = ReplicatedInput.apply(found[name], group)
         return found
 
     def met(self, value: Tensor, has: Expr, user: Expr) -> Tensor:
@@ -100,14 +100,14 @@ class Shard:
         lacks = [(user.rows and not has.rows, self.rows), (user.cols and not has.cols, self.cols)]
         for lacking, axis in lacks:
             if lacking and axis.group is not None and value.requires_grad:
-                value = Shared.apply(value, axis.group)
+                value = ReplicatedInput.apply(value, axis.group)
         return value
 
     def reduced(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
         """A one-sided reduction: ``local(fields, params, length)`` here, then exchanged and combined."""
         kind, (_, over, params) = kind_of(e), e.attrs
         axis = self.axis(over)
-        mine = length(axis.own)
+        mine = count_indices(axis.own)
         if axis.group is None:
             return local(fields, params, mine)
         fields = [self.met(f, a, _with(over)) for f, a in zip(fields, e.args, strict=True)]
@@ -115,8 +115,8 @@ class Shard:
         if kind.place is not None:
             results[kind.place] = self._moved(results[kind.place], axis)
         results = kind.dense_results(results)
-        stacked = [Gathered.apply(t, axis.group) for t in results]
-        lengths = [length(p) for p in axis.pieces]
+        stacked = [AllGather.apply(t, axis.group) for t in results]
+        lengths = [count_indices(p) for p in axis.pieces]
         return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
 
     def _moved(self, place: Tensor, axis: Axis) -> Tensor:

@@ -62,11 +62,11 @@ class skip_below(contextlib.ContextDecorator):
         self._tokens: list[contextvars.Token] = []
 
     def __enter__(self) -> skip_below:
-        self._tokens.append(_asked.set(self))
+        self._tokens.append(_requested.set(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _asked.reset(self._tokens.pop())
+        _requested.reset(self._tokens.pop())
 
     def __repr__(self) -> str:
         return f"skip_below({self.bound!r})"
@@ -87,43 +87,43 @@ class skip_below(contextlib.ContextDecorator):
             self._kept += kept
 
 
-_asked: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
+_requested: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
 
 
-_now: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
+_active: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
 
 
-def asked() -> skip_below | None:
+def requested() -> skip_below | None:
     """The bound in force, if there is one."""
-    return _asked.get()
+    return _requested.get()
 
 
-def now() -> skip_below | None:
+def active() -> skip_below | None:
     """The bound of the gradient that runs, if it leaves tiles out."""
-    return _now.get()
+    return _active.get()
 
 
 @contextlib.contextmanager
-def again(then: skip_below | None) -> Iterator[None]:
+def restore(then: skip_below | None) -> Iterator[None]:
     """A forward's bound in its backward, which another thread may run."""
-    token = _asked.set(then)
+    token = _requested.set(then)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
 @contextlib.contextmanager
-def gradient() -> Iterator[None]:
+def apply_to_gradient() -> Iterator[None]:
     """What is asked for holds inside the block: there every sum of vectors is a gradient."""
-    token = _now.set(_asked.get())
+    token = _active.set(_requested.get())
     try:
         yield
     finally:
-        _now.reset(token)
+        _active.reset(token)
 
 
-class Accumulate:
+class SkippingContraction:
     """Contractions of one sum, tile after tile: the largest weight so far says what is small.
 
     The kept parts of the folded axis are gathered for 128 kept indices at a time. On a GPU looking would mean waiting:
@@ -135,7 +135,7 @@ class Accumulate:
 
     def __call__(self, total: Tensor, weights: Tensor, vectors: Tensor) -> None:
         """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], without the tiles that are left out."""
-        skipped = _now.get()
+        skipped = _active.get()
         if skipped is None or weights.device.type != "cpu":
             matmul.accumulate(total, weights, vectors)
             return
@@ -144,7 +144,7 @@ class Accumulate:
         for b in range(weights.shape[0]):
             for at in range(0, weights.shape[1], TILE):
                 part, one = weights[b, at : at + TILE], slice(b, b + 1)
-                strong = _strong(part, least)
+                strong = _find_large_tiles(part, least)
                 kept = int(strong.sum())
                 skipped.count(kept, len(strong))
                 if kept == len(strong):
@@ -155,7 +155,7 @@ class Accumulate:
                     matmul.accumulate(total[one, at : at + TILE], *few)
 
 
-def _strong(part: Tensor, least: float) -> Tensor:
+def _find_large_tiles(part: Tensor, least: float) -> Tensor:
     """Which runs of 128 columns have a number that is not below; NaN is not."""
     weak = (part.abs().amax(0) < least).to(torch.uint8)
     return torch.stack([run.amin() for run in weak.split(TILE)]) == 0

@@ -21,36 +21,36 @@ from ...reductions import kind_of
 from . import combine
 from .combine import State
 from .evaluate import Sizes
-from .shard import Pieces
+from .shard import Ranges
 
 Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Subproblem:
     """Which rows and columns of a whole of ``totals`` rows and columns the leaves hold; where ``wide``, what is given
     per pair holds all columns of the whole instead, in their order."""
 
-    rows: Pieces
-    cols: Pieces
+    rows: Ranges
+    cols: Ranges
     totals: tuple[int, int]
     wide: bool = False
 
 
-def run(
-    fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, engine: Engine, into: dict[int, Tensor] | None = None
+def run_subproblem(
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, engine: Engine, into: dict[int, Tensor] | None = None
 ) -> list[State]:
     """The states of a part, one per reduction: for its rows (folded over its columns) or the other way round. Numbers
     per pair are added to ``into``, by the place of their reduction."""
-    rows, cols = _stretches(part.rows), _stretches(part.cols)
-    into = rooms(fold, leaves, sizes) if into is None and len(rows) * len(cols) > 1 else into
+    rows, cols = _join_ranges(part.rows), _join_ranges(part.cols)
+    into = allocate_pair_results(fold, leaves, sizes) if into is None and len(rows) * len(cols) > 1 else into
     grid: list[list[list[State]]] = []
     for row in rows:
         grid.append([])
         for col in cols:
-            grid[-1].append(_block(fold, leaves, sizes, part, row, col, engine))
+            grid[-1].append(_run_block(fold, leaves, sizes, part, row, col, engine))
             for k, room in (into or {}).items():
-                _write(room, grid[-1][-1][k][0].squeeze(0), row, col, part.wide)
+                _add_pair_results(room, grid[-1][-1][k][0].squeeze(0), row, col, part.wide)
                 grid[-1][-1][k] = []
     states = []
     for k, r in enumerate(fold.reductions):
@@ -65,12 +65,12 @@ def run(
     return states
 
 
-def results(fold: Fold, states: list[State]) -> list[Tensor]:
+def finish_states(fold: Fold, states: list[State]) -> list[Tensor]:
     """States as an engine's results."""
     return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.closed(r, state)]
 
 
-def rooms(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
+def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
     """Where the numbers per pair that a fold gives are added up: each in the shape of the argument it belongs to."""
     found = {}
     for k, r in enumerate(fold.reductions):
@@ -81,7 +81,7 @@ def rooms(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
     return found
 
 
-def _write(room: Tensor, value: Tensor, row: _Stretch, col: _Stretch, wide: bool) -> None:
+def _add_pair_results(room: Tensor, value: Tensor, row: _Range, col: _Range, wide: bool) -> None:
     """Add a block's numbers per pair; along an axis of size 1 all blocks are added up."""
     for axis, at in ((-2, row.local), (-1, col.inside(wide))):
         if room.shape[axis] != 1:
@@ -90,7 +90,7 @@ def _write(room: Tensor, value: Tensor, row: _Stretch, col: _Stretch, wide: bool
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _Range:
     """One piece: where it lies in the part, and where it starts in the whole."""
 
     local: slice
@@ -101,29 +101,29 @@ class _Stretch:
         return slice(self.start, self.start + self.local.stop - self.local.start) if wide else self.local
 
 
-def _stretches(pieces: Pieces) -> list[_Stretch]:
+def _join_ranges(pieces: Ranges) -> list[_Range]:
     """The pieces, those that continue each other as one."""
-    found: list[_Stretch] = []
+    found: list[_Range] = []
     at = 0
     for start, stop in pieces:
         count = stop - start
         if found and (last := found[-1]).start + last.local.stop - last.local.start == start:
-            found[-1] = _Stretch(slice(last.local.start, at + count), last.start)
+            found[-1] = _Range(slice(last.local.start, at + count), last.start)
         else:
-            found.append(_Stretch(slice(at, at + count), start))
+            found.append(_Range(slice(at, at + count), start))
         at += count
     return found
 
 
-def _block(
-    fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, row: _Stretch, col: _Stretch, engine: Engine
+def _run_block(
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, row: _Range, col: _Range, engine: Engine
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
     placed, fed = moved(fold)
-    cut = [_cut(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
+    cut = [_slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
-    cut += [_feed(f, given, starts, part.totals, own) for f in fed]
+    cut += [_make_offset_leaf(f, given, starts, part.totals, own) for f in fed]
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
     along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0)}
     return [
@@ -132,7 +132,7 @@ def _block(
     ]
 
 
-def _cut(value: Any, e: Expr, row: _Stretch, col: _Stretch, wide: bool) -> Any:
+def _slice_leaf(value: Any, e: Expr, row: _Range, col: _Range, wide: bool) -> Any:
     """A leaf's rows and columns of a block; an axis of size 1 of what is given per pair is broadcast, and stays."""
     if not isinstance(value, Tensor):
         return value
@@ -145,7 +145,9 @@ def _cut(value: Any, e: Expr, row: _Stretch, col: _Stretch, wide: bool) -> Any:
     return value
 
 
-def _feed(what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes) -> Any:
+def _make_offset_leaf(
+    what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes
+) -> Any:
     if isinstance(what, str):
         return {**starts, "num_rows": totals[0], "num_cols": totals[1]}[what]
     away = starts[f"{what.axis}_start"]

@@ -6,7 +6,7 @@ replays may find other numbers in the same place, nor of tensors that have no ve
 
 A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a pool
 of memory for whatever its thread allocates, in which nothing may stay. So what is remembered from inside the operator
-is made in another thread (:func:`apart`).
+is made in another thread (:func:`allocate_in_own_thread`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MOST = 256
-_kept: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
-_is_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+_MAX_ENTRIES = 256
+_cache: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
+_in_own_thread: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def allocate_in_own_thread() -> Iterator[None]:
     """What is remembered from inside the block is no memory of this thread."""
-    token = _is_apart.set(True)
+    token = _in_own_thread.set(True)
     try:
         yield
     finally:
-        _is_apart.reset(token)
+        _in_own_thread.reset(token)
 
 
-def _key(parts: Sequence[Any]) -> tuple | None:
+def _make_key(parts: Sequence[Any]) -> tuple | None:
     found: list[Any] = []
     for part in parts:
         if isinstance(part, Tensor):
@@ -50,22 +50,22 @@ def _key(parts: Sequence[Any]) -> tuple | None:
     return tuple(found)
 
 
-def remembered(parts: Sequence[Any], make: Callable[[], Any], device: torch.device) -> Any:
+def compute_once(parts: Sequence[Any], make: Callable[[], Any], device: torch.device) -> Any:
     """What was made from equal parts, if the tensors among them are still the same; else it is made, and kept."""
-    key = _key(parts)
+    key = _make_key(parts)
     if key is None:
         return make()
-    found = _kept.get(key)
+    found = _cache.get(key)
     if found is None or any(ref.expired() for ref in found[0]):
-        made = _elsewhere(make, device) if _is_apart.get() else make()
+        made = _run_in_thread(make, device) if _in_own_thread.get() else make()
         found = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], made
-        _kept[key] = found
-        while len(_kept) > _MOST:
-            _kept.popitem(last=False)
+        _cache[key] = found
+        while len(_cache) > _MAX_ENTRIES:
+            _cache.popitem(last=False)
     return found[1]
 
 
-def _elsewhere(make: Callable[[], Any], device: torch.device) -> Any:
+def _run_in_thread(make: Callable[[], Any], device: torch.device) -> Any:
     """What ``make`` returns, made in a thread of its own, on the stream of this one."""
     here = contextvars.copy_context()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

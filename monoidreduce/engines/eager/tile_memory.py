@@ -12,46 +12,46 @@ from ...program.expression import Expr, topological
 from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common.evaluate import Sizes
-from .tile_code import Code, Step
+from .tile_code import Step, TileCode
 from .tile_run import FEW_FEATURES
 
-_COPIED = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
-RANDOM = 9 * 8 * 2**16  # bytes that drawing random numbers holds, whatever the tile
+_OUT_OF_PLACE = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
+RANDOM_BYTES = 9 * 8 * 2**16  # bytes that drawing random numbers holds, whatever the tile
 
 
-def per_pair(fold: Fold, code: Code, sizes: Sizes) -> int:
+def bytes_per_pair(fold: Fold, code: TileCode, sizes: Sizes) -> int:
     """Bytes of one pair of a tile."""
     item = {"float": sizes.compute.itemsize, "int": 8, "bool": 1}
-    besides = [_besides(s, fold, sizes, item) for s in code.steps]
+    besides = [_temporary_bytes(s, fold, sizes, item) for s in code.steps]
     return sum(item[k] for k in code.slots) + max([0, *besides])
 
 
-def constant(code: Code) -> int:
+def fixed_bytes(code: TileCode) -> int:
     """Bytes that do not grow with the tile."""
-    return RANDOM if any(s.node is not None and s.node.op in ("gumbel", "uniform") for s in code.steps) else 0
+    return RANDOM_BYTES if any(s.node is not None and s.node.op in ("gumbel", "uniform") for s in code.steps) else 0
 
 
-def _besides(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
+def _temporary_bytes(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int]) -> int:
     if step.reducer is not None:
         r, reads = fold.reductions[step.reducer.place], (step.reducer.roots, step.reducer.values)
-        return kind_of(r).tile_bytes(_Memory(sizes, item), r.attrs[2], reads, step.owned)
+        return kind_of(r).tile_bytes(_TileSizes(sizes, item), r.attrs[2], reads, step.owned)
     e = step.node
     if e is None:
         return 0
     if e.op == "sqdist":
         return 2 * item["float"]  # a gap, and the next one
     if e.op == "fsum":
-        return _walked(e.args[0], item)
-    return item[e.dtype] if e.op in _COPIED and e.is_pair else 0
+        return _feature_walk_bytes(e.args[0], item)
+    return item[e.dtype] if e.op in _OUT_OF_PLACE and e.is_pair else 0
 
 
-def _walked(value: Expr, item: dict[str, int]) -> int:
+def _feature_walk_bytes(value: Expr, item: dict[str, int]) -> int:
     """A vector per pair, one feature at a time: every number on the way to it."""
     inside = topological([value], stop=lambda n: n.feature is None or not n.is_pair)
     return sum(item[n.dtype] for n in inside if n.is_pair and n.feature is not None)
 
 
-class _Memory:
+class _TileSizes:
     """What a kind of reduction is told about sizes (``Reduction.tile_bytes``)."""
 
     def __init__(self, sizes: Sizes, item: dict[str, int]):
@@ -60,7 +60,7 @@ class _Memory:
     def contraction(self, c: Contraction, weighted: bool) -> int:
         """Bytes per pair beside a contraction; ``weighted``: its weight is multiplied by another."""
         if c.walk:
-            return _walked(c.weight, self.item) + (self.wide if weighted else 0)
+            return _feature_walk_bytes(c.weight, self.item) + (self.wide if weighted else 0)
         few = c.vector is not None and self.sizes.of(str(c.vector.feature)) <= FEW_FEATURES
         if c.minus is not None and few:
             return 2 * self.wide

@@ -14,9 +14,9 @@ from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
 from ..common import matmul
 from ..common.evaluate import cast
-from .tile_code import Code, HotSum, Reducer, Step, hot_sum
+from .tile_code import LabelScatter, Reducer, Step, TileCode, match_label_scatter
 
-Tile = tuple[int, int, int]
+TileShape = tuple[int, int, int]
 
 
 class Buffers:
@@ -35,7 +35,7 @@ class Buffers:
             self.constants[e] = torch.full((), value, dtype=self.kinds[e.dtype], device=self.device)
         return self.constants[e]
 
-    def view(self, slot: int, kind: str, tile: Tile) -> Tensor:
+    def view(self, slot: int, kind: str, tile: TileShape) -> Tensor:
         key = (slot, kind)
         if key not in self.flat:
             self.flat[key] = torch.empty(self.elements, dtype=self.kinds[kind], device=self.device)
@@ -48,21 +48,21 @@ class TileRun:
     """One tile being computed: its leaf values, and the values of its nodes so far."""
 
     values: dict[Expr, Any]
-    tile: Tile
+    tile: TileShape
     buffers: Buffers
     offset: tuple[int, int]  # the tile's first row and column
     narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
     homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
     rounded: tuple[tuple[int, int], Tensor, Tensor] | None = None  # the last weights rounded for a product
 
-    def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
+    def run(self, code: TileCode, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
         for step in code.steps:
             if step.reducer is not None:
                 hand_over(step.reducer, step.owned, self)
             else:
                 self._compute(step, code)
 
-    def _compute(self, step: Step, code: Code) -> None:
+    def _compute(self, step: Step, code: TileCode) -> None:
         e = step.node
         assert e is not None
         out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
@@ -73,9 +73,9 @@ class TileRun:
             self.values[e] = matmul.exp_into(out, self.get(base), self._factor(step))
         elif e.op == "sub" and e.args[0] in self.narrow and not e.args[1].is_pair and e.args[1].op == "leaf":
             self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # raised as it is read
-        elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
+        elif e.op == "exp" and out is not None and _is_softmax_exponent(e.args[0]):
             self.values[e] = matmul.exp_into(out, self.get(e.args[0]))
-        elif (hot := hot_sum(e)) is not None:
+        elif (hot := match_label_scatter(e)) is not None:
             assert out is not None
             self.values[e] = self._scatter(out, hot)
         elif e.op == "sqdist":
@@ -86,23 +86,23 @@ class TileRun:
                 total += self.component(e.args[0], f)
             self.values[e] = total
         else:
-            self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
+            self.values[e] = _apply_primitive(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
 
     def _factor(self, step: Step) -> float:
         """The number that rides in a product."""
         factor = 1.0
         for e, divides in step.riding.factors if step.riding is not None else ():
             k = e.const if e.op == "const" else self.buffers.numbers[e]
-            factor *= _inverse(k) if divides else k
+            factor *= _reciprocal(k) if divides else k
         return factor
 
     def _dot(self, e: Expr, out: Tensor, x: Tensor, y: Tensor, alpha: float) -> None:
-        if matmul.is_narrow(x, y):
-            self.narrow[e], self.homes[e] = matmul.narrow_dot(x, y, alpha), out
+        if matmul.is_16bit(x, y):
+            self.narrow[e], self.homes[e] = matmul.multiply_16bit(x, y, alpha), out
         else:
             self.values[e] = matmul.dot_into(out, x, y, alpha)
 
-    def _scatter(self, out: Tensor, hot: HotSum) -> Tensor:
+    def _scatter(self, out: Tensor, hot: LabelScatter) -> Tensor:
         """out = dense, with the value added at the one place per row (or column) that matches, if this tile has it."""
         dense = self.full(hot.dense)
         if dense.data_ptr() != out.data_ptr():
@@ -147,7 +147,7 @@ class TileRun:
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
         if e.feature is not None and e.cols:
             args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
-        value = args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+        value = args[0] if e.op == "spread" else _apply_primitive(e, args, None, self.buffers.kinds["float"])
         narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
         return value.to(torch.bfloat16) if narrow else value
 
@@ -181,20 +181,20 @@ class TileRun:
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:
-                memo[n] = _apply(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
+                memo[n] = _apply_primitive(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
         return memo[e]
 
 
-def _inverse(k: float) -> float:
+def _reciprocal(k: float) -> float:
     return 1 / k if k else math.copysign(math.inf, k)
 
 
-def _is_weight(x: Expr) -> bool:
+def _is_softmax_exponent(x: Expr) -> bool:
     """A pair number minus a row's: a softmax weight's exponent, where the rounding of exp2 falls on tiny weights."""
     return x.op == "sub" and not x.args[1].is_pair
 
 
-def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
+def _apply_primitive(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
     p = PRIMITIVES[e.op]
     if e.op == "cast":
         value = cast(args[0], e.attrs[0], compute)
@@ -210,7 +210,7 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return _sqdist_direct(out, x, y)
     centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
     cx, cy = x - centre, y - centre
-    (xh, xl), (yh, yl) = _norms(cx), _norms(cy)
+    (xh, xl), (yh, yl) = _split_norms(cx), _split_norms(cy)
     one = torch.ones((), dtype=x.dtype, device=x.device)
     left = torch.cat([cx * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
     right = torch.cat([cy, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
@@ -230,7 +230,7 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     if not x.shape[-1]:
         return out.zero_()
-    gaps = differences(x, y)
+    gaps = feature_differences(x, y)
     gaps(0, out).square_()
     gap = torch.empty_like(out) if x.shape[-1] > 1 else out
     for f in range(1, x.shape[-1]):
@@ -238,13 +238,13 @@ def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
+def feature_differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
     """x_i - y_j of one feature, as a tile. Of y a feature's numbers stand together: else it takes six times as long."""
     left, right = x.mT.unsqueeze(-1), y.mT.contiguous().unsqueeze(-2)
     return lambda f, out: torch.sub(left[:, f], right[:, f], out=out)
 
 
-def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
+def _split_norms(x: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms as high and low parts: their rounding would be the largest error of the product form."""
     exact = x.double().square().sum(-1, keepdim=True)
     high = exact.to(x.dtype)

@@ -19,10 +19,10 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, tile_counter
-from ..common.evaluate import Sizes, as_number
+from ..common.evaluate import Sizes, to_compute_dtype
 from ..common.label_gather import run_pick
 from .accumulators import make_accumulator
-from .tile_code import Code, Reducer, compile_variant
+from .tile_code import Reducer, TileCode, compile_variant
 from .tile_run import Buffers, TileRun
 
 
@@ -36,7 +36,7 @@ class FoldCode:
     ranged: tuple[Expr, ...] = ()
     indices: frozenset[Expr] = frozenset()
     pairs: tuple[Expr, ...] = ()  # the leaves given per pair that are read
-    variants: dict[tuple, Code | None] = field(default_factory=dict)
+    variants: dict[tuple, TileCode | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
@@ -45,7 +45,7 @@ class FoldCode:
         self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
         self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
 
-    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> TileCode | None:
         truths = tuple(interval(c, known) for c in self.conditions)
         if truths not in self.variants:
             decided = {c: t[0] == 1 for c, t in zip(self.conditions, truths, strict=True) if t[0] == t[1]}
@@ -54,11 +54,11 @@ class FoldCode:
 
 
 @functools.lru_cache(maxsize=1024)
-def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+def compile_fold(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
     return FoldCode(fold, scalars)
 
 
-class Chunk:
+class BatchChunk:
     """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
 
     With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
@@ -81,7 +81,7 @@ class Chunk:
         self.buffers = buffers
         self.rows = rows or slice(0, sizes.rows)
         vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
-        self.narrow = matmul.narrow_type(vectors)
+        self.narrow = matmul.choose_16bit_type(vectors)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
@@ -116,20 +116,20 @@ class Chunk:
             return
         if all(a is None for a in self.accumulators):
             return
-        rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
-        cols = slices(self.sizes.cols, self.tiles.cols)
+        rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
+        cols = split_range(self.sizes.cols, self.tiles.cols)
         row_ranges, col_ranges, fixed = self._ranges(rows, cols)
         for i, row in enumerate(rows):
             row_values = self.side(row, True)
             for j, col in enumerate(cols):
                 code = self.code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
-                tile_counter.tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                tile_counter.count_tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
                 if code is not None:
                     self._tile(code, row, col, row_values)
 
-    def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
+    def _tile(self, code: TileCode, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
         values = {**row_values, **self.side(col, False)}
-        values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
+        values |= {e: to_compute_dtype(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
         shape = (self.batch, row.stop - row.start, col.stop - col.start)
         begin = self.rows.start
         tile = TileRun(values, shape, self.buffers, (begin + row.start, col.start))
@@ -157,7 +157,7 @@ class Chunk:
             elif e.rows == rows:
                 v = v[:, part]
                 if e.feature is not None:
-                    values[e] = matmul.operand(v, compute, self.narrow)
+                    values[e] = matmul.to_operand(v, compute, self.narrow)
                 else:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
@@ -200,10 +200,10 @@ class Chunk:
         return row_ranges, col_ranges, fixed
 
 
-def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
+def compile_unconditional(fold: Fold, scalars: frozenset[Expr]) -> TileCode:
     """The code of tiles of which nothing is known beforehand."""
-    return code_of(fold, scalars).variant({}) or Code((), ())
+    return compile_fold(fold, scalars).variant({}) or TileCode((), ())
 
 
-def slices(length: int, step: int) -> list[slice]:
+def split_range(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]

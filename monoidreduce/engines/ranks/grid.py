@@ -20,15 +20,15 @@ from torch import Tensor
 from ...plan import communication
 from ...program.lower import Fold
 from ..common import combine, subproblem
-from ..common.collectives import Group, Passing
+from ..common.collectives import Group, RingTransfer
 from ..common.combine import State
 from ..common.evaluate import Sizes
-from ..common.shard import Pieces, Shard, length
-from ..common.subproblem import Engine, Part
+from ..common.shard import Ranges, Shard, count_indices
+from ..common.subproblem import Engine, Subproblem
 
 
 @dataclass(frozen=True)
-class Circle:
+class Ring:
     """Ranks of a group that hand on to each other: ``members[at]`` is this one."""
 
     group: Group
@@ -42,8 +42,8 @@ class Circle:
         """The rank so many places before this one: after as many steps, what is here is its own."""
         return self.members[(self.at - steps) % len(self)]
 
-    def passing(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Passing:
-        return Passing(send, receive, self.group, self.back(-1), self.back(1))
+    def passing(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> RingTransfer:
+        return RingTransfer(send, receive, self.group, self.back(-1), self.back(1))
 
 
 class Grid:
@@ -53,18 +53,18 @@ class Grid:
         self.fold, self.leaves, self.sizes, self.shard, self.engine = fold, leaves, sizes, shard, engine
         group = shard.rows.group
         self.me, ranks = group.rank(), group.size()
-        held, item, batch = widths(fold, leaves), sizes.compute.itemsize, torch.Size(sizes.batch).numel()
+        held, item, batch = bytes_per_index(fold, leaves), sizes.compute.itemsize, torch.Size(sizes.batch).numel()
         slices, self.stays = communication.arrange(fold, sizes.of, held, item, shard.totals, ranks, shard.slices, batch)
         self.travels = "cols" if self.stays == "rows" else "rows"
         line = ranks // slices
         u, v = divmod(self.me, line)
         self.circles = {
-            "rows": Circle(group, tuple(u * line + k for k in range(line)), v),
-            "cols": Circle(group, tuple(k * line + v for k in range(slices)), u),
+            "rows": Ring(group, tuple(u * line + k for k in range(line)), v),
+            "cols": Ring(group, tuple(k * line + v for k in range(slices)), u),
         }
         self.kept = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == self.travels]  # fold the travellers
         self.carried = [k for k, r in enumerate(fold.reductions) if r.attrs[1] == self.stays]  # belong to them
-        self.into = subproblem.rooms(fold, leaves, replace(sizes, cols=shard.cols.total))
+        self.into = subproblem.allocate_pair_results(fold, leaves, replace(sizes, cols=shard.cols.total))
 
     def run(self) -> list[State]:
         circle, here = self.circles[self.travels], self._gathered()
@@ -73,7 +73,7 @@ class Grid:
         axes = [self._axis(k) for k in moving]
         kept: list[State] = []
         own: list[State] = []
-        coming: Passing | None = None
+        coming: RingTransfer | None = None
         for step in range(len(circle)):
             after = circle.back(step + 1)  # whose come next
             last = step == len(circle) - 1
@@ -84,10 +84,10 @@ class Grid:
             if not step:
                 own = load  # stays at home, where the rest of it comes last
             elif load:
-                load = self._merged(self.carried, _shaped(coming.done(), load) if coming else [], load)
+                load = self._merged(self.carried, _unflatten(coming.done(), load) if coming else [], load)
                 coming = self._send(circle, load, self.travels, after)
             held = leaving.done() if leaving is not None else held
-        own = self._merged(self.carried, own, _shaped(coming.done(), own)) if coming else own
+        own = self._merged(self.carried, own, _unflatten(coming.done(), own)) if coming else own
         found = dict(zip(self.kept + self.carried, self._home(kept) + own, strict=True))
         return [[self.into[k].unsqueeze(0)] if k in self.into else found[k] for k in range(len(self.fold.reductions))]
 
@@ -95,14 +95,14 @@ class Grid:
         leaves = [held.get(k, here.get(k, v)) for k, v in enumerate(self.leaves)]
         block = {self.stays: self._block, self.travels: self.shard.axis(self.travels).pieces[owner]}
         rows, cols = block["rows"], block["cols"]
-        sizes = replace(self.sizes, rows=length(rows), cols=length(cols))
-        part = Part(rows, cols, self.shard.totals, wide=True)
-        return subproblem.run(self.fold, leaves, sizes, part, self.engine, self.into)
+        sizes = replace(self.sizes, rows=count_indices(rows), cols=count_indices(cols))
+        part = Subproblem(rows, cols, self.shard.totals, wide=True)
+        return subproblem.run_subproblem(self.fold, leaves, sizes, part, self.engine, self.into)
 
     # The side that stays
 
     @property
-    def _block(self) -> Pieces:
+    def _block(self) -> Ranges:
         """Which part of its axis stays here: that of all members of the circle, in their order."""
         pieces = self.shard.axis(self.stays).pieces
         return tuple(p for m in self.circles[self.stays].members for p in pieces[m])
@@ -114,7 +114,7 @@ class Grid:
             return {}
         held, axes = [self.leaves[k].contiguous() for k in which], [self._axis(k) for k in which]
         whole = [
-            t.new_empty(*t.shape[:at], length(self._block), *t.shape[at + 1 :])
+            t.new_empty(*t.shape[:at], count_indices(self._block), *t.shape[at + 1 :])
             for t, at in zip(held, axes, strict=True)
         ]
         for step in range(len(circle)):
@@ -135,14 +135,14 @@ class Grid:
         load = part(circle.back(1))
         for step in range(1, len(circle)):
             after = circle.back(step + 1)
-            come = _shaped(self._send(circle, load, self.stays, after).done(), load)
+            come = _unflatten(self._send(circle, load, self.stays, after).done(), load)
             load = self._merged(self.kept, come, part(after))
         return load
 
     def _where(self, owner: int) -> tuple[int, int]:
         """Where a member's part starts in the block, and how long it is."""
         pieces, members = self.shard.axis(self.stays).pieces, self.circles[self.stays].members
-        return sum(length(pieces[m]) for m in members[: members.index(owner)]), length(pieces[owner])
+        return sum(count_indices(pieces[m]) for m in members[: members.index(owner)]), count_indices(pieces[owner])
 
     # What is sent
 
@@ -159,13 +159,13 @@ class Grid:
         """The axis of a state that is rows or columns."""
         return 1 + len(self.sizes.batch)
 
-    def _send(self, circle: Circle, load: list[State], side: str, after: int) -> Passing:
+    def _send(self, circle: Ring, load: list[State], side: str, after: int) -> RingTransfer:
         flat = [t for state in load for t in state]
         return circle.passing(flat, self._room(flat, [self._results] * len(flat), side, after))
 
     def _room(self, like: list[Tensor], axes: list[int], side: str, owner: int) -> list[Tensor]:
         """Where another rank's leaves (or results) will come to lie: as these, but of its length."""
-        there = length(self.shard.axis(side).pieces[owner])
+        there = count_indices(self.shard.axis(side).pieces[owner])
         return [t.new_empty(*t.shape[:at], there, *t.shape[at + 1 :]) for t, at in zip(like, axes, strict=True)]
 
     def _merged(self, which: list[int], before: list[State], states: list[State]) -> list[State]:
@@ -175,12 +175,12 @@ class Grid:
         return [combine.merged(self.fold.reductions[k], [old, new]) for k, old, new in pairs]
 
 
-def _shaped(flat: list[Tensor], like: list[State]) -> list[State]:
+def _unflatten(flat: list[Tensor], like: list[State]) -> list[State]:
     rest = iter(flat)
     return [[next(rest) for _ in state] for state in like]
 
 
-def widths(fold: Fold, leaves: list[Any]) -> dict[str, int]:
+def bytes_per_index(fold: Fold, leaves: list[Any]) -> dict[str, int]:
     """Bytes of all leaves per row and per column."""
     found = {"rows": 0, "cols": 0}
     for e, v in zip(fold.leaves, leaves, strict=True):

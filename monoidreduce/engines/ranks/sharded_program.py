@@ -17,7 +17,7 @@ from torch import Tensor
 from ...program.lower import Fold, Lowered
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import build_gradient_program, constant_results, zero_gradient
-from ..common.saved_tensors import own, saved
+from ..common.saved_tensors import detach_views, load_saved
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(context: Context, *leaves: Any) -> tuple[Tensor, ...]:
         detached = [v.detach() if isinstance(v, Tensor) else v for v in leaves]
-        return own(context.engine(context.fold, detached, context.sizes))
+        return detach_views(context.engine(context.fold, detached, context.sizes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -64,7 +64,7 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         context: Context = ctx.context
         first = ctx.constants.count(None)  # tensors among the leaves
-        tensors, unchanged = saved(ctx, range(first, first + len(cotangents)))
+        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         rest = iter(tensors)
         leaves = [c if c is not None else next(rest) for c in ctx.constants]
         results = list(rest if unchanged else _Pass.apply(context, *leaves))

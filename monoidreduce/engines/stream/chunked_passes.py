@@ -22,9 +22,9 @@ from ..common import combine, subproblem
 from ..common.combine import State
 from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.gradient_program import GradientProgram, as_gradient, build_gradient_program, zero_gradient
-from ..common.saved_tensors import own, saved
+from ..common.saved_tensors import detach_views, load_saved
 from ..common.shard import Axis, Shard
-from ..common.subproblem import Engine, Part
+from ..common.subproblem import Engine, Subproblem
 from .checksum import Chunk
 
 Read = Callable[[], Iterator[Chunk]]
@@ -32,7 +32,7 @@ OnGradient = Callable[[int, dict[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
-class Walk:
+class ChunkedProgram:
     """One op over a stream: its program, the arguments that stay, and the engine."""
 
     program: Lowered
@@ -75,8 +75,8 @@ class Walk:
 
     def fold(self, fold: Fold, leaves: list[Any], chunk: Chunk, total: int | None) -> list[State]:
         start, count, _ = chunk
-        part = Part(((0, self.sizes.rows),), ((start, start + count),), (self.sizes.rows, total or 0))
-        return subproblem.run(fold, leaves, replace(self.sizes, cols=count), part, self.engine)
+        part = Subproblem(((0, self.sizes.rows),), ((start, start + count),), (self.sizes.rows, total or 0))
+        return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), part, self.engine)
 
     def finish(self, found: Mapping[int, list[Tensor]], total: int) -> tuple[list[Any], Sizes]:
         """The outputs, from the results of the passes (by their place)."""
@@ -93,7 +93,7 @@ class Walk:
         }
 
 
-def merged(fold: Fold, one: list[State] | None, other: list[State]) -> list[State]:
+def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> list[State]:
     if one is None:
         return other
     return [combine.merged(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
@@ -103,10 +103,10 @@ def merged(fold: Fold, one: list[State] | None, other: list[State]) -> list[Stat
 
 
 @dataclass
-class Job:
+class SourcePass:
     """A pass over a source: what its forward and its backward share."""
 
-    walk: Walk
+    walk: ChunkedProgram
     place: int
     read: Read
     on_gradient: OnGradient | None
@@ -117,7 +117,9 @@ class Job:
         return self.walk.program.passes[self.place]
 
 
-def over(walk: Walk, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False) -> tuple[list[Any], Sizes]:
+def run_over_source(
+    walk: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
+) -> tuple[list[Any], Sizes]:
     """All passes over a source that can be read again; differentiable.
 
     The columns are no inputs that autograd could see: an anchor stands for those that ask for a gradient.
@@ -127,7 +129,7 @@ def over(walk: Walk, read: Read, on_gradient: OnGradient | None, columns_ask: bo
     for k, p in enumerate(walk.program.passes):
         if total is None and walk.needs_count(p):
             total = sum(count for _, count, _ in read())
-        job = Job(walk, k, read, on_gradient, total)
+        job = SourcePass(walk, k, read, on_gradient, total)
         kept = walk.kept(p, walk.known(found), total)
         anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
@@ -139,8 +141,8 @@ class _Pass(torch.autograd.Function):
     """One pass over a source; its backward reads the source again."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, anchor: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-        results = own(_folded(job, kept))
+    def forward(ctx: Any, job: SourcePass, anchor: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+        results = detach_views(_fold_source(job, kept))
         ctx.job, ctx.constants = job, [None if isinstance(v, Tensor) else v for v in kept]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in results if not t.dtype.is_floating_point))
@@ -152,33 +154,37 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         pairs = [*zip(ctx.job.stage.feeds, ctx.constants, strict=True)]
         first = sum(not f.cols and c is None for f, c in pairs)  # tensors among what is kept
-        tensors, unchanged = saved(ctx, range(first, first + len(cotangents)))
+        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         rest = iter(tensors)
         kept = [None if f.cols else c if c is not None else next(rest) for f, c in pairs]
-        results = list(rest) if unchanged else _folded(ctx.job, kept)
-        return None, None, *_Backward(ctx.job, kept, results, cotangents, ctx.needs_input_grad[2:]).run()
+        results = list(rest) if unchanged else _fold_source(ctx.job, kept)
+        return None, None, *_SourceBackward(ctx.job, kept, results, cotangents, ctx.needs_input_grad[2:]).run()
 
 
-def _folded(job: Job, kept: Sequence[Any]) -> list[Tensor]:
+def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
     """The results of a pass: one reading of the source."""
     p, walk = job.stage, job.walk
     rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
     states: list[State] | None = None
     seen = 0
     for chunk in job.read():
-        states = merged(p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total))
+        states = merge_states(
+            p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total)
+        )
         seen += chunk[1]
         del chunk  # while the next one comes, nobody holds this one
     if states is None:
         raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
     job.total = seen
-    return subproblem.results(p.fold, states)
+    return subproblem.finish_states(p.fold, states)
 
 
-class _Backward:
+class _SourceBackward:
     """The second reading: row gradients add up, column gradients go to their chunk."""
 
-    def __init__(self, job: Job, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]):
+    def __init__(
+        self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]
+    ):
         self.job, self.kept, self.results, self.cotangents, self.asked = job, kept, results, cotangents, asked
         self.fold = job.stage.fold
 
@@ -221,7 +227,7 @@ class _Backward:
         walk, total = self.job.walk, self.job.total
         evaluate = self._evaluator(program, walk.at(chunk[0], chunk[1], total), leaves)
         mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
-        results = subproblem.results(p.fold, mine)
+        results = subproblem.finish_states(p.fold, mine)
         for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
             for n in nodes if r.attrs[1] != "cols" else ():
                 evaluate.memo[n] = to_layout(value, n)
@@ -265,7 +271,9 @@ class _Backward:
         evaluate = self._evaluator(program, replace(walk.sizes, cols=total), [0 if v is None else v for v in self.kept])
         if states is not None:
             (p,) = program.program.passes
-            for (r, _), value, nodes in zip(p.fold.outputs, subproblem.results(p.fold, states), p.results, strict=True):
+            for (r, _), value, nodes in zip(
+                p.fold.outputs, subproblem.finish_states(p.fold, states), p.results, strict=True
+            ):
                 for n in nodes if r.attrs[1] == "cols" else ():
                     evaluate.memo[n] = to_layout(value, n)
         for k, e in program.outputs:

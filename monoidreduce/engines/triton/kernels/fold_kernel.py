@@ -22,7 +22,7 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
-from ...common.evaluate import Form, Room, Sizes, form
+from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
@@ -127,8 +127,8 @@ class Launch:
         self.data = self.spec.bounds and any(isinstance(values[e], Tensor) for e, _ in self.asked)
         self.merged = any(self.before)  # whether calls need leaves with merged batch
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.rooms = [Room(f, sizes.device) for f in self.outputs]
-        self.types = [self._held(r, *form(r, k, sizes)) for r, k in self.fold.outputs]  # of whole results
+        self.rooms = [Allocator(f, sizes.device) for f in self.outputs]
+        self.types = [self._held(r, *result_form(r, k, sizes)) for r, k in self.fold.outputs]  # of whole results
         self.cuts = self._cuts() if self.spec.split else []
         self.again: Callable[..., None] | None = None
         self.edges: list[Any] | None = None  # where conditions look at indices alone
@@ -281,7 +281,7 @@ class Launch:
         return True
 
     def _output(self, r: Expr, k: int) -> Form:
-        shape, dtype = form(r, k, self.sizes)
+        shape, dtype = result_form(r, k, self.sizes)
         return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
@@ -318,7 +318,7 @@ class Launch:
 
         ``asked``: the leaves that conditions look at."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = unchanged_tensors.remembered(parts, lambda: self._edges(asked), self.sizes.device)
+        edges, stride, flip = unchanged_tensors.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.evaluate import Form, Room, Sizes
+from ...common.evaluate import Allocator, Form, Sizes
 from ...common.torch_code import Step, number
 from . import encoded_descriptors, jit_module
 
@@ -117,7 +117,7 @@ class Buffer:
         for name, (shape, dtype) in forms.items():
             self.places[name] = size
             size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
-        self.size, self.room = size, Room(((size,), torch.uint8), device)
+        self.size, self.room = size, Allocator(((size,), torch.uint8), device)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The tensors in it; those of one that came back in another place, where numbers cannot begin, in a copy."""
@@ -168,7 +168,7 @@ class Tape:
         counted = recorded.counted
         opening = [] if counted is None else [f"{_tuple(counted.results)} = counted({', '.join(counted.names)})"]
         opening += [f"{name}_at = {name}.data_ptr()" for name in tensors]
-        opening += [line for name in shown for line in self._allocated(name, Room(forms[name], device))]
+        opening += [line for name in shown for line in self._allocated(name, Allocator(forms[name], device))]
         for owner, buffer in (("kept", self.kept), ("between", self.between)):
             if buffer.places:
                 opening += self._allocated(owner, buffer.room)
@@ -194,7 +194,7 @@ class Tape:
         lines = [f"def run({given}):", "s = stream()", "if s is None:", f"    return plainly({given})", *opening]
         return text + "\n\n\n" + "\n    ".join([*lines, *(self._start(one) for one in launches), closing])
 
-    def _allocated(self, name: str, room: Room) -> list[str]:
+    def _allocated(self, name: str, room: Allocator) -> list[str]:
         return [f"{name} = empty({self._held(room.model)})", f"{name}_at = {name}.data_ptr()"]
 
     def _held(self, thing: Any) -> str:

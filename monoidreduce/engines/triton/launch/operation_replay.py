@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.evaluate import Room
+from ...common.evaluate import Allocator
 from . import encoded_descriptors, jit_module
 from .operation_recorder import Box, Launched, Listener, Operation, Place, Step, Unheard, places
 
@@ -128,7 +128,7 @@ class _Writer:
         if step.function in _ALLOCATES and made != ["_"] and _is_dense(step.made[0]):
             place = step.made[0]
             assert place is not None
-            room = Room((place.shape, place.dtype), self.device)
+            room = Allocator((place.shape, place.dtype), self.device)
             self._line(f"{made[0]} = empty({self._held(room.model, (place.shape, place.dtype))})", made)
             return
         function = self._held(_SHORTER.get(step.function, step.function), step.function)

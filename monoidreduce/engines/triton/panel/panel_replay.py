@@ -77,7 +77,7 @@ def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes:
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.parts() > 1 or skip_small_tiles.now() is not None or not jit_module.repeats(sizes.device):
+    if budget.parts() > 1 or skip_small_tiles.active() is not None or not jit_module.repeats(sizes.device):
         return None
     if sizes.shard is not None or matmul.rehearsed.get() or torch._C._are_functorch_transforms_active():
         return None
