@@ -276,7 +276,7 @@ class Op(dynamo.Compiled):
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
+        inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         program = logit_rounding.marked(lower(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack

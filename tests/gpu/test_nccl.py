@@ -58,7 +58,7 @@ def test_tensors_are_passed_on(group):
     """To the next rank, which here is this one; of every type that travels."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         sent = [torch.ones(5, 3, device="cuda").to(dtype), torch.zeros(0, 3, device="cuda", dtype=dtype)]
-        received = collectives.RingTransfer(sent, [torch.empty_like(t) for t in sent], group, 0, 0).done()
+        received = collectives.RingTransfer(sent, [torch.empty_like(t) for t in sent], group, 0, 0).wait()
         assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)), dtype
 
 

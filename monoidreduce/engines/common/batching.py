@@ -1,7 +1,7 @@
 """Leading batch dimensions: broadcast without copies.
 
-Adjacent batch dimensions that every tensor can see as one are merged; the last merged one becomes the batch axis of
-tiles and the others are looped over, so that expanded, transposed and sliced batches are only ever viewed.
+Adjacent batch dimensions that can be viewed as one in every tensor are merged; the last merged one becomes the batch
+axis of tiles and the others are looped over, so that expanded, transposed and sliced batches are never copied.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that two broadcast to. Torch is asked only where they differ: its first answer imports a second's
-    worth of modules."""
+    """The broadcast of two batch shapes. ``torch.broadcast_shapes`` is called only if they differ: its first call takes
+    a second, for its imports."""
     if not one or one == other:
         return other
     return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
 def merge_batch_dims(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Expand each tensor to the batch shape and merge what can be merged; returns the merged batch shape and views."""
+    """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views."""
     count = len(batch)
     views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
     shape = list(batch)

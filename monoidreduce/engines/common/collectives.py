@@ -1,9 +1,8 @@
-"""What ranks say to each other: torch.distributed's collectives, with every failure a typed error on every survivor.
+"""Collectives of ``torch.distributed``; every failure raises a typed error on every surviving rank.
 
-A rank that meets a failure *hangs up* on the group before it raises, so that ranks waiting for it, and not for the one
-that failed, learn of it at once and hang up in turn: nobody waits for the group's timeout but for a rank that hangs.
-The two differentiable steps are each other's transposes under one reading of a program: a tensor without a sharded axis
-is the same on all ranks, and so is its gradient.
+A rank that sees a failure closes its connections before it raises (:func:`abort_group`), so that ranks waiting for it
+fail at once too, instead of waiting for the group's timeout. The differentiable collectives come in pairs that are each
+other's transposes: a tensor without a sharded axis is replicated, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """The ranks' tensors (of one shape), stacked in their order."""
+    """The tensors of all ranks (of one shape), stacked in rank order."""
     whole = tensor.new_empty(group.size(), *tensor.shape)
     _run_checked(lambda: dist.all_gather(list(whole.unbind()), tensor.contiguous(), group=group), group)
     return whole
 
 
 def all_gather_texts(text: str, group: Group) -> list[str]:
-    """Every rank's text; only for telling what went wrong."""
+    """The texts of all ranks, for error messages only."""
     found: list[Any] = [None] * group.size()
     _run_checked(lambda: dist.all_gather_object(found, text, group=group), group)
     return found
 
 
 class RingTransfer:
-    """Tensors on their way round a circle: sent to the rank ``after``, received from that ``before``, while work goes
-    on."""
+    """One asynchronous step of a ring: tensors are sent to rank ``after`` and received from rank ``before``."""
 
     def __init__(self, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group, after: int, before: int):
         self.group, self.received, self.sent = group, list(receive), [t.contiguous() for t in send]
@@ -54,8 +52,8 @@ class RingTransfer:
         moves += [dist.P2POp(dist.irecv, _view_bytes(t), before, group) for t in self.received if t.numel()]
         self.works = _run_checked(lambda: dist.batch_isend_irecv(moves), group) if moves else []
 
-    def done(self) -> list[Tensor]:
-        """What came, once it is all here."""
+    def wait(self) -> list[Tensor]:
+        """Wait for the step to finish and return the received tensors."""
         for work in self.works:
             _run_checked(work.wait, self.group)
         return self.received
@@ -67,7 +65,7 @@ def _view_bytes(t: Tensor) -> Tensor:
 
 
 def _run_checked(call: Callable[[], Any], group: Group) -> Any:
-    """Run a collective; where it fails, hang up and say so."""
+    """Run a collective; if it fails, close this rank's connections and raise RankError."""
     try:
         return call()
     except RuntimeError as error:
@@ -77,7 +75,7 @@ def _run_checked(call: Callable[[], Any], group: Group) -> Any:
 
 
 def abort_group(group: Group) -> None:
-    """Close the connections of this rank within the group, which a failure has made useless anyway."""
+    """Close this rank's connections within the group, so that ranks waiting for it fail at once."""
     if dist.get_backend(group) != "gloo":
         with contextlib.suppress(RuntimeError, AttributeError):
             group.abort()
@@ -92,7 +90,7 @@ def abort_group(group: Group) -> None:
 
 
 class AllGather(torch.autograd.Function):
-    """[...] of each rank to [ranks, ...] on all; a rank's gradient is its own part."""
+    """All-gather: [...] on each rank to [ranks, ...] on all. Backward: this rank's slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -105,7 +103,7 @@ class AllGather(torch.autograd.Function):
 
 
 class OwnSlice(torch.autograd.Function):
-    """The transpose of :class:`AllGather`: of [ranks, ...], equal on all ranks, this rank's part."""
+    """The transpose of :class:`AllGather`: this rank's slice of [ranks, ...], which is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -118,7 +116,7 @@ class OwnSlice(torch.autograd.Function):
 
 
 class ReplicatedInput(torch.autograd.Function):
-    """A tensor that is the same on all ranks, about to meet sharded ones: its gradient is the sum of all ranks'."""
+    """A replicated tensor used together with sharded ones: identity forward, all-reduce of the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -131,7 +129,7 @@ class ReplicatedInput(torch.autograd.Function):
 
 
 class AllReduceSum(torch.autograd.Function):
-    """The transpose of :class:`ReplicatedInput`: the sum over the ranks, whose gradient every rank takes as it is."""
+    """The transpose of :class:`ReplicatedInput`: all-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:

@@ -1,8 +1,7 @@
-"""Picks: sums against ``index == t`` computed on the matching pairs only, by a gather or a scatter.
+"""Label gather: sums against ``index == t``, computed on the matching pairs only by a gather or a scatter.
 
-The side that holds ``t`` (say rows) keeps its order; the other side's leaves are gathered at ``t``. The value is then
-evaluated pair by pair in the layout ``[batch, side, matches]``, in chunks of the side so that no more than a tile is
-ever held.
+The axis that holds the targets ``t`` (say rows) keeps its order; leaves of the other axis are gathered at ``t``. Values
+are then evaluated in the layout ``[batch, axis, matches]``, in chunks of the axis so that at most one tile is held.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class _MatchedPairs(Evaluator):
 
     def _node(self, e: Expr) -> Any:
         if e.op == "dot":
-            x, y = (self.raised(self.memo[a], a) for a in e.args)
+            x, y = (self.to_compute(self.memo[a], a) for a in e.args)
             return (x * y).sum(-1)
         return super()._node(e)
 
@@ -50,9 +49,9 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         for e in topological([value, vector, target]):
             if e.op in ("leaf", "row_index", "col_index"):
                 evaluator.memo[e] = _gather_leaf(e, leaves, by_rows, part, safe, sizes, target)
-        weight = evaluator.raised(evaluator(value), value)
+        weight = evaluator.to_compute(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
-        found = evaluator.raised(evaluator(vector), vector)
+        found = evaluator.to_compute(evaluator(vector), vector)
         gathers = (over == "cols") == by_rows
         if vector.feature is not None:
             weight = weight.unsqueeze(-1) * found
@@ -65,12 +64,12 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
 
 
 def chunk_size(elements: int, batch: int, matches: int, widest: int) -> int:
-    """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
+    """How many target indices are evaluated at once, so that at most ``elements`` numbers are held."""
     return max(1, elements // max(1, batch * matches * widest))
 
 
 def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:
-    """Where t has several matches per side, vectors over the same letter are one number per match."""
+    """Where each index has several targets, vectors over the same letter are one number per target."""
     if target.feature is None:
         return exprs
     value = exprs[0]
@@ -113,7 +112,7 @@ def _gather_leaf(
 
 
 def _scatter_add(out: Tensor, places: Tensor, weight: Tensor) -> None:
-    """out[b, places] += weight, in a fixed order."""
+    """out[b, places] += weight, deterministically."""
     batch, length = out.shape[:2]
     flat = (places + torch.arange(batch, device=out.device).view(-1, 1, 1) * length).reshape(-1)
     features = out.shape[2:]

@@ -1,8 +1,8 @@
-"""Memory that runs out in the middle of a fold.
+"""OOM retry: what happens when memory runs out during a fold.
 
-Everything the attempt held is let go first: buffers live in the frames of the error's traceback, so the error itself
-is dropped before anything else is tried. The fold is then run once more with a part of the room. Engines write to
-nothing they were given, so a second attempt starts from the same numbers, and a failed one leaves them.
+Buffers of the failed attempt are referenced by the frames of the error's traceback, so the error is dropped first. The
+fold is then run once more under a smaller memory budget. Engines do not write to their inputs, so the second attempt
+starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_oom_retry(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine that tries a fold once more, with less room, where memory ran out."""
+    """The engine ``run``, with one retry under a smaller memory budget when memory runs out."""
 
     @functools.wraps(run)
     def folded(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Any:
@@ -44,7 +44,7 @@ def add_oom_retry(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
-    """What ``run`` returns, at the first or the second attempt; ``fold``: whose results it makes, where it is one."""
+    """Call ``run(*given)``; if memory runs out, once more with a smaller budget. ``fold``: for the error message."""
 
     def smaller(*given: Any) -> Any:
         try:
@@ -61,7 +61,7 @@ def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fo
 
 
 def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
-    """What ``run`` returns; where memory runs out outside of any fold, there is nothing smaller to try."""
+    """Call ``run(*given)``; running out of memory raises OutOfMemoryError, without a retry."""
     try:
         return run(*given)
     except Exception as error:
@@ -73,7 +73,7 @@ def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) ->
 
 
 def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
-    """What ``run`` returns or, where memory runs out in it, ``other``."""
+    """Call ``run(*given)``; if memory runs out, ``other(*given)``."""
     try:
         return run(*given)
     except Exception as error:
@@ -90,7 +90,7 @@ def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMem
 
 
 def is_device_lost(device: torch.device) -> bool:
-    """Whether a device answers no more: after an illegal access it does not, for the rest of the process."""
+    """Whether a device is unusable: after an illegal access, for the rest of the process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -100,13 +100,13 @@ def is_device_lost(device: torch.device) -> bool:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nobody holds."""
+    """Free unreachable tensors and the allocator's cached blocks."""
     gc.collect()  # frames and closures may hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _result_bytes(fold: Fold, sizes: Sizes) -> int:
-    """What a fold's results take, without which it cannot be run at all."""
+    """Bytes of a fold's results: the least memory it needs."""
     forms = [result_form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

@@ -1,8 +1,8 @@
-"""What autograd saves for a backward: the same tensors whatever is cached, and results that users may change in place.
+"""What autograd saves for a backward: independent of caches, and safe against in-place changes of results.
 
-``torch.utils.checkpoint`` counts the tensors that a call saves and compares them with those of its recomputation, so a
-call may save only what its own backward reads. Graphs that the library builds for other purposes (estimating costs,
-measuring, deriving a pullback) are built under :func:`private_graphs`.
+``torch.utils.checkpoint`` compares the number of tensors that a call saves with that of its recomputation, so a call
+may save only what its own backward reads. Graphs that the library builds for itself (estimating costs, measuring,
+deriving a pullback) are built under :func:`private_graphs`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def private_graphs() -> Iterator[None]:
-    """A context for graphs of stand-in tensors on the CPU, which nothing that the caller asked of torch reaches.
+    """A context for graphs of stand-in tensors on the CPU, isolated from the caller's autograd settings.
 
-    The caller's saved-tensor hooks do not see what they save: only the innermost pair of hooks is called, so hooks
-    that do nothing hide the others. Anomaly detection does not look at their numbers, which mean nothing. Tensors are
-    made on the CPU, whatever the default device is."""
+    The caller's saved-tensor hooks are not called: torch calls only the innermost pair, and the pair set here does
+    nothing. Anomaly detection is off, since the numbers mean nothing. Tensors are created on the CPU, whatever the
+    default device."""
     with contextlib.ExitStack() as stack:
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:  # None outside torch.func
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))

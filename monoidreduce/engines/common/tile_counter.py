@@ -54,7 +54,7 @@ def tally() -> Iterator[Tally]:
 
 @contextlib.contextmanager
 def pause_counting() -> Iterator[None]:
-    """Nothing that runs inside the block is counted: a rehearsal is no run."""
+    """Nothing that runs inside the block is counted: for dry runs."""
     token = _counters.set(())
     try:
         yield
@@ -63,6 +63,7 @@ def pause_counting() -> Iterator[None]:
 
 
 def count_tile(computed: bool, batch: int, rows: int, cols: int) -> None:
+    """Add one tile to all active counters; ``computed``: False if it was skipped."""
     for t in _counters.get():
         if computed:
             t.computed += 1

@@ -84,16 +84,16 @@ class Grid:
             if not step:
                 own = load  # stays at home, where the rest of it comes last
             elif load:
-                load = self._merged(self.carried, _unflatten(coming.done(), load) if coming else [], load)
+                load = self._merged(self.carried, _unflatten(coming.wait(), load) if coming else [], load)
                 coming = self._send(circle, load, self.travels, after)
-            held = leaving.done() if leaving is not None else held
-        own = self._merged(self.carried, own, _unflatten(coming.done(), own)) if coming else own
+            held = leaving.wait() if leaving is not None else held
+        own = self._merged(self.carried, own, _unflatten(coming.wait(), own)) if coming else own
         found = dict(zip(self.kept + self.carried, self._home(kept) + own, strict=True))
         return [[self.into[k].unsqueeze(0)] if k in self.into else found[k] for k in range(len(self.fold.reductions))]
 
     def _fold(self, here: dict[int, Tensor], held: dict[int, Tensor], owner: int) -> list[State]:
         leaves = [held.get(k, here.get(k, v)) for k, v in enumerate(self.leaves)]
-        block = {self.stays: self._block, self.travels: self.shard.axis(self.travels).pieces[owner]}
+        block = {self.stays: self._block, self.travels: self.shard.axis(self.travels).ranges[owner]}
         rows, cols = block["rows"], block["cols"]
         sizes = replace(self.sizes, rows=count_indices(rows), cols=count_indices(cols))
         part = Subproblem(rows, cols, self.shard.totals, wide=True)
@@ -104,7 +104,7 @@ class Grid:
     @property
     def _block(self) -> Ranges:
         """Which part of its axis stays here: that of all members of the circle, in their order."""
-        pieces = self.shard.axis(self.stays).pieces
+        pieces = self.shard.axis(self.stays).ranges
         return tuple(p for m in self.circles[self.stays].members for p in pieces[m])
 
     def _gathered(self) -> dict[int, Tensor]:
@@ -123,7 +123,7 @@ class Grid:
             coming = None if last else circle.passing(held, self._room(held, axes, self.stays, after))
             for w, t, at in zip(whole, held, axes, strict=True):
                 w.narrow(at, *self._where(owner)).copy_(t)
-            held = coming.done() if coming is not None else held
+            held = coming.wait() if coming is not None else held
         return dict(zip(which, whole, strict=True))
 
     def _home(self, kept: list[State]) -> list[State]:
@@ -135,13 +135,13 @@ class Grid:
         load = part(circle.back(1))
         for step in range(1, len(circle)):
             after = circle.back(step + 1)
-            come = _unflatten(self._send(circle, load, self.stays, after).done(), load)
+            come = _unflatten(self._send(circle, load, self.stays, after).wait(), load)
             load = self._merged(self.kept, come, part(after))
         return load
 
     def _where(self, owner: int) -> tuple[int, int]:
         """Where a member's part starts in the block, and how long it is."""
-        pieces, members = self.shard.axis(self.stays).pieces, self.circles[self.stays].members
+        pieces, members = self.shard.axis(self.stays).ranges, self.circles[self.stays].members
         return sum(count_indices(pieces[m]) for m in members[: members.index(owner)]), count_indices(pieces[owner])
 
     # What is sent
@@ -165,7 +165,7 @@ class Grid:
 
     def _room(self, like: list[Tensor], axes: list[int], side: str, owner: int) -> list[Tensor]:
         """Where another rank's leaves (or results) will come to lie: as these, but of its length."""
-        there = count_indices(self.shard.axis(side).pieces[owner])
+        there = count_indices(self.shard.axis(side).ranges[owner])
         return [t.new_empty(*t.shape[:at], there, *t.shape[at + 1 :]) for t, at in zip(like, axes, strict=True)]
 
     def _merged(self, which: list[int], before: list[State], states: list[State]) -> list[State]:

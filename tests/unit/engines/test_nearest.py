@@ -19,7 +19,7 @@ from monoidreduce.reductions.best import first_best
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"KEPT": 8, "FOLDED": 4, "FIRST": 8, "MORE": 2, "SORTED": 2}.items():
+    for name, value in {"KEPT_BLOCK": 8, "FOLDED_BLOCK": 4, "FIRST_POINTS": 8, "GROWTH": 2, "HEAP_RATIO": 2}.items():
         monkeypatch.setattr(branch_and_bound, name, value)
 
 
