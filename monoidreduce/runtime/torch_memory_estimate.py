@@ -97,7 +97,7 @@ class _OneBlock(branch_and_bound.NearestSearch):
 
     def walk(self) -> None:
         at = slice(0, self.tiles.rows)
-        values = self.side(self.kept[at], self.over == "cols")
+        values = self.load_axis(self.kept[at], self.over == "cols")
         self.fold_pairs(at, self.kept[at], values, self.folded[: self.tiles.cols])
 
 

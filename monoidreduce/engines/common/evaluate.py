@@ -186,9 +186,7 @@ class Evaluator:
     def _primitive(self, e: Expr, args: list[Value]) -> Value:
         primitive = PRIMITIVES[e.op]
         attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-        if not any(
-            isinstance(a, Tensor) for a in args
-        ):  # Python numbers only: the result is one too
+        if not any(isinstance(a, Tensor) for a in args):  # Python numbers only: the result is one too
             kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
             args = [torch.tensor(a, dtype=k, device="cpu") for a, k in zip(args, kinds, strict=True)]
             if e.op == "cast":
@@ -200,9 +198,7 @@ class Evaluator:
         for a, x in zip(args, e.args, strict=True):
             if not isinstance(a, Tensor):
                 kind = _KINDS.get(x.dtype, self.sizes.compute)
-                a = torch.full(
-                    (), a, dtype=kind, device=self.sizes.device
-                )  # no copy, no sync
+                a = torch.full((), a, dtype=kind, device=self.sizes.device)  # no copy, no sync
             elif e.feature is not None and x.feature is None:
                 a = a.unsqueeze(-1)
             tensors.append(a)

@@ -56,9 +56,7 @@ class Shard:
 
     rows: Axis
     cols: Axis
-    batch: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # (dimension from the right, first index, size)
+    batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index, size)
     slices: int | str | None = None  # of a grid: how many ranks' columns each rank folds; "best", or None for a ring
     shared: tuple[tuple[str, Group], ...] = ()  # arguments per pair that are replicated over a group
 

@@ -64,7 +64,7 @@ def run(
                 code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers, homes=own
             ).run()
             for home, value in zip(homes, results, strict=True):
-                if value is not home:  # totals are kept where the result lies
+                if value is not home:  # most accumulators write to the output itself
                     home.copy_(value)
     _apply_scales(
         fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants
@@ -75,7 +75,7 @@ def run(
 
 @functools.lru_cache(maxsize=1024)
 def _move_scales_inside(fold: Fold) -> Fold:
-    """The same fold with its scales inside: what is small is decided by whole numbers of pairs."""
+    """The same fold with its scales inside the sum: small tiles are decided by the scaled numbers."""
     return Fold(fold.leaves, fold.pure)
 
 
@@ -87,18 +87,18 @@ def _group_by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) ->
 
 
 def _expand_pairs(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
-    """What is given per pair, viewed with all its rows and columns."""
+    """Expand an argument per pair to all rows and columns (a view)."""
     return t.expand(*t.shape[:-2], sizes.rows, sizes.cols) if e.is_pair else t
 
 
 def _allocate_pair_result(like: Tensor, sizes: Sizes) -> Tensor:
-    """Where a number per pair is written."""
+    """Zeros for a result per pair."""
     shape, dtype = pair_result_form(like, sizes)
     return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 def pair_result_bytes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
-    """Bytes of the results per pair, in the shape of the arguments they are gradients of."""
+    """Bytes of the results per pair, which have the shapes of the arguments they are gradients of."""
     pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if kind_of(r).per_pair]
     return sum(t.numel() * sizes.compute.itemsize for t in pairs)
 
@@ -116,7 +116,7 @@ def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: d
 
 
 def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:
-    """How many numbers a pair holds at once: more than one only for vectors that are folded whole."""
+    """How many numbers a pair holds at once: more than one only for reductions of whole vectors."""
     return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
 
 

@@ -1,11 +1,11 @@
-"""Branch and bound: a fold for the best of a distance meets what is near first, and leaves out what is too far.
+"""Branch and bound: nearest-neighbour folds visit near blocks of points first and skip blocks that are too far.
 
-``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs, of each row, the columns around it alone. Both sides are sorted
-into blocks of points that lie together. A block of rows meets the columns whose boxes are nearest to its own, and from
-then on those only that may hold a better pair than the worst it has kept. How good a pair can be at a distance,
-interval arithmetic on the program says: this holds for every number that a distance bounds, however it is written.
-Results are those of all pairs, the first of equals included. Points of few features, on a CPU: with many, all are about
-equally far from each other, and no box leaves anything out.
+``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs only the columns near each row. Rows and columns are sorted into
+blocks of points that lie together. A block of rows is folded with the columns whose bounding boxes are nearest, and
+from then on only with those that may hold a better pair than the worst kept so far. Interval arithmetic on the program
+bounds the value of a pair at a given distance, so this works for any value that a distance bounds. Results are those of
+all pairs, including the order of ties. Used on CPUs for points of few features; with many, all points are about equally
+far from each other and no box can be skipped.
 """
 
 from __future__ import annotations
@@ -36,24 +36,31 @@ from .tile_walk import BatchChunk, compile_fold, split_range
 
 # measured with 10 neighbours of 10,000 to 100,000 points in 3 dimensions (benchmarks/cpu.py): half or twice is alike
 KEPT_BLOCK, FOLDED_BLOCK = 256, 32  # points of a block
-FIRST_POINTS, GROWTH = 512, 8  # points met at first, at least, and how many times more the next time
-HEAP_RATIO = 64  # numbers per one that is sought, from which torch finds the best of them by a heap, in half the time
-MIN_POINTS = 8192  # points of either side from which this pays; at half, all pairs take as long or less
+FIRST_POINTS, GROWTH = 512, 8  # points folded first (at least), and the growth factor of later rounds
+HEAP_RATIO = 64  # candidates per result from which torch.topk uses a heap, in half the time
+MIN_POINTS = 8192  # rows and columns from which this is faster; at half, all pairs take as long
 
-ROUNDING = 1e-5  # relative: more than the arithmetic of a pair loses
-KEEPS_RELATIVE_ERROR = ("sqdist", "neg", "mul", "div", "sqrt", "where")  # what leaves a relative error relative
-# squared distances at which numbers are looked at, and beyond them NaN: nothing is farther than that
+ROUNDING = 1e-5  # relative; an upper bound of the rounding error of a pair
+KEEPS_RELATIVE_ERROR = (
+    "sqdist",
+    "neg",
+    "mul",
+    "div",
+    "sqrt",
+    "where",
+)  # operations that keep a relative error relative
+# squared distances at which bounds are evaluated; the last is NaN, for pairs beyond all of them
 DISTANCES = torch.tensor([*(2 ** (n / 8) for n in range(-800, 801)), math.nan], dtype=torch.float64, device="cpu")
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -> list[Tensor] | None:
-    """Run a fold; None where this is not the way to do it."""
+    """Run a fold by branch and bound; None if that does not apply or would be slower."""
     bounds = find_distance_bounds(fold, leaves, sizes)
     return None if bounds is None else run_by_distance(fold, leaves, sizes, tiles, bounds, NearestSearch)
 
 
 def find_distance_bounds(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
-    """What distances say of each reduction; None where one is not done this way. Points are not looked at."""
+    """A bound by distance for each reduction; None if one has none. Does not read the points."""
     if not _is_faster(fold, sizes):
         return None
     numbers = _scalar_values(fold, leaves, sizes)
@@ -117,7 +124,7 @@ def _find_distance(r: Expr) -> Expr | None:
         return None
     made = {found[0]}
     for e in under:
-        if match_label_scatter(e) is not None or (e.op == "leaf" and e.is_pair):  # these look at consecutive columns
+        if match_label_scatter(e) is not None or (e.op == "leaf" and e.is_pair):  # these read consecutive columns
             return None
         if e.dtype == "float" and not made.isdisjoint(e.args):
             made.add(e)
@@ -133,9 +140,8 @@ def _nodes_under(r: Expr) -> frozenset[Expr]:
 
 @functools.lru_cache(maxsize=256)
 def _bound_by_distance(r: Expr, numbers: tuple[tuple[Expr, float], ...]) -> Tensor | None:
-    """The least number (negated if the largest are sought) of a pair as far apart as each of ``DISTANCES``, or farther.
-
-    None where distance says nothing of it."""
+    """A lower bound of the value (negated where the largest are sought) of pairs at least as far apart as each of
+    ``DISTANCES``; None if distance does not bound it."""
     distance, largest = _find_distance(r), r.attrs[2][-1]
     assert distance is not None
     known = {e: (float(v), float(v)) for e, v in numbers}
@@ -146,7 +152,7 @@ def _bound_by_distance(r: Expr, numbers: tuple[tuple[Expr, float], ...]) -> Tens
 
 
 class NearestSearch(BatchChunk):
-    """One reduction of one batch element."""
+    """The search for one reduction of one batch element."""
 
     def __init__(
         self,
@@ -190,7 +196,7 @@ class NearestSearch(BatchChunk):
         wanted = accumulator.kind.selected(accumulator.params)
         for at in split_range(len(self.kept), KEPT_BLOCK):
             block = self.kept[at]
-            values = self.side(block, self.over == "cols")
+            values = self.load_axis(block, self.over == "cols")
             points = self.points[block].mT.unsqueeze(-1)
             low, high = points.amin(1), points.amax(1)
             gaps = _box_distances(low, high, self.low, self.high)
@@ -200,13 +206,13 @@ class NearestSearch(BatchChunk):
             chosen, met = centres.topk(room, largest=False).indices, 0
             while len(chosen):
                 left[chosen] = False
-                met += self._meet(at, block, values, chosen)
+                met += self._fold_blocks(at, block, values, chosen)
                 room = min(self.most, room * GROWTH)
                 chosen = self._next(points, gaps, left, self._reach(accumulator.edge(at)[0]), room)
             tile_counter.count_tile(False, 1, len(block), len(self.folded) - met)
 
     def _next(self, points: Tensor, gaps: Tensor, left: Tensor, reach: Tensor, room: int) -> Tensor:
-        """The nearest of the blocks left, as far as any of these points reaches; what none does is left no more."""
+        """The nearest remaining blocks that may improve any of these points; the others are removed from ``left``."""
         while True:
             chosen = (left & ~(gaps >= reach.amax())).nonzero().squeeze(1)
             if len(chosen) > room:
@@ -219,13 +225,13 @@ class NearestSearch(BatchChunk):
                 return reached
 
     def _reach(self, edge: Tensor) -> Tensor:
-        """The squared distance at which nothing reaches an edge any more; NaN where everything does."""
+        """The squared distance from which on no pair can improve on ``edge``; NaN if any pair may."""
         edge = (-edge if self.largest else edge).double()
         edge = (edge + edge.abs() * ROUNDING).nan_to_num(nan=INF, posinf=INF, neginf=-INF)
         return (DISTANCES[torch.searchsorted(self.ladder, edge, right=True)] * (1 + ROUNDING)).to(self.sizes.compute)
 
-    def _meet(self, at: slice, block: Tensor, values: dict[Expr, Any], chosen: Tensor) -> int:
-        """Fold the pairs of a block and the points of some blocks of the other side; how many points those were."""
+    def _fold_blocks(self, at: slice, block: Tensor, values: dict[Expr, Any], chosen: Tensor) -> int:
+        """Fold a kept block with some folded blocks; returns how many folded points those hold."""
         count = len(self.folded)
         places = (chosen.unsqueeze(-1) * FOLDED_BLOCK + torch.arange(FOLDED_BLOCK, device=chosen.device)).flatten()
         others = self.folded[places[places < count]].sort().values
@@ -233,10 +239,10 @@ class NearestSearch(BatchChunk):
         return len(others)
 
     def fold_pairs(self, at: slice, block: Tensor, values: dict[Expr, Any], others: Tensor) -> None:
-        """Fold all pairs of a block and some points of the other side."""
+        """Fold all pairs of a kept block and some folded points."""
         by_rows = self.over == "cols"
         shape = (1, len(block), len(others)) if by_rows else (1, len(others), len(block))
-        tile = TileRun({**values, **self.side(others, not by_rows)}, shape, self.buffers, (0, 0))
+        tile = TileRun({**values, **self.load_axis(others, not by_rows)}, shape, self.buffers, (0, 0))
         (accumulator,) = self.accumulators
         assert accumulator is not None
         code = self.code.variant({})
@@ -246,12 +252,12 @@ class NearestSearch(BatchChunk):
 
 
 def _box_distances(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> Tensor:
-    """The squared distance of boxes, features first; NaN where a box has no end."""
+    """Squared distances between boxes, features first; NaN for unbounded boxes."""
     return torch.maximum(others_low - high, low - others_high).clamp_(min=0).square_().sum(0)
 
 
 def _bounding_boxes(points: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and greatest of every feature [d, blocks] of the blocks of some points."""
+    """Minimum and maximum of every feature [d, blocks], for each block of points."""
     blocks = -(-len(order) // FOLDED_BLOCK)
     filled = torch.cat([order, order[-1:].expand(blocks * FOLDED_BLOCK - len(order))])
     parts = points[filled].view(blocks, FOLDED_BLOCK, -1)
@@ -259,10 +265,11 @@ def _bounding_boxes(points: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sort_into_blocks(points: Tensor, block: int) -> Tensor:
-    """An order of points [n, d] in which every so many are near each other: slabs by one feature, those by the next.
+    """A permutation of points [n, d] that puts near points into the same block: slabs along one feature, each cut into
+    slabs along the next.
 
-    Of the widest feature first, in so many slabs that blocks become about as long in all features; a sample says how
-    wide features are, without their extremes."""
+    The widest feature comes first, with as many slabs as make blocks about equally long in all features. Widths are
+    those of a sample, without its extremes."""
     count, _ = points.shape
     sample = points[:: max(1, count // 1024)].sort(0).values
     tenth = len(sample) // 10

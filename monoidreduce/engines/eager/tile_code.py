@@ -31,7 +31,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class FusedScale:
-    """A node computed from ``base``, with the numbers that stand between: they cost no pass of their own."""
+    """A node computed directly from ``base``, with the scalar factors between them fused into it."""
 
     base: Expr
     factors: tuple[tuple[Expr, bool], ...]
@@ -45,7 +45,7 @@ class Step:
     slot: int
     reducer: Reducer | None
     owned: tuple[bool, ...]
-    riding: FusedScale | None = None
+    fused: FusedScale | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _schedule(reducers: list[Reducer], scalars: frozenset[Expr]) -> TileCode:
     fused = _find_fused_scales(reducers, scalars)
 
     def compute(root: Expr) -> None:
-        """Plan what a number is computed from, then the number itself."""
+        """Plan the operands of a number, then the number itself (without recursion)."""
         stack: list[tuple[Expr, tuple[Expr, ...], Iterator[Expr]]] = []
         entering: Expr | None = root
         while entering is not None or stack:
@@ -159,9 +159,9 @@ def match_label_scatter(e: Expr) -> LabelScatter | None:
 
 
 def _find_fused_scales(reducers: list[Reducer], scalars: frozenset[Expr]) -> dict[Expr, FusedScale]:
-    """A product times a number, and the exponential of one: the number rides in what is computed anyway.
+    """Scalar factors that are fused: of a product of vectors, and of the argument of an exponential.
 
-    Only where nothing else reads what lies between, and, in an exponent, where a factor was rounded anyway."""
+    Only where nothing else reads the unscaled value, and in an exponent only where a factor was rounded anyway."""
     roots = [n for r in reducers for n in _numbers_read(r)]
     order = topological(roots)
     uses: dict[Expr, int] = {}
@@ -183,7 +183,7 @@ def _find_fused_scales(reducers: list[Reducer], scalars: frozenset[Expr]) -> dic
 def _split_scales(
     e: Expr, scalars: frozenset[Expr], uses: dict[Expr, int]
 ) -> tuple[Expr, tuple[tuple[Expr, bool], ...]]:
-    """What an expression is a multiple of, and the numbers that make it so."""
+    """An expression without its scalar factors, and the factors."""
     factors: list[tuple[Expr, bool]] = []
     while uses[e] == 1 and e.is_pair and (scale := _split_factor(e, scalars)) is not None:
         e, factor = scale
@@ -192,7 +192,7 @@ def _split_scales(
 
 
 def _split_factor(e: Expr, scalars: frozenset[Expr]) -> tuple[Expr, tuple[Expr, bool]] | None:
-    """An expression as (what is scaled, (a number, whether it divides)), if it is that."""
+    """An expression as (unscaled, (scalar, whether it divides)); None if it has no scalar factor."""
     if e.op == "neg":
         return e.args[0], (const(-1.0), False)
     if e.op not in ("mul", "div"):

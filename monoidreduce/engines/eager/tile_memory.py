@@ -1,7 +1,7 @@
-"""How much a tile of the eager engine holds: its buffers, and what torch makes besides while it is computed.
+"""Memory estimate of a tile of the eager engine: its buffers, and the temporaries that torch allocates.
 
-Counted from the tile's code, step by step, in bytes per pair; what a run really allocates is compared with it in
-``tests/unit/plan/test_cost.py``.
+Counted from the tile's code, step by step, in bytes per pair; ``tests/unit/plan/test_cost.py`` compares it with what a
+run allocates.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..common.evaluate import Sizes
 from .tile_code import Step, TileCode
 from .tile_run import FEW_FEATURES
 
-_OUT_OF_PLACE = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed beside their buffer
-RANDOM_BYTES = 9 * 8 * 2**16  # bytes that drawing random numbers holds, whatever the tile
+_OUT_OF_PLACE = ("cast", "floor_divide", "isnan", "isinf", "logsigmoid", "detach")  # computed out of place, then copied
+RANDOM_BYTES = 9 * 8 * 2**16  # bytes held while random numbers are drawn, for any tile
 
 
 def bytes_per_pair(fold: Fold, code: TileCode, sizes: Sizes) -> int:
-    """Bytes of one pair of a tile."""
+    """Bytes that a tile holds per pair."""
     item = {"float": sizes.compute.itemsize, "int": 8, "bool": 1}
     besides = [_temporary_bytes(s, fold, sizes, item) for s in code.steps]
     return sum(item[k] for k in code.slots) + max([0, *besides])
@@ -39,20 +39,20 @@ def _temporary_bytes(step: Step, fold: Fold, sizes: Sizes, item: dict[str, int])
     if e is None:
         return 0
     if e.op == "sqdist":
-        return 2 * item["float"]  # a gap, and the next one
+        return 2 * item["float"]  # two differences
     if e.op == "fsum":
         return _feature_walk_bytes(e.args[0], item)
     return item[e.dtype] if e.op in _OUT_OF_PLACE and e.is_pair else 0
 
 
 def _feature_walk_bytes(value: Expr, item: dict[str, int]) -> int:
-    """A vector per pair, one feature at a time: every number on the way to it."""
+    """Bytes per pair of evaluating a vector per pair one feature at a time."""
     inside = topological([value], stop=lambda n: n.feature is None or not n.is_pair)
     return sum(item[n.dtype] for n in inside if n.is_pair and n.feature is not None)
 
 
 class _TileSizes:
-    """What a kind of reduction is told about sizes (``Reduction.tile_bytes``)."""
+    """The sizes that ``Reduction.tile_bytes`` reads."""
 
     def __init__(self, sizes: Sizes, item: dict[str, int]):
         self.sizes, self.item, self.wide, self.size_of = sizes, item, item["float"], sizes.of

@@ -1,7 +1,7 @@
-"""Before a sharded call does any work, its ranks agree: on the op, the numbers, the shapes and who has what.
+"""The agreement of all ranks, before a sharded call does any work, on the op, its numbers, shapes and shards.
 
-Every rank sends one small header of integers. If any differ, or a rank could not even get so far, all ranks then tell
-their reasons and all raise the same kind of error; a call that is wrong anywhere is wrong everywhere, and none waits.
+Every rank all-gathers one small header of integers. If any differ, or a rank has failed, all ranks exchange their
+reasons and raise the same error: a call that is wrong on one rank is an error on every rank, and none waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ORDERS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class Layout:
-    """What the user asked for: the groups that rows and columns are divided over, and in which order they lie."""
+    """The user's request: the groups that rows and columns are sharded over, and the order of the shards."""
 
     rows: Group = None
     cols: Group = None
     order: str = "contiguous"
-    batch: tuple[tuple[int, int, int], ...] = ()  # of divided batch dimensions: see Shard.batch
+    batch: tuple[tuple[int, int, int], ...] = ()  # of sharded batch dimensions: see Shard.batch
     slices: int | str | None = None  # see Shard.slices
-    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of what is given per pair and known to be shared
+    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of replicated arguments per pair
 
     @property
     def ring(self) -> bool:
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def rounds(self) -> list[Group]:
-        """The groups to agree with: where there are two, the first again, for what only the second one found."""
+        """The groups to compare headers with: with two groups the first again, for errors found in the second."""
         return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
 
 
@@ -59,12 +59,12 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 
 def current_layout() -> Layout | None:
-    """The layout in force; none in what torch.compile traces."""
+    """The current layout; None while torch.compile traces."""
     return None if torch.compiler.is_dynamo_compiling() else _layout.get()
 
 
 def is_divided() -> bool:
-    """Whether there is one; for what torch.compile does not trace."""
+    """Whether there is a layout; for code that torch.compile does not trace."""
     return _layout.get() is not None
 
 
@@ -99,7 +99,7 @@ def shard(
 
 
 def check_slices(layout: Layout) -> None:
-    """Whether the ranks can stand in a grid of so many slices."""
+    """Raise ArgumentError unless the ranks can form a grid with this many slices."""
     asked, ranks = layout.slices, layout.rows.size() if layout.ring else 1
     whole = isinstance(asked, int) and not isinstance(asked, bool)
     if asked not in (None, "best") and not (whole and 0 < int(asked) <= ranks and ranks % int(asked) == 0):
@@ -121,7 +121,7 @@ def use_layout(layout: Layout) -> Iterator[None]:
 
 
 def _resolve_group(name: str, given: Any) -> Group:
-    """A process group, a device mesh of one dimension, or nothing; a group of one divides nothing."""
+    """The process group of a group or a one-dimensional device mesh; None for a group of one rank."""
     if given is None:
         return None
     if hasattr(given, "get_group") and hasattr(given, "ndim"):
@@ -139,7 +139,7 @@ def _resolve_group(name: str, given: Any) -> Group:
 
 
 def _resolve_groups(rows: Group, cols: Group) -> tuple[Group, Group]:
-    """Two groups as they are, or one for both where they have the same ranks; what lies between makes no sense."""
+    """Two groups that share one rank, or one for both if they have the same ranks; anything else raises."""
     if rows is None or cols is None or rows is cols:
         return rows, cols
     common = set(dist.get_process_group_ranks(rows)) & set(dist.get_process_group_ranks(cols))
@@ -157,7 +157,7 @@ def _resolve_groups(rows: Group, cols: Group) -> tuple[Group, Group]:
 
 
 def place_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> Sizes:
-    """The sizes of a call with its place among the ranks; as they are where nothing is divided."""
+    """The sizes of a call with its shard, after all ranks have agreed; unchanged if nothing is sharded."""
     layout = current_layout()
     if layout is None or not (layout.groups or layout.batch):
         return sizes
@@ -168,23 +168,23 @@ def place_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any
     for name in here:
         if getattr(layout, name) is not None:
             axes[name] = Axis(_shard_ranges(lengths[name], layout.order), getattr(layout, name))
-    shared = given.checked(axes["cols"].total)
+    shared = given.check(axes["cols"].total)
     groups = tuple((name, getattr(layout, axis)) for name, axis in shared)
     return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch, layout.slices, groups))
 
 
 def pairs_have_all_columns() -> bool:
-    """Whether what is given per pair holds all columns although they are divided: in a ring, where they travel."""
+    """Whether arguments per pair hold all columns although columns are sharded: in a ring, where columns travel."""
     layout = current_layout()
     return layout is not None and layout.ring
 
 
 @dataclass(frozen=True)
 class PairShards:
-    """What is given per pair: which of its axes are a rank's own, and which are of size 1 and shared by all ranks.
+    """Arguments per pair: which of their axes are sharded (``own``), and which have size 1 and are ``shared``.
 
-    ``own`` and ``shared`` have a bit for each of ``axes``; where a rank's part has length 1 it may be either, and the
-    others know. ``wide`` is how many columns it holds in a ring, 0 where it does not vary along them."""
+    Both are bit masks over ``axes``. A local length of 1 may be either, and is decided by the headers of the other
+    ranks. ``wide``: the numbers of columns they hold in a ring."""
 
     axes: tuple[tuple[str, str], ...] = ()
     own: int = 0
@@ -206,13 +206,13 @@ class PairShards:
         lengths = {values[name].shape[-1] for name in names if values[name].shape[-1] != 1} if layout.ring else ()
         return PairShards(axes, own, shared, tuple(lengths))
 
-    def met(self, headers: list[list[int]]) -> PairShards:
-        """With what the headers of other ranks say."""
+    def combine_headers(self, headers: list[list[int]]) -> PairShards:
+        """These, combined with the headers of the other ranks."""
         own, shared = (functools.reduce(operator.or_, (h[k] for h in headers)) for k in (4, 5))
         return replace(self, own=own, shared=shared, wide=tuple({h[6] for h in headers if h[6]}))
 
-    def checked(self, cols: int) -> list[tuple[str, str]]:
-        """(name, axis) of what is shared; the same error on every rank where they do not fit together."""
+    def check(self, cols: int) -> list[tuple[str, str]]:
+        """(name, axis) of the shared ones; raises the same ShardError on every rank where they do not fit together."""
         for k, (name, axis) in enumerate(self.axes):
             if self.own >> k & self.shared >> k & 1:
                 raise ShardError(
@@ -229,7 +229,7 @@ class PairShards:
 
 
 def report_failure(error: MonoidReduceError) -> None:
-    """Tell the other ranks that this one cannot take part, so that none waits for it."""
+    """Tell the other ranks that this one failed, so that none waits for it."""
     layout = current_layout()
     if layout is not None and not isinstance(error, ShardError | RankError) and not error.details.get("told"):
         error.details["told"] = True
@@ -238,7 +238,7 @@ def report_failure(error: MonoidReduceError) -> None:
 
 
 def total_sizes(rows: int, cols: int) -> tuple[int, int]:
-    """How many rows and columns there are on all ranks together, for what comes before the op; asked by all ranks."""
+    """The global numbers of rows and columns; a collective call."""
     layout = current_layout()
     if layout is None or not layout.groups:
         return rows, cols
@@ -253,19 +253,19 @@ def divides_cols() -> bool:
 
 
 def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
-    """A sum over this rank's rows (or columns) as that over all of them; differentiable."""
+    """All-reduce (sum) over the ranks that this axis is sharded over; differentiable."""
     group = getattr(current_layout() or Layout(), axis)
     return total if group is None else collectives.AllReduceSum.apply(total, group)
 
 
 def max_over_ranks(axis: str, value: Tensor) -> Tensor:
-    """The largest number of this rank's rows (or columns) as that of all."""
+    """All-reduce (maximum) over the ranks that this axis is sharded over."""
     group = getattr(current_layout() or Layout(), axis)
     return value if group is None else collectives.all_reduce(value.detach().clone(), "MAX", group)
 
 
 def swap_axes() -> contextlib.AbstractContextManager[None]:
-    """Inside the block rows are what columns were: for a layer that folds both ways with two calls."""
+    """Exchange rows and columns of the layout inside the block, for a layer that folds both ways with two calls."""
     layout = current_layout()
     if layout is None:
         return contextlib.nullcontext()
@@ -280,8 +280,8 @@ def _agree(
     failed: bool = False,
     given: PairShards | None = None,
 ) -> tuple[dict[str, list[int]], PairShards]:
-    """How many rows and columns every rank has, and what all say of what is given per pair. A disagreement in one group
-    is carried into the others."""
+    """The numbers of rows and columns of every rank, and the combined arguments per pair. A disagreement in one group
+    is passed on to the others."""
     given = given or PairShards()
     found: dict[str, list[int]] = {}
     problem: ShardError | None = None
@@ -289,7 +289,7 @@ def _agree(
         for group in layout.rounds:
             try:
                 headers = _exchange_headers(group, failed, told, here, given, device or _header_device(group))
-                given = given.met(headers)
+                given = given.combine_headers(headers)
                 for name in here:
                     lengths = [h[2 if name == "rows" else 3] for h in headers]
                     if getattr(layout, name) is group:
@@ -322,8 +322,8 @@ def _header_device(group: Group) -> torch.device:
 def _exchange_headers(
     group: Group, failed: bool, told: str, here: Mapping[str, int], given: PairShards, device: torch.device
 ) -> list[list[int]]:
-    """Everybody's [status, what was told (hashed), rows, cols, and of pairs: own, shared, wide]; an error on all ranks
-    unless all tell the same."""
+    """All-gather the headers [status, hash of the description, rows, cols, own, shared, wide]; raises ShardError on all
+    ranks unless all descriptions are equal."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
     mine = [
         int(failed),
@@ -356,7 +356,7 @@ def _raise_disagreement(status: list[int], told: list[str]) -> None:
 
 
 def _describe_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
-    """All that must be equal on every rank, as lines of text."""
+    """Everything that must be equal on all ranks, as lines of text."""
     lines = [f"program {fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
     lines += [f"order {layout.order}", f"slices {layout.slices}"]
     for name, value in values.items():
@@ -370,7 +370,7 @@ def _describe_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str,
 
 @functools.lru_cache(maxsize=1024)
 def fingerprint(outputs: tuple[Expr, ...]) -> str:
-    """A program, told by its nodes: equal on all machines for equal programs."""
+    """A hash of a program's nodes, equal on all machines for equal programs."""
     number: dict[Expr, int] = {}
     text = hashlib.sha256()
     for e in topological(outputs):
@@ -385,7 +385,7 @@ def _hash_text(text: str) -> int:
 
 
 def _shard_ranges(lengths: list[int], order: str) -> tuple[Ranges, ...]:
-    """Which stretches of the whole axis each rank has, from how much it has."""
+    """The global index ranges of each rank, from the lengths of the shards."""
     if order == "contiguous":
         ends = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
         return tuple(((ends[r], ends[r + 1]),) for r in range(len(lengths)))

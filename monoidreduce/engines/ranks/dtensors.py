@@ -1,8 +1,8 @@
-"""DTensors as arguments: their placements say what is divided; the op runs on the local parts, and gives DTensors back.
+"""DTensor arguments: their placements say what is sharded; the op runs on the local shards and returns DTensors.
 
-On each dimension of the mesh the arguments' rows, their columns, both, or one of their batch dimensions may be
-sharded; whatever lies otherwise is brought along (a slice where it was replicated, a gather where features were
-sharded). A batch dimension needs no talk at all, but for the gradients of what lacks it.
+On each mesh dimension, the rows, the columns, both, or one batch dimension of the arguments may be sharded; arguments
+with other placements are redistributed (a slice of a replicated one, an all-gather of sharded features). A sharded
+batch dimension needs no communication, except for gradients of arguments without it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _Run = Callable[[Mapping[str, Any]], tuple[tuple[Expr, ...], list[Tensor], Sizes
 
 
 def any_dtensor(values: Any) -> bool:
-    """Whether any value is a DTensor; where nobody has imported them, there are none."""
+    """Whether any value is a DTensor; False if the module of DTensors has not been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(v, module.DTensor) for v in values)
 
 
 @dataclass
 class _MeshRoles:
-    """What each dimension of the mesh divides: ``axis[m]`` is a set of "rows" and "cols", ``batch[m]`` a batch
-    dimension counted from the right."""
+    """What each mesh dimension m shards: ``axis[m]`` is a set of "rows" and "cols", ``batch[m]`` a batch dimension
+    counted from the right."""
 
     axis: dict[int, set[str]] = field(default_factory=dict)
     batch: dict[int, int] = field(default_factory=dict)
@@ -81,12 +81,12 @@ def _find_mesh(dtensor: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _batch_ndim(p: Any, value: Tensor) -> int:
-    """The end of a tensor's batch dimensions: its rows or columns, if it has them, come next."""
+    """The number of a tensor's batch dimensions: its rows or columns, if it has them, come next."""
     return value.dim() - len(p.tail)
 
 
 def _axis_dims(p: Any, value: Tensor) -> dict[str, int]:
-    """Its rows and columns, and the dimensions they are; of what is given per pair, none that is broadcast."""
+    """The dimensions of a tensor's rows and columns; broadcast axes of arguments per pair are left out."""
     found = {axis: _batch_ndim(p, value) + k for k, axis in enumerate(AXES.get(p.axis, ()))}
     return {axis: at for axis, at in found.items() if p.axis != "pairs" or value.shape[at] != 1}
 
@@ -105,7 +105,7 @@ def _find_roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: 
             found |= {axis for axis, where in _axis_dims(p, value).items() if where == dim}
             if dim < at:
                 roles.batch.setdefault(m, at - dim)
-        found -= taken  # an axis lies on one dimension of the mesh
+        found -= taken  # an axis is sharded over one mesh dimension
         if found:
             roles.batch.pop(m, None)
             roles.axis[m] = found
@@ -116,7 +116,7 @@ def _find_roles(dtensor: Any, mesh: Any, parameters: Mapping[str, Any], values: 
 def _choose_placements(
     dtensor: Any, mesh: Any, roles: _MeshRoles, axes: Mapping[str, int], at: int, shape: Any
 ) -> list[Any]:
-    """Where a tensor goes whose batch dimensions end at ``at``; in a ring, what has both axes is divided by rows."""
+    """The placements of a tensor with ``at`` batch dimensions; in a ring, arguments per pair are sharded by rows."""
     found: list[Any] = []
     for m in range(mesh.ndim):
         dim = at - roles.batch[m] if m in roles.batch else -1
@@ -140,7 +140,7 @@ def _to_local(dtensor: Any, mesh: Any, roles: _MeshRoles, p: Any, value: Any) ->
 
 
 def _find_batch_shards(mesh: Any, roles: _MeshRoles, parameters: Mapping[str, Any], values: Mapping[str, Any]) -> tuple:
-    """(dimension from the right, first index here, whole size) of every divided batch dimension."""
+    """(dimension from the right, first local index, global size) of every sharded batch dimension."""
     found = []
     for m, right in roles.batch.items():
         sizes = [

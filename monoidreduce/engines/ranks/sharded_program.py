@@ -1,8 +1,8 @@
-"""Programs over many ranks: the walk over passes, with what lies between them evaluated on each rank's part.
+"""Programs over many ranks: the passes in order, and the arithmetic between them on each rank's shard.
 
-Every pass is one differentiable function of global meaning: its backward is built symbolically, lowered like any
-program and run by this same walk, so that its exchanges, too, are those of folds. Between passes the evaluator keeps
-the books (``shard.py``): what is the same on all ranks stays so, values and gradients.
+Each pass is one differentiable function of the global tensors: its backward is a symbolic program
+(``gradient_program.py``) that is executed here in the same way, so that its communication, too, is that of folds.
+Between passes the evaluator keeps replicated values and their gradients equal on all ranks (``shard.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..common.saved_tensors import detach_views, load_saved
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass needs besides its tensors."""
+    """The arguments of a pass that are not tensors."""
 
     fold: Fold
     sizes: Sizes

@@ -34,12 +34,12 @@ def checksum(t: Tensor) -> Tensor:
     step = 8 // flat.element_size()
     if flat.numel() % step == 0 and flat.storage_offset() % step == 0 and flat.data_ptr() % 8 == 0:
         return _sum_words(flat.view(torch.int64)) + flat.nbytes
-    # Unaligned, or a length that is no multiple of 8 bytes: the same 64-bit words, assembled from their pieces.
+    # Unaligned, or a length that is no multiple of 8 bytes: the same 64-bit words, assembled from shorter ones.
     total = flat.new_full((), flat.nbytes, dtype=torch.int64)  # so that trailing zeros count
     for at in range(0, flat.numel(), _WORDS_AT_ONCE):
-        piece = flat[at : at + _WORDS_AT_ONCE]
-        piece = torch.cat([piece, piece.new_zeros(-piece.numel() % step)])  # a copy starts aligned
-        total = total + _sum_words(piece.view(torch.int64), at // step)
+        padded = flat[at : at + _WORDS_AT_ONCE]
+        padded = torch.cat([padded, padded.new_zeros(-padded.numel() % step)])  # a copy starts aligned
+        total = total + _sum_words(padded.view(torch.int64), at // step)
     return total
 
 
@@ -56,13 +56,13 @@ def _sum_words(words: Tensor, start: int = 0) -> Tensor:
 
 
 def _weights(start: int, stop: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern, one for each position (a multiplicative hash)."""
+    """Odd pseudo-random weights, one for each position (a multiplicative hash)."""
     n = torch.arange(start + 1, stop + 1, device=device) * -7046029254386353131
     return (n ^ (n >> 29)) * -4658895280553007687 | 1
 
 
 def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
-    """What a saved state remembers of the arguments that stay: a checksum of each tensor and number, by name."""
+    """Checksums of the arguments that are not streamed, by name, as stored in a saved state."""
     found = {}
     for name, value in rows.items():
         if isinstance(value, bool | int | float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
@@ -75,7 +75,7 @@ def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _ChunkRecord:
-    """What is remembered of one chunk: where it stood, the types and shapes of its tensors, and their checksums."""
+    """One chunk that was read: its first column, its length, the types and shapes of its tensors, and checksums."""
 
     start: int
     count: int

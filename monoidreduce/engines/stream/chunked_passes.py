@@ -1,7 +1,7 @@
-"""Passes over columns that come in chunks: each chunk is a part of the whole, and its state is merged with the rest.
+"""Passes over columns that arrive in chunks: each chunk is a subproblem, and its state is merged with the others.
 
-The backward of a pass is again a fold, whose results for the rows add up over the chunks and whose results for the
-columns are those of the chunk at hand; so a gradient is one more reading of the source.
+The backward of a pass is again a fold: its row results are summed over the chunks, and its column results are those of
+the current chunk. So a gradient reads the source once more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OnGradient = Callable[[int, dict[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class ChunkedProgram:
-    """One op over a stream: its program, the arguments that stay, and the engine."""
+    """One op over a stream: its program, the arguments that are not streamed, and the engine."""
 
     program: Lowered
     sizes: Sizes
@@ -56,35 +56,39 @@ class ChunkedProgram:
                 raise StreamError(detail="a column value depends on a fold", fix="Give all columns at once")
 
     def needs_count(self, p: Pass) -> bool:
+        """Whether a pass reads the total number of columns."""
         return size("cols") in topological([*p.fold.reductions, *p.feeds, *p.fold.scales])
 
-    def at(self, start: int, count: int, total: int | None) -> Sizes:
-        """The sizes of a chunk, where it stands."""
+    def chunk_sizes(self, start: int, count: int, total: int | None) -> Sizes:
+        """The sizes of a chunk, sharded so that column indices are global."""
         rows, cols = Axis((((0, self.sizes.rows),),)), Axis((((start, start + count),),), whole=total)
         return replace(self.sizes, cols=count, shard=Shard(rows, cols))
 
-    def kept(self, p: Pass, known: Mapping[Expr, Any], total: int | None) -> dict[int, Any]:
-        """The feeds of a pass that no chunk changes, by their place."""
-        evaluate = Evaluator(self.at(0, total or 0, total), self.inputs, dict(known))
+    def row_feeds(self, p: Pass, known: Mapping[Expr, Any], total: int | None) -> dict[int, Any]:
+        """The feeds of a pass that do not depend on the chunk, by their position."""
+        evaluate = Evaluator(self.chunk_sizes(0, total or 0, total), self.inputs, dict(known))
         return {k: from_layout(evaluate(f), f) for k, f in enumerate(p.feeds) if not f.cols}
 
     def leaves(self, p: Pass, kept: Mapping[int, Any], chunk: Chunk, total: int | None) -> list[Any]:
+        """All feeds of a pass for one chunk."""
         start, count, columns = chunk
-        evaluate = Evaluator(self.at(start, count, total), {**self.inputs, **columns})
+        evaluate = Evaluator(self.chunk_sizes(start, count, total), {**self.inputs, **columns})
         return [kept[k] if k in kept else from_layout(evaluate(f), f) for k, f in enumerate(p.feeds)]
 
     def fold(self, fold: Fold, leaves: list[Any], chunk: Chunk, total: int | None) -> list[State]:
+        """The states of a fold over one chunk."""
         start, count, _ = chunk
-        part = Subproblem(((0, self.sizes.rows),), ((start, start + count),), (self.sizes.rows, total or 0))
-        return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), part, self.engine)
+        block = Subproblem(((0, self.sizes.rows),), ((start, start + count),), (self.sizes.rows, total or 0))
+        return subproblem.run_subproblem(fold, leaves, replace(self.sizes, cols=count), block, self.engine)
 
     def finish(self, found: Mapping[int, list[Tensor]], total: int) -> tuple[list[Any], Sizes]:
-        """The outputs, from the results of the passes (by their place)."""
+        """The outputs and the sizes, from the results of the passes (by their position)."""
         sizes = replace(self.sizes, cols=total)
         evaluate = Evaluator(sizes, self.inputs, self.known(found))
         return [evaluate(e) for e in self.program.outputs], sizes
 
     def known(self, found: Mapping[int, list[Tensor]]) -> dict[Expr, Any]:
+        """The results of the passes by expression, in the evaluator's layout."""
         return {
             n: to_layout(value, n)
             for k, results in found.items()
@@ -94,6 +98,7 @@ class ChunkedProgram:
 
 
 def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> list[State]:
+    """Merge the states of two chunks; ``one`` is None before the first."""
     if one is None:
         return other
     return [combine.merged(r, [a, b]) for r, a, b in zip(fold.reductions, one, other, strict=True)]
@@ -104,7 +109,7 @@ def merge_states(fold: Fold, one: list[State] | None, other: list[State]) -> lis
 
 @dataclass
 class SourcePass:
-    """A pass over a source: what its forward and its backward share."""
+    """One pass over a source: what its forward and its backward share."""
 
     walk: ChunkedProgram
     place: int
@@ -120,9 +125,9 @@ class SourcePass:
 def run_over_source(
     walk: ChunkedProgram, read: Read, on_gradient: OnGradient | None, columns_ask: bool = False
 ) -> tuple[list[Any], Sizes]:
-    """All passes over a source that can be read again; differentiable.
+    """Run all passes over a source that can be read again; differentiable.
 
-    The columns are no inputs that autograd could see: an anchor stands for those that ask for a gradient.
+    Autograd does not see the columns as inputs: a zero-dimensional anchor tensor requires a gradient in their place.
     """
     found: dict[int, list[Tensor]] = {}
     total: int | None = None
@@ -130,7 +135,7 @@ def run_over_source(
         if total is None and walk.needs_count(p):
             total = sum(count for _, count, _ in read())
         job = SourcePass(walk, k, read, on_gradient, total)
-        kept = walk.kept(p, walk.known(found), total)
+        kept = walk.row_feeds(p, walk.known(found), total)
         anchor = torch.zeros((), device="cpu", requires_grad=on_gradient is not None or columns_ask)
         found[k] = list(_Pass.apply(job, anchor, *(kept.get(n) for n in range(len(p.feeds)))))
         total = job.total
@@ -153,7 +158,7 @@ class _Pass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         pairs = [*zip(ctx.job.stage.feeds, ctx.constants, strict=True)]
-        first = sum(not f.cols and c is None for f, c in pairs)  # tensors among what is kept
+        first = sum(not f.cols and c is None for f, c in pairs)  # how many of the row feeds are tensors
         tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         rest = iter(tensors)
         kept = [None if f.cols else c if c is not None else next(rest) for f, c in pairs]
@@ -162,7 +167,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
-    """The results of a pass: one reading of the source."""
+    """Read the source once and return the results of a pass."""
     p, walk = job.stage, job.walk
     rows = {k: v for k, v in enumerate(kept) if not p.feeds[k].cols}
     states: list[State] | None = None
@@ -172,7 +177,7 @@ def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
             p.fold, states, walk.fold(p.fold, walk.leaves(p, rows, chunk, job.total), chunk, job.total)
         )
         seen += chunk[1]
-        del chunk  # while the next one comes, nobody holds this one
+        del chunk  # so that its memory is free while the next one is read
     if states is None:
         raise StreamError(detail="the source is empty", fix="Give at least one chunk, if only with no columns")
     job.total = seen
@@ -180,7 +185,7 @@ def _fold_source(job: SourcePass, kept: Sequence[Any]) -> list[Tensor]:
 
 
 class _SourceBackward:
-    """The second reading: row gradients add up, column gradients go to their chunk."""
+    """Reads the source again: row gradients are summed over chunks, column gradients belong to their chunk."""
 
     def __init__(
         self, job: SourcePass, kept: list[Any], results: list[Tensor], cotangents: tuple, asked: tuple[bool, ...]
@@ -225,7 +230,7 @@ class _SourceBackward:
     ) -> tuple[list[State], dict[int, Tensor]]:
         (p,) = program.program.passes
         walk, total = self.job.walk, self.job.total
-        evaluate = self._evaluator(program, walk.at(chunk[0], chunk[1], total), leaves)
+        evaluate = self._evaluator(program, walk.chunk_sizes(chunk[0], chunk[1], total), leaves)
         mine = walk.fold(p.fold, [from_layout(evaluate(f), f) for f in p.feeds], chunk, total)
         results = subproblem.finish_states(p.fold, mine)
         for (r, _), value, nodes in zip(p.fold.outputs, results, p.results, strict=True):
@@ -248,7 +253,7 @@ class _SourceBackward:
         return folded, grads
 
     def _deliver(self, chunk: Chunk, wanted: dict, columns: dict, fed: list[Any], grads: dict[int, Tensor]) -> None:
-        """From the gradients of what was fed to those of the chunk's own tensors."""
+        """Backpropagate from the feeds to the chunk's own tensors, and store or report their gradients."""
         live = [k for k in grads if isinstance(fed[k], Tensor) and fed[k].requires_grad]
         inputs = [columns[n] for n in wanted]
         found = (
