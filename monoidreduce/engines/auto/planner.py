@@ -25,7 +25,7 @@ from ...program.lower import Fold
 from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
-from ..eager import tile_memory, tile_walk
+from ..eager import tile_code, tile_walk
 from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
 from ..triton.kernels import topk
 from . import tuned_plans
@@ -156,8 +156,8 @@ def bare(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] 
         sizes.compute.itemsize,
         device_rates.of(sizes.device),
         gpu=sizes.device.type == "cuda",
-        tile=tile_memory.bytes_per_pair(fold, code, sizes),
-        fixed=tile_memory.fixed_bytes(code),
+        tile=tile_code.bytes_per_pair(fold, code, sizes),
+        fixed=tile_code.fixed_bytes(code),
         steps=len(code.steps),
         width=eager.numbers_per_pair(fold, sizes),
     )

@@ -13,7 +13,8 @@ from ...reductions import kind_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes
-from .tile_run import FEW_FEATURES, TileRun, feature_differences
+from .tile_code import FEW_FEATURES
+from .tile_run import TileRun, feature_differences
 
 
 def make_accumulator(r: Expr, batch: int, length: int, sizes: Sizes, homes: Sequence[Tensor] = ()) -> Accumulator:

@@ -14,7 +14,7 @@ from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
 from ..common import matmul
 from ..common.evaluate import cast
-from .tile_code import LabelScatter, Reducer, Step, TileCode, match_label_scatter
+from .tile_code import FEW_FEATURES, LabelScatter, Reducer, Step, TileCode, match_label_scatter
 
 TileShape = tuple[int, int, int]
 
@@ -253,4 +253,3 @@ def _split_norms(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _CLOSE_CHUNK = 4096
-FEW_FEATURES = 16  # up to this many, differences are computed directly: three passes per feature, no cancellation
