@@ -69,7 +69,7 @@ def chunks(
 
 
 def _columns_per_chunk(cut: list[_AlongAxis]) -> int:
-    """How many columns make a chunk of ``BYTES``."""
+    """The number of columns in a chunk of ``BYTES``."""
     one = sum(_to_tensor(a[0:1]).nbytes for a in cut)
     return max(1, BYTES // max(1, one))
 
@@ -146,7 +146,7 @@ def _open_source(given: Any, names: list[str]) -> list[Any]:
 
 @contextlib.contextmanager
 def _report_read_errors(path: Path) -> Iterator[None]:
-    """Whatever numpy, safetensors or pyarrow say of a file that they cannot read, as our own error with its name."""
+    """Turn read errors of numpy, safetensors and pyarrow into a StreamError that names the file."""
     try:
         yield
     except (MonoidReduceError, MemoryError):
@@ -171,7 +171,7 @@ def _check_type(array: numpy.ndarray) -> None:
 
 
 def _check_mapped(array: numpy.memmap) -> None:
-    """Whether a mapped file is still as long as it was: to read behind its end would kill the process (SIGBUS)."""
+    """Raise StreamError if a memory-mapped file was truncated: reading past its end would kill the process (SIGBUS)."""
     mapped = getattr(array, "_mmap", None)
     if mapped is None:
         return
@@ -286,8 +286,7 @@ def _to_tensor(a: Any) -> Tensor:
 
 
 def _prefetch(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """The chunks on a GPU, one ahead of the one in use, and never more: a thread copies the next when work on the last
-    but one is over."""
+    """Copy chunks to a GPU in a thread, one ahead of the one in use: double buffering, so at most two are held."""
     free: queue.Queue = queue.Queue()  # a place on the device each: the event after which it is free; None: stop
     ready: queue.Queue = queue.Queue()  # chunks with the event of their copy; an error; None at the end
     for _ in range(2):
@@ -316,42 +315,42 @@ def _prefetch(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iterat
 
 @torch.no_grad()
 def _copy_ahead(source: Iterator[tuple[Any, ...]], device: torch.device, free: Any, ready: Any) -> None:
-    """Fill two pinned buffers in turn, each while the other is copied on a stream of its own."""
+    """Fill two pinned buffers alternately, each while the other is copied on a separate stream."""
     copying = torch.cuda.Stream(device)
-    rooms: list[dict[int, Tensor]] = [{}, {}]
+    buffers: list[dict[int, Tensor]] = [{}, {}]
     copied = [torch.cuda.Event(), torch.cuda.Event()]
     try:
         for n, chunk in enumerate(source):
-            side = n % 2
-            copied[side].synchronize()  # the copy that last read this buffer is over
-            pinned = [_copy_to_pinned(a, rooms[side], k) for k, a in enumerate(chunk)]
+            slot = n % 2
+            copied[slot].synchronize()  # the copy that last read this buffer is over
+            pinned = [_copy_to_pinned(a, buffers[slot], k) for k, a in enumerate(chunk)]
             place = free.get()
             if place is None:
                 return
             place.synchronize()
-            copied[side] = torch.cuda.Event()
+            copied[slot] = torch.cuda.Event()
             with torch.cuda.stream(copying):
                 there = tuple(t.to(device, non_blocking=True) for t in pinned)
-                copied[side].record(copying)
-            ready.put((there, copied[side]))
+                copied[slot].record(copying)
+            ready.put((there, copied[slot]))
             del there
         ready.put(None)
     except BaseException as error:  # raised by whoever asks for the chunk
         ready.put(error)
 
 
-def _copy_to_pinned(a: Any, rooms: dict[int, Tensor], k: int) -> Tensor:
-    """An array in pinned memory: itself where it lies there, else copied to its room, by all of torch's threads."""
+def _copy_to_pinned(a: Any, buffers: dict[int, Tensor], k: int) -> Tensor:
+    """An array in pinned memory: itself if it is pinned, else copied to buffer ``k`` by all of torch's threads."""
     t = a if isinstance(a, Tensor) else _view_as_tensor(a)
     if t.is_pinned():
         return t
-    if k not in rooms or rooms[k].dtype != t.dtype or rooms[k].numel() < t.numel():
-        rooms[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
-    return rooms[k][: t.numel()].view(t.shape).copy_(t)
+    if k not in buffers or buffers[k].dtype != t.dtype or buffers[k].numel() < t.numel():
+        buffers[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
+    return buffers[k][: t.numel()].view(t.shape).copy_(t)
 
 
 def _view_as_tensor(a: numpy.ndarray) -> Tensor:
-    """An array as a tensor over the same memory, to be read only: torch knows no such tensors, and warns."""
+    """A tensor over the memory of a read-only array, without torch's warning; it must not be written to."""
     if a.flags.writeable or not a.flags.c_contiguous or not a.size:
         return torch.from_numpy(a if a.flags.writeable else numpy.array(a))
     memory = memoryview((ctypes.c_char * a.nbytes).from_address(a.ctypes.data)).cast("B")
@@ -359,7 +358,7 @@ def _view_as_tensor(a: numpy.ndarray) -> Tensor:
 
 
 def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding") -> Iterator[Any]:
-    """The same, with a bar for whoever sits at a terminal and has rich."""
+    """Iterate over ``source`` with a progress bar, if stderr is a terminal and rich is installed."""
     if quiet or not sys.stderr.isatty():
         return iter(source)
     try:

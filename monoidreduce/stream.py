@@ -301,7 +301,7 @@ class Stream:
 
 
 def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """What was looked at, then the rest; holding none of it."""
+    """Yield the chunks already read, then the rest, without keeping references."""
     while first:
         yield first.pop()
     yield from rest
@@ -342,7 +342,7 @@ def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str)
 
 
 def _join_ranges(ranges: Ranges, more: Ranges) -> Ranges:
-    """The columns of both; a column that is in both is an error."""
+    """The union of two sets of column ranges; raises StreamError if they overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(r for r in (*ranges, *more) if r[0] < r[1]):
         if found and start < found[-1][1]:

@@ -1,8 +1,8 @@
-"""The one place that knows what the hardware does fast: products of tiles, and exponentials.
+"""Matrix products and exponentials of tiles and panels, as each device computes them fastest.
 
-``needs_float32`` says whether 16-bit operands should be raised to float32 before they are multiplied (a CPU without
+:func:`needs_float32` decides whether 16-bit operands are cast to float32 before they are multiplied (a CPU without
 16-bit matrix units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512
-bf16).
+bf16). Also holds the settings of ``mr.use`` that decide how products are computed, and the free memory of a device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-# What mr.use says of precision, strict and tune: kept by a backward.
+# (precision, strict, tune) as set by mr.use; a backward uses those of its forward.
 asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as ``mr.use`` asks, else as torch itself would."""
+    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
     chosen = asked.get()[0]
     if chosen is not None:
         return chosen
@@ -38,8 +38,8 @@ def float32_precision() -> str:
     return "tf32" if said == "tf32" else "ieee"
 
 
-# What torch.backends.cuda.matmul.fp32_precision asks, since 2.9; the older switch cannot be read beside it. Asked in
-# every call: the switch itself takes four times as long.
+# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
+# read). Called directly, since it runs in every call and the public property takes four times as long.
 _PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
@@ -54,14 +54,14 @@ def _cpu_has_16bit_units(dtype: torch.dtype) -> bool:
 
 
 def needs_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this 16-bit type are better done in float32 on this device."""
+    """Whether operands of this 16-bit type should be cast to float32: on CPUs without 16-bit matrix units."""
     return device.type == "cpu" and not _cpu_has_16bit_units(dtype)
 
 
 def choose_16bit_type(vectors: list[Tensor]) -> torch.dtype | None:
-    """bfloat16 where a program's vectors are, and the hardware multiplies it: then all its products are done in it.
+    """bfloat16 if any vector of a program is bfloat16 and the hardware multiplies it: all its products then use it.
 
-    Not float16: what the program computes on one side (a vector over its row's sum) may fall below float16's range.
+    Never float16: values that a program computes per row (a vector over its row's sum) may underflow in it.
     """
     for v in vectors:
         if v.dtype is torch.bfloat16 and not needs_float32(v.device, v.dtype):
@@ -70,7 +70,7 @@ def choose_16bit_type(vectors: list[Tensor]) -> torch.dtype | None:
 
 
 def to_operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tensor:
-    """A tile's vectors in the type they are multiplied in."""
+    """The vectors of a tile in the type they are multiplied in."""
     if not (t.dtype.is_floating_point and compute.is_floating_point):
         return t
     if narrow is not None:
@@ -151,7 +151,7 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 
 def multiply_transposed(x: Tensor, y: Tensor) -> Tensor:
-    """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
+    """x[.., m, d] @ y[.., n, d]ᵀ, differentiable. Small ones of transposed operands are four times slower on ARM."""
     first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL_ROWS and rehearsed.get() is None
     return x @ (y.mT.contiguous() if first else y.mT)
 
@@ -160,12 +160,12 @@ _SMALL_ROWS = 256
 
 
 def is_16bit(x: Tensor, y: Tensor) -> bool:
-    """Whether a product is done in 16 bits."""
+    """Whether a product has a 16-bit operand."""
     return x.dtype in SIXTEEN or y.dtype in SIXTEEN
 
 
 def multiply_16bit(x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; kept so on GPUs, elsewhere rounded once."""
+    """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; the result is float32 on GPUs, elsewhere 16-bit."""
     x, y = _match_dtypes(x, y)
     if x.device.type == "cuda" and _supports_float32_output():
         return torch.bmm(x, y.mT, out_dtype=torch.float32).mul_(alpha)
@@ -193,20 +193,20 @@ def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
         )
     elif x.device.type == "cuda" and x.dtype == y.dtype and _supports_float32_output() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
-    elif not out.is_meta:  # raised a few columns at a time
+    elif not out.is_meta:  # cast a few columns at a time
         x = x.to(out.dtype)
         for at in range(0, y.shape[0], _CAST_COLUMNS):
-            part = slice(at, at + _CAST_COLUMNS)
-            torch.mm(x, y[part].to(out.dtype).mT, out=out[:, part])
+            cols = slice(at, at + _CAST_COLUMNS)
+            torch.mm(x, y[cols].to(out.dtype).mT, out=out[:, cols])
 
 
 _CAST_COLUMNS = 4096
-_COPY_RATIO = 16  # times as large as a copy of the rows a product must be, for that to cost next to nothing
+_COPY_RATIO = 16  # the output must be this many times larger than x for the transposed copy to be cheap
 
 
 def _make_feature_major(x: Tensor) -> Tensor:
-    """The same with the numbers of one feature side by side: a product of a few rows with many columns then takes 6 to
-    8 % less (Neoverse, 768 features and more)."""
+    """The same matrix, contiguous along rows: products of few rows with many columns then take 6 to 8 % less time
+    (Neoverse, 768 features and more)."""
     return x.mT.contiguous().mT
 
 
@@ -230,12 +230,12 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
 
 
 _QUERY_INTERVAL = 0.1  # seconds
-_driver_answers: dict[torch.device, tuple[float, int]] = {}  # when a GPU's driver was asked, and what there was
+_driver_answers: dict[torch.device, tuple[float, int]] = {}  # per GPU: when the driver was queried, and its answer
 
 
 def _query_available(device: torch.device) -> int:
-    """Bytes of a GPU that this process has or could have: the driver is asked ten times a second at most, for it takes
-    longer to answer than a small call takes."""
+    """Bytes of GPU memory that this process holds or could allocate. The driver is queried at most ten times a second:
+    a query takes longer than a small call."""
     now, (then, found) = time.monotonic(), _driver_answers.get(device, (-math.inf, 0))
     if now - then >= _QUERY_INTERVAL:
         found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
@@ -244,26 +244,26 @@ def _query_available(device: torch.device) -> int:
 
 
 def _query_allocated(device: torch.device) -> int:
-    """Bytes that torch's tensors take on a GPU. ``torch.cuda.memory_allocated`` flattens and sorts all that the
-    allocator counts: it takes four times as long."""
+    """Bytes of all tensors on a GPU. ``torch.cuda.memory_allocated`` takes four times as long: it flattens and sorts
+    all statistics of the allocator."""
     found = torch.cuda.memory_stats_as_nested_dict(device)
     return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
+    """Bytes that could be allocated on a device now; in a dry run, on the device that the run stands for."""
     meant = rehearsed.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         return max(0, _query_available(device) - _query_allocated(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # a system that does not say
+    except (AttributeError, OSError, ValueError):  # not available on this system
         return 0
 
 
 def _multiply_integers(x: Tensor, y: Tensor) -> Tensor:
-    """Integers have no fast product everywhere: one feature at a time."""
+    """A product of integers, one feature at a time: not every device has an integer matrix product."""
     total = torch.zeros((*x.shape[:-1], y.shape[-2]), dtype=x.dtype, device=x.device)
     for f in range(x.shape[-1]):
         total += x[..., f : f + 1] * y[..., f].unsqueeze(-2)
@@ -271,7 +271,7 @@ def _multiply_integers(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _match_dtypes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two operands in one type: where one is 16-bit and the hardware multiplies that, both are."""
+    """Cast two operands to one type: the 16-bit one, if they differ."""
     if x.dtype == y.dtype:
         return x, y
     narrow = x.dtype if x.dtype in SIXTEEN else y.dtype
