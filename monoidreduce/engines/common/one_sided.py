@@ -1,7 +1,7 @@
 """Elementwise arithmetic of rows alone or columns alone, between passes, grouped into one kernel.
 
 Examples are a row's ⟨g, P⟩, or a loss from its sums. ``torch_code.py`` runs such arithmetic node by node, one torch
-call each; on a GPU a call costs more on the host than the arithmetic on the device. So neighbouring nodes are grouped as a
+call each; on a GPU a call costs more on the host than the arithmetic on the device. So neighbours are grouped as a
 :class:`Side`, which is one kernel (``engines/triton/kernels/elementwise.py``) and whose gradient is again a side.
 """
 
