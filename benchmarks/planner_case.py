@@ -23,7 +23,7 @@ from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.explain import measure
 from monoidreduce.plan import candidates, plan_records
-from monoidreduce.plan.op_counts import Case, directions
+from monoidreduce.plan.op_counts import Case, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import dense_or_tiled
 from monoidreduce.tuning import trial, tuner
@@ -54,39 +54,39 @@ def following(choice: Followed) -> Iterator[None]:
 # Candidates -----------------------------------------------------------------------------------------------------
 
 
-def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.Call]]:
+def folds(work: Work, args: list[Tensor]) -> list[tuple[tuner.Session, tuner.FoldRun]]:
     """The folds of a call, with what they are given."""
-    return list(tuner.sessions(autotune.recorded(work.op, args, {}, backward=True).folds))
+    return list(tuner.make_sessions(autotune.record_call(work.op, args, {}, backward=True).folds))
 
 
 def ways(case: Case) -> tuple[str | None, ...]:
     """What is varied in turn: each kernel's tile, and then the schedule."""
-    return (*(directions(case.fold) if case.kernels else ()), None)
+    return (*(folded_axes(case.fold) if case.kernels else ()), None)
 
 
 def varied(case: Case, way: str | None) -> list[Choice]:
     """All candidates that differ from the default in one kernel; or in the schedule, and all of torch's tiles."""
-    found = candidates.candidates(case, way)
+    found = candidates.rank_candidates(case, way)
     kernels = case.kernels and way is None
     return [c for c in found if not (kernels and c.schedule in ("flash", "split"))]
 
 
-def search(session: tuner.Session, call: tuner.Call, known: Times, row: dict[str, Any]) -> Choice:
+def search(session: tuner.Session, call: tuner.FoldRun, known: Times, row: dict[str, Any]) -> Choice:
     """The best of all ways to run a fold, one kernel's tile after the other; those that come close are timed again.
 
     ``known``: what the tuner tried; all others are tried here."""
     case, device = session.case, call[2].device
     best, found = session.safe, dict(known)
     with torch.no_grad():
-        truth = trial.settled(call[0], planner.perform(best, *call))
+        truth = trial.comparable_results(call[0], planner.run_choice(best, *call))
         if _same(best) not in found:
-            found[_same(best)] = trial.seconds(lambda: planner.perform(best, *call), device)
+            found[_same(best)] = trial.measure_seconds(lambda: planner.run_choice(best, *call), device)
         own = found[_same(best)]
         for way in ways(case):
             times = {best: found[_same(best)]}
             for choice in varied(case, way):
                 tile = choice.tile(way) if way is not None else None
-                choice = choice if tile is None or way is None else best.having(way, tile)
+                choice = choice if tile is None or way is None else best.with_tile(way, tile)
                 if _same(choice) not in found:
                     found[_same(choice)] = _tried(choice, call, truth, row, min(times.values()))
                 seconds = found[_same(choice)]
@@ -95,7 +95,7 @@ def search(session: tuner.Session, call: tuner.Call, known: Times, row: dict[str
                 if case.kernels and way is None and seconds is not None and seconds > 2 * times[best]:
                     break  # panels that are far behind are so in any room
             close = sorted((c for c in times if times[c] < 1.1 * min(times.values())), key=times.__getitem__)[:4]
-            run = lambda c: _again(lambda: planner.perform(c, *call), own, device)
+            run = lambda c: _again(lambda: planner.run_choice(c, *call), own, device)
             turns = [[run(c) for c in close] for _ in range(3)]
             again = {c: min(t) for c, t in zip(close, zip(*turns, strict=True), strict=True)}
             best = min(again, key=again.__getitem__)
@@ -135,13 +135,13 @@ def tuned_plans() -> Iterator[None]:
         plan_records.forget()
 
 
-def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
+def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[str, Any], best: float) -> float | None:
     """Seconds of a candidate, None where it is refused; ``best``: those of the best so far."""
     try:
-        run, device = lambda: planner.perform(choice, *call), call[2].device
-        problem = trial.differs(trial.settled(call[0], run()), truth, trial.apart(call[1]))
+        run, device = lambda: planner.run_choice(choice, *call), call[2].device
+        problem = trial.describe_difference(trial.comparable_results(call[0], run()), truth, trial.tolerance(call[1]))
         if not problem:
-            return trial.seconds(run, device, best=best)
+            return trial.measure_seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
         if oom_retry.is_device_lost(call[2].device):
@@ -151,7 +151,7 @@ def _tried(choice: Choice, call: tuner.Call, truth: list[Tensor], row: dict[str,
 
 
 def _again(run: Callable[[], Any], about: float, device: torch.device) -> float:
-    return _once(run, device.type) if about > SLOW else trial.seconds(run, device)
+    return _once(run, device.type) if about > SLOW else trial.measure_seconds(run, device)
 
 
 # Whole calls -----------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def clock() -> Callable[[], float]:
 
 def _once(step: Callable[[], Any], device: str) -> float:
     if device == "cuda":
-        return trial.seconds(step, torch.device(device), 0.0)
+        return trial.measure_seconds(step, torch.device(device), 0.0)
     start = clock()()
     step()
     return clock()() - start
@@ -236,7 +236,7 @@ def race(op: Any, args: list[Tensor], runners: Mapping[str, Followed], device: s
 def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
     """Milliseconds that planning adds to a first call, and microseconds that it adds to every other."""
     spent = [0.0]
-    kept = planner._chosen, dense_or_tiled.is_dense, dense_or_tiled.Roads._is_dense
+    kept = planner._choose, dense_or_tiled.runs_dense, dense_or_tiled.DenseOrTiled._is_dense
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -248,24 +248,24 @@ def planning(op: Any, args: list[Tensor]) -> dict[str, float]:
 
         return call
 
-    planner._CHOSEN.clear()
-    op._plans.kept.clear()
+    planner._CHOICES.clear()
+    op._plans.known.clear()
     with following(None):
         try:
-            planner._chosen, dense_or_tiled.is_dense = timed(kept[0]), timed(kept[1])
+            planner._choose, dense_or_tiled.runs_dense = timed(kept[0]), timed(kept[1])
             step = step_of(op, args)
             step()
             first, spent[0] = spent[0], 0.0
-            dense_or_tiled.is_dense = kept[1]
-            dense_or_tiled.Roads._is_dense = timed(kept[2])  # type: ignore[method-assign]
+            dense_or_tiled.runs_dense = kept[1]
+            dense_or_tiled.DenseOrTiled._is_dense = timed(kept[2])  # type: ignore[method-assign]
             each = []
             for _ in range(21):
                 step()
                 each.append(spent[0])
                 spent[0] = 0.0
         finally:
-            planner._chosen, dense_or_tiled.is_dense = kept[:2]
-            dense_or_tiled.Roads._is_dense = kept[2]  # type: ignore[method-assign]
+            planner._choose, dense_or_tiled.runs_dense = kept[:2]
+            dense_or_tiled.DenseOrTiled._is_dense = kept[2]  # type: ignore[method-assign]
     return {"first_ms": first * 1e3, "cached_us": statistics.median(each) * 1e6}
 
 

@@ -29,7 +29,7 @@ _EACH = 3  # candidates that a process compiles at a time
 
 
 @functools.cache
-def _recorded(work: int, size: Size, device: str) -> dict[str, tuple[tuner.Session, tuner.Call]]:
+def _recorded(work: int, size: Size, device: str) -> dict[str, tuple[tuner.Session, tuner.FoldRun]]:
     with following(PASSES):
         return {s.case.name: (s, call) for s, call in folds(WORKS[work], WORKS[work].args(size, device))}
 
@@ -50,7 +50,7 @@ def _kernel(case: Case, way: str | None, choice: Choice) -> tuple:
     tile = choice.tile(way) if way else None
     if way is None or tile is None:
         return case.name, choice.schedule
-    return case.name, way, tile[:4], cost.parts_of(case, way, tile) > 1, tile[5:]
+    return case.name, way, tile[:4], cost.count_splits(case, way, tile) > 1, tile[5:]
 
 
 def compiled(device: str, work: int, wanted: Wanted) -> None:
@@ -58,7 +58,7 @@ def compiled(device: str, work: int, wanted: Wanted) -> None:
     for size, name, choice in wanted:
         _, call = _recorded(work, size, device)[name]  # with gradients
         with contextlib.suppress(Exception), torch.no_grad():
-            planner.perform(choice, *call)
+            planner.run_choice(choice, *call)
     if device == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize()

@@ -28,15 +28,20 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import monoidreduce as mr
 from monoidreduce.engines.auto import planner
-from monoidreduce.engines.common import matmul, torch_code
+from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.engines.triton.launch import descriptors, jit_module, launch_cache
 from monoidreduce.engines.triton.panel import contraction, epilogue, panel_replay
-from monoidreduce.engines.triton.schedules import attention, float32_split, spec_from_tensors
+from monoidreduce.engines.triton.schedules import float32_split, hopper, spec_from_tensors
 from monoidreduce.plan import default_tiles, device_rates
 from monoidreduce.plan.cost import Scheduled
-from monoidreduce.runtime import dense_or_tiled, forward_replay, gradient_programs, saved_row_gradients
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime import (
+    call_context,
+    dense_or_tiled,
+    fused_expressions,
+    saved_row_gradients,
+)
+from monoidreduce.runtime.dry_run import LiveMemory
 
 from .planner_works import Size, Work, cases
 
@@ -48,25 +53,25 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def h200(again: bool = False) -> Iterator[None]:
     """Calls inside the block run as they would on an H200; ``again``: also walks over panels that were met before."""
-    bare, form, line = planner.bare, saved_row_gradients.form, descriptors.line
+    bare, form, line = planner.case_without_leaves, saved_row_gradients.form, descriptors.line
     repeated = panel_replay.repeated if again else lambda walked, *given: walked(*given)
     yes, many = (lambda *given: True), (lambda device: 132)
     there: tuple[tuple[Any, dict[str, Any]], ...] = (
         (descriptors, dict(on=yes, line=lambda length, count, block, device: line(length, count, block, _CPU))),
-        (device_rates, dict(of=lambda device: device_rates.GPUS["hopper"])),
+        (device_rates, dict(get_rates=lambda device: device_rates.GPUS["hopper"])),
         (spec_from_tensors, dict(family=lambda device: default_tiles.family(9, 0), has_tanh=yes, processors=many)),
         (saved_row_gradients, dict(form=lambda fold, leaves, sizes, engine: form(fold, leaves, sizes, "triton"))),
         (epilogue, dict(is_fast_on=yes)),
-        (gradient_programs, dict(straight=yes)),
-        (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard, contract_into=_contracted)),
-        (planner, dict(_by_kernels=yes, bare=lambda *given: replace(bare(*given), gpu=True))),
+        (call_context, dict(is_untraced=yes)),
+        (matmul, dict(free_memory=lambda device: _FREE, panel_into=_heard)),
+        (contraction, dict(contract_into=_contracted)),
+        (planner, dict(_has_kernels=yes, case_without_leaves=lambda *given: replace(bare(*given), gpu=True))),
         (panel_replay, dict(repeated=repeated)),
-        (forward_replay, dict(straight=yes)),
         (dense_or_tiled, dict(may_be_dense=lambda *given: False)),
-        (torch_code, dict(row_dot=_row_dot)),
+        (fused_expressions, dict(row_dot=_row_dot)),
         (jit_module, dict(again=lambda *given: _nothing, repeats=yes)),
-        (attention, dict(on=yes, processors=many)),
-        (float32_split, dict(on=yes)),
+        (hopper, dict(runs_warp_specialized=yes)),
+        (float32_split, dict(is_supported=yes)),
     )
     with contextlib.ExitStack() as stack:
         for module, names in there:
@@ -81,7 +86,7 @@ def _nothing(*given: Any) -> None:
 
 def _heard(*given: Any) -> None:
     """A product: whoever writes down a walk over panels hears of it as of a kernel."""
-    launch_cache.tell(_nothing, given)
+    launch_cache.report(_nothing, given)
 
 
 def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
@@ -89,10 +94,13 @@ def _contracted(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> Non
         _heard(out, weights, vectors, add)
 
 
+_plain_row_dot = fused_expressions.row_dot
+
+
 def _row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
     asks = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     found = row_kernels.dot(x, y) if x.dtype in matmul.SIXTEEN and compute is torch.float32 and not asks else None
-    return matmul.row_dot(x, y, compute) if found is None else found
+    return _plain_row_dot(x, y, compute) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Found:
     largest: tuple[tuple[int, tuple[int, ...], str], ...]  # bytes, shape, type
 
 
-class _Blocks(Alive):
+class _Blocks(LiveMemory):
     """What a GPU's allocator would have handed out."""
 
     def __init__(self, given: list[Tensor]):
@@ -114,7 +122,7 @@ class _Blocks(Alive):
     def size(self, t: Tensor) -> int:
         return -(-super().size(t) // _BLOCK) * _BLOCK
 
-    def grew(self, t: Tensor, size: int) -> None:
+    def on_growth(self, t: Tensor, size: int) -> None:
         self.whose[id(t.untyped_storage())] = (size, tuple(t.shape), str(t.dtype)[6:])
         if self.total == self.peak:
             self.then = tuple(self.whose[k] for k in self.live)

@@ -60,10 +60,10 @@ CASES: dict[str, tuple[Any, Callable[[], list[torch.Tensor]]]] = {
 def _compile(case: str, part: int, parts: int) -> None:
     """Run every ``parts``-th candidate of every fold once, so that its kernel is on disk."""
     op, make = CASES[case]
-    for session, call in tuner.sessions(autotune.recorded(op, make(), {}, backward=True).folds):
-        for choice in session.proposed()[part::parts]:
+    for session, call in tuner.make_sessions(autotune.record_call(op, make(), {}, backward=True).folds):
+        for choice in session.list_candidates()[part::parts]:
             with contextlib.suppress(Exception):  # too large for the hardware: when it is tried, it will say so
-                planner.perform(choice, *call)
+                planner.run_choice(choice, *call)
     torch.cuda.synchronize()
 
 

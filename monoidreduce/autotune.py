@@ -1,4 +1,4 @@
-"""``mr.tune``: a call is looked at once, its folds are tried with every plan that is worth it, the winners are kept."""
+"""``mr.tune``: records the folds of a call, tries every candidate plan on each, and stores the fastest."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .tuning.tuner import Tuned
 
 @dataclass(frozen=True)
 class Tuning:
-    """What came of tuning a call; ``print`` shows it.
+    """The result of tuning a call; ``print`` shows it.
 
-    ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run whole.
+    ``folds``: one entry per fold, the forward's first, and one for a call that is small enough to run dense.
 
     >>> import torch, monoidreduce as mr
     >>> found = mr.tune(mr.ops.maxsim, torch.randn(30, 8), torch.randn(40, 8), quiet=True)
@@ -32,7 +32,7 @@ class Tuning:
     folds: tuple[Tuned, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The result as plain data."""
         return {"folds": [self._plain(t) for t in self.folds]}
 
     @staticmethod
@@ -50,9 +50,9 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
     """Find the fastest plans for calls like ``function(*args)``: an op, or anything that calls ops.
 
     Every fold of the call, and of its gradient if ``backward``, is run with each plan that the cost model leaves close,
-    on these very tensors. A plan whose result is not that of the safe plan is refused, whatever its speed. Winners are
-    remembered for all lengths up to the next power of two, on disk too (``mr.cache``). Gradients are those of the
-    tensors that ask for one, or of all where none does. At a terminal a bar shows how far it is, unless ``quiet``.
+    on these tensors. A plan whose result differs from the safe plan's is refused, whatever its speed. Tuned plans are
+    stored for all lengths up to the next power of two, on disk too (``mr.cache``). Gradients are those of the tensors
+    that require one, or of all if none does. At a terminal a progress bar is shown, unless ``quiet``.
 
     Raises what the call raises.
 
@@ -66,40 +66,40 @@ def tune(function: Callable, *args: Any, backward: bool = True, quiet: bool = Fa
         raise ArgumentError(
             detail=f"mr.tune was given {type(function).__name__}", fix="Give an op, or a function that calls ops"
         )
-    met = recorded(function, args, kwargs, backward)
+    met = record_call(function, args, kwargs, backward)
     trials = _Trials(met)
     for _ in progress(trials, quiet, what="tuning"):
         pass
-    return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.crossed))
+    return Tuning((*(s.done for s, _ in trials.sessions if s.done is not None), *trials.tuned_calls))
 
 
-def recorded(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
-    """The folds that a call and its gradient run, with their leaves; by the safe plans, nothing dense."""
-    given, named = _asking(args, kwargs) if backward else (args, kwargs)
-    with registry.automatic(), follow({"call": Choice("flash")}), tuner.recorded() as met:
+def record_call(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> tuner.Recording:
+    """The folds that a call and its gradient run, with their leaves; run by the default plans, nothing dense."""
+    given, named = _require_gradients(args, kwargs) if backward else (args, kwargs)
+    with registry.automatic(), follow({"call": Choice("flash")}), tuner.record() as met:
         result = function(*given, **named)
         if backward:
-            _pull(result, [*given, *named.values()])
+            _run_backward(result, [*given, *named.values()])
     return met
 
 
 class _Trials:
-    """All trials of all folds, as something to count and to walk."""
+    """All trials of a recording, with a length for the progress bar."""
 
     def __init__(self, met: tuner.Recording):
-        self.sessions = list(tuner.sessions(met.folds))
-        self.roads = {id(met[0]): met for met in met.roads}.values()
-        self.crossed: list[Tuned] = []
+        self.sessions = list(tuner.make_sessions(met.folds))
+        self.calls = {id(call[0]): call for call in met.calls}.values()
+        self.tuned_calls: list[Tuned] = []
 
     def __len__(self) -> int:
-        return sum(len(s) for s, _ in self.sessions) + len(self.roads)
+        return sum(len(s) for s, _ in self.sessions) + len(self.calls)
 
     def __iter__(self) -> Iterator[Any]:
-        for session, call in self.sessions:
-            yield from tuner.finish(session, *call)
-        for road in self.roads:
-            if (found := tuner.cross(*road)) is not None:
-                self.crossed.append(found)
+        for session, fold_run in self.sessions:
+            yield from tuner.run_trials(session, *fold_run)
+        for call in self.calls:
+            if (found := tuner.tune_call(*call)) is not None:
+                self.tuned_calls.append(found)
             yield found
 
 
@@ -107,8 +107,8 @@ def _is_float(v: Any) -> bool:
     return isinstance(v, Tensor) and v.is_floating_point()
 
 
-def _asking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as leaves of a graph of their own, asking for the gradients that the caller's ask for."""
+def _require_gradients(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments detached, requiring the gradients that the caller's require, or all if none does."""
     some = any(_is_float(v) and v.requires_grad for v in (*args, *kwargs.values()))
 
     def own(v: Any) -> Any:
@@ -117,16 +117,16 @@ def _asking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
     return [own(v) for v in args], {n: own(v) for n, v in kwargs.items()}
 
 
-def _pull(result: Any, given: Sequence[Any]) -> None:
-    """The gradient of every floating result, with cotangents of no particular form."""
-    values = [v for v in _tensors(result) if v.requires_grad]
+def _run_backward(result: Any, given: Sequence[Any]) -> None:
+    """Compute the gradients of every floating-point result, with random cotangents."""
+    values = [v for v in _list_tensors(result) if v.requires_grad]
     inputs = [v for v in given if _is_float(v) and v.requires_grad]
     if values and inputs:
         torch.autograd.grad(values, inputs, [torch.randn_like(v) for v in values], allow_unused=True)
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def _list_tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    return [t for part in parts for t in _tensors(part)]
+    return [t for part in parts for t in _list_tensors(part)]

@@ -1,6 +1,6 @@
-"""``op.explain`` and ``op.cost``: what a call would run, why, and what that takes; in words, and as data.
+"""``op.explain`` and ``op.cost``: what a call would run, why, and what it costs, as text and as data.
 
-Nothing is run unless it is asked to be measured. Imports the plan and the engine; the decorator imports this.
+Nothing is executed unless ``measure=True`` is given.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 from .engines import triton
 from .engines.common.evaluate import Sizes
 from .plan import budget
-from .plan.budget import shown
+from .plan.budget import format_ceil as _size
 from .plan.cost import Cost, Part, Scheduled
 from .program.lower import Lowered, lower
 from .program.trace import Traced
 from .reductions import kind_of
 from .runtime import call_cost, registry
-from .runtime.live_memory import Alive
+from .runtime.dry_run import LiveMemory
 from .runtime.registry import stepper
 
-_ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of an engine that was asked for
+_ENGINES = {"eager": "flash", "triton": "flash", "panel": "panel"}  # the schedule of each engine that can be requested
 
 
 class Explanation(str):
-    """A text, which also is data: :meth:`as_dict`."""
+    """The text of an explanation; :meth:`as_dict` returns the same as data."""
 
     data: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, as JSON has it."""
+        """The explanation as plain data, which JSON can hold."""
         return self.data
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run took: seconds (the median of a few), and bytes alive at once beside the inputs."""
+    """What runs took: seconds (the median), and peak bytes beside the inputs."""
 
     seconds: float
     peak: int
@@ -67,27 +67,27 @@ def cost_of(subject: Subject, device: torch.device | str | None = None, ranks: i
     sizes = subject.sizes
     place = torch.device(device) if device is not None else sizes.device
     sizes = replace(sizes, device=torch.device("cpu") if place.type == "meta" else place)
-    found = call_cost.of_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
+    found = call_cost.estimate_program(subject.program, subject.inputs, sizes, subject.backward, ranks)
     if not subject.backward:
         return found
-    asked = call_cost.asking(subject.inputs)
-    total = call_cost.of_total(subject.traced.outputs, asked, sizes, stepper("auto", sizes.device))
-    return found if total is None else found.having(total)
+    inputs = call_cost.require_gradients(subject.inputs)
+    total = call_cost.estimate_total(subject.traced.outputs, inputs, sizes, stepper("auto", sizes.device))
+    return found if total is None else found.with_schedule(total)
 
 
 def explain(subject: Subject, measured: Measured | None) -> Explanation:
     """A call explained."""
     engine = str(registry.settings().engine)
     found = cost_of(subject)
-    runs = _runs(found, engine)
-    data = _data(subject, found, runs, engine, measured)
-    text = Explanation("\n".join(_lines(subject, found, runs, engine, data)))
+    runs = _find_running(found, engine)
+    data = _make_data(subject, found, runs, engine, measured)
+    text = Explanation("\n".join(_make_lines(subject, found, runs, engine, data)))
     text.data = data
     return text
 
 
-def _runs(found: Cost, engine: str) -> Scheduled | None:
-    """The schedule that runs; None for the oracle."""
+def _find_running(found: Cost, engine: str) -> Scheduled | None:
+    """The schedule that runs; None for the reference engine."""
     if engine == "reference":
         return None
     return found.get(_ENGINES.get(engine, ""), found.chosen)
@@ -96,7 +96,7 @@ def _runs(found: Cost, engine: str) -> Scheduled | None:
 # Data
 
 
-def _data(
+def _make_data(
     subject: Subject, found: Cost, runs: Scheduled | None, engine: str, measured: Measured | None
 ) -> dict[str, Any]:
     sizes = subject.sizes
@@ -110,17 +110,17 @@ def _data(
         "engine": engine,
         "backward": subject.backward,
         "runs": "reference" if runs is None else runs.schedule,
-        "why": _why(found, runs, engine, sizes),
-        "folds": [] if runs is None else [_fold(p, found) for p in runs.parts],
-        "schedules": [_schedule(s, found) for s in found.schedules],
-        "budget": budget.asked(),
+        "why": _explain_choice(found, runs, engine, sizes),
+        "folds": [] if runs is None else [_fold_data(p, found) for p in runs.parts],
+        "schedules": [_schedule_data(s, found) for s in found.schedules],
+        "budget": budget.requested(),
         "ceilings": found.ceilings.as_dict(),
         "measured": None if measured is None else asdict(measured),
-        "sources": [] if runs is None else _sources(runs),
+        "sources": [] if runs is None else _list_sources(runs),
     }
 
 
-def _fold(part: Part, found: Cost) -> dict[str, Any]:
+def _fold_data(part: Part, found: Cost) -> dict[str, Any]:
     e, case = part.estimate, part.case
     ceiling = e.flops / found.ceilings.rate(case.dtype)
     return {
@@ -136,12 +136,12 @@ def _fold(part: Part, found: Cost) -> dict[str, Any]:
     }
 
 
-def _schedule(s: Scheduled, found: Cost) -> dict[str, Any]:
+def _schedule_data(s: Scheduled, found: Cost) -> dict[str, Any]:
     plain = {n: getattr(s, n) for n in ("schedule", "flops", "bytes", "seconds", "held", "peak", "sent", "ranks")}
     return {**plain, "allowed": found.allows(s)}
 
 
-def _sources(runs: Scheduled) -> list[str]:
+def _list_sources(runs: Scheduled) -> list[str]:
     """The files of the generated kernels."""
     return [str(path) for p in runs.parts if p.case.kernels for path in triton.sources(p.case.fold)]
 
@@ -149,34 +149,36 @@ def _sources(runs: Scheduled) -> list[str]:
 # Words
 
 
-def _why(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
+def _explain_choice(found: Cost, runs: Scheduled | None, engine: str, sizes: Sizes) -> str:
     if runs is None or engine != "auto":
         return f"the engine {engine} was asked for"
-    if not found.schedules or not call_cost.matrix(sizes):
+    if not found.schedules or not call_cost.count_matrix_bytes(sizes):
         return "there are no pairs"
-    fastest = "predicted to be the fastest" + (f" within the budget of {shown(found.budget)}" if found.budget else "")
+    fastest = "predicted to be the fastest" + (f" within the budget of {_size(found.budget)}" if found.budget else "")
     dense = found.get("dense")
     others = [s for s in found.schedules if s.ranks == 1 and s.schedule not in ("dense", "total")]
     if runs is dense and others:
         gain = others[0].seconds / runs.seconds
         return (
-            f"folding costs more than it saves: a matrix of pairs is {shown(runs.held)}, and run whole, with nothing "
+            f"folding costs more than it saves: a matrix of pairs is {_size(runs.held)}, and run whole, with nothing "
             f"computed twice, the call is predicted {gain:.2f} times as fast as {others[0].schedule}"
         )
-    if found.dense is None:  # nothing is run whole where kernels are
+    if found.dense is None:  # never dense on a device with kernels
         return fastest
     if dense is not None and dense.seconds < runs.seconds and found.allows(dense):
-        return f"dense would be faster, {_ms(dense.seconds)}, but not so clearly that it were worth {shown(dense.peak)}"
-    if dense is not None and dense.seconds < runs.seconds:
-        room = f"the budget of {shown(found.budget)}" if found.budget else f"{shown(found.dense)} without a budget"
         return (
-            f"the fastest that is allowed; dense would take {_ms(dense.seconds)}, but hold {shown(dense.peak)} with "
-            f"matrices of pairs of {shown(dense.held)}, above {room}"
+            f"dense would be faster, {_time(dense.seconds)}, but not so clearly that it were worth {_size(dense.peak)}"
+        )
+    if dense is not None and dense.seconds < runs.seconds:
+        room = f"the budget of {_size(found.budget)}" if found.budget else f"{_size(found.dense)} without a budget"
+        return (
+            f"the fastest that is allowed; dense would take {_time(dense.seconds)}, but hold {_size(dense.peak)} with "
+            f"matrices of pairs of {_size(dense.held)}, above {room}"
         )
     return fastest
 
 
-def _lines(
+def _make_lines(
     subject: Subject, found: Cost, runs: Scheduled | None, engine: str, data: Mapping[str, Any]
 ) -> Iterator[str]:
     sizes, program = subject.sizes, subject.program
@@ -196,11 +198,11 @@ def _lines(
     for part, fold in zip(runs.parts, data["folds"], strict=True):
         yield _fold_line(part, fold)
     if runs.schedule == "dense":
-        yield f"  whole matrices of pairs, gradients by autograd; {_ms(runs.seconds)}, {shown(runs.peak)} at once"
+        yield f"  whole matrices of pairs, gradients by autograd; {_time(runs.seconds)}, {_size(runs.peak)} at once"
     yield f"predicted, {'forward and backward' if subject.backward else 'forward'} ({found.ceilings.name}):"
-    yield from _table(found, runs)
+    yield from _make_table(found, runs)
     if data["measured"]:
-        yield f"measured: {_ms(data['measured']['seconds'])}, {shown(data['measured']['peak'])} at once"
+        yield f"measured: {_time(data['measured']['seconds'])}, {_size(data['measured']['peak'])} at once"
     for path in data["sources"]:
         yield f"generated: {path}"
 
@@ -209,21 +211,21 @@ def _fold_line(part: Part, fold: Mapping[str, Any]) -> str:
     where = "backward" if part.backward else "forward"
     skipped = f", {100 * fold['skipped']:.0f} % of the pairs skipped" if fold["skipped"] else ""
     share = f", {100 * fold['share_of_ceiling']:.0f} % of the products' ceiling" if fold["flops"] else ""
-    return f"  {where}: {fold['fold']}: {part.choice}; {_ms(fold['seconds'])}{share}{skipped}"
+    return f"  {where}: {fold['fold']}: {part.choice}; {_time(fold['seconds'])}{share}{skipped}"
 
 
-def _table(found: Cost, runs: Scheduled) -> Iterator[str]:
+def _make_table(found: Cost, runs: Scheduled) -> Iterator[str]:
     for s in found.schedules:
         mark = "runs" if s is runs else "not allowed" if not found.allows(s) else f"{s.seconds / runs.seconds:.2f} ×"
         mark = "by op.total" if s.schedule == "total" else mark
-        sent = f", {shown(int(s.sent))} sent by each of {s.ranks} ranks" if s.ranks > 1 else ""
+        sent = f", {_size(int(s.sent))} sent by each of {s.ranks} ranks" if s.ranks > 1 else ""
         yield (
-            f"  {s.schedule:10} {_ms(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {shown(int(s.bytes))} moved, "
-            f"{shown(s.peak)} at once{sent}  ({mark})"
+            f"  {s.schedule:10} {_time(s.seconds):>10}, {s.flops / 1e9:.3g} GFLOP, {_size(int(s.bytes))} moved, "
+            f"{_size(s.peak)} at once{sent}  ({mark})"
         )
 
 
-def _ms(seconds: float) -> str:
+def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -231,29 +233,31 @@ def _ms(seconds: float) -> str:
 
 
 def measure(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool) -> Measured:
-    """Run a call a few times, with its gradients where one of its arguments asks for them."""
+    """Run a call a few times and measure it, with gradients if an argument requires one."""
     given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     wanted = [t for t in given if t.requires_grad] if backward else []
 
     def step() -> None:
-        results = [v for v in _tensors(call(*args, **kwargs)) if v.requires_grad]
+        results = [v for v in _list_tensors(call(*args, **kwargs)) if v.requires_grad]
         if wanted and results:
             ones = [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in results]
             torch.autograd.grad(results, wanted, ones, allow_unused=True)
 
     step()
     device = next((t.device for t in given), torch.device("cpu"))
-    return Measured(statistics.median(_seconds(step, device) for _ in range(5)), _peak(step, given, device))
+    return Measured(
+        statistics.median(_measure_seconds(step, device) for _ in range(5)), _measure_peak(step, given, device)
+    )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [t for part in parts for t in _tensors(part)]
+    return [t for part in parts for t in _list_tensors(part)]
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
+def _measure_seconds(step: Callable[[], None], device: torch.device) -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     wait(device)
     start = time.perf_counter()
@@ -262,9 +266,9 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _peak(step: Callable[[], None], given: Sequence[Tensor], device: torch.device) -> int:
+def _measure_peak(step: Callable[[], None], given: Sequence[Tensor], device: torch.device) -> int:
     if device.type != "cuda":
-        with Alive(given) as alive:
+        with LiveMemory(given) as alive:
             step()
         return alive.peak
     torch.cuda.reset_peak_memory_stats(device)

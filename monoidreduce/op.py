@@ -24,19 +24,18 @@ from .errors import ArgumentError, MonoidReduceError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
 from .plan import panel_layout
-from .plan.budget import asked as budget_asked
 from .plan.budget import budget
+from .plan.budget import requested as budget_asked
 from .plan.cost import Cost
 from .program import declarations
 from .program.expression import Expr
 from .program.lower import Lowered, lower
 from .program.trace import Traced, place
-from .runtime import autocast, dynamo, gradient_programs, layer_replay, logit_rounding, registry
+from .runtime import call_context, dynamo, layer_replay, logit_rounding, registry
 from .runtime import gradient_in_forward as known
 from .runtime.bind import check_kind, check_sizes, inputs_of, padded, sizes_of
-from .runtime.call import Form, Plan, formed
-from .runtime.call_cache import Plans
-from .runtime.traced_programs import Programs
+from .runtime.call import CallForm, Plan, formed
+from .runtime.call_cache import Plans, Programs
 from .stream import Prepared, Stream
 
 _MEASURED = 256  # kinds of calls whose measurements are kept
@@ -83,12 +82,12 @@ class Op(dynamo.Compiled):
         """A call by the long way; ``key``: what its plan is to be found by, if it is an ordinary one."""
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
-            layer_replay.spoil()
+            layer_replay.fail_recording()
         if agreement.current_layout() is not None or dtensors.any_dtensor((*args, *kwargs.values())):
             return self._divided(args, kwargs)
-        device = autocast.region(args or kwargs.values())
+        device = call_context.autocast_device(args or kwargs.values())
         if device is not None:
-            return autocast.run(self, self.parameters, device, args, kwargs)
+            return call_context.call_in_autocast(self, self.parameters, device, args, kwargs)
         plan, bound = self._planned(args, kwargs, registry.engine(), None if form is None else form.order)
         if key is not None:
             self._plans.keep(key, plan)
@@ -120,12 +119,14 @@ class Op(dynamo.Compiled):
         if key is not None or not _is_wide(form, given):
             plan = self._total(args, kwargs, form, key)
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
-        layer_replay.spoil()  # what is taken in the forward depends on who asks for gradients
+        layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
         plain = (
-            autocast.region(given) is None and agreement.current_layout() is None and not dtensors.any_dtensor(given)
+            call_context.autocast_device(given) is None
+            and agreement.current_layout() is None
+            and not dtensors.any_dtensor(given)
         )
         engine = registry.engine()
-        if plain and gradient_programs.straight() and engine != "reference":
+        if plain and call_context.is_untraced() and engine != "reference":
             traced, bound, sizes, _ = self._prepare(args, kwargs)
             inputs = {n: padded(v, self.parameters[n], len(sizes.batch)) for n, v in bound.items()}
             found = known.summed(traced.outputs, inputs, sizes, engine, registry.stepper(engine, sizes.device))
@@ -157,7 +158,7 @@ class Op(dynamo.Compiled):
         """
         return tune(self, *args, backward=backward, quiet=quiet, **kwargs)
 
-    def _total(self, args: tuple, kwargs: dict, form: Form | None, key: tuple | None) -> Plan | None:
+    def _total(self, args: tuple, kwargs: dict, form: CallForm | None, key: tuple | None) -> Plan | None:
         """The plan of an ordinary call's sums, where they are of numbers per row."""
         if form is None or key is None:
             return None
@@ -310,7 +311,7 @@ class Op(dynamo.Compiled):
         try:
             values = self._bind(args, kwargs)
             sizes, out = sizes_of(self.parameters, values, agreement.pairs_have_all_columns())
-            traced = self._programs.traced(values)
+            traced = self._programs.trace(values)
             sizes = agreement.place_call(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are
                 check_sizes(traced.outputs, sizes)
@@ -348,7 +349,7 @@ class Op(dynamo.Compiled):
         return f"{place(self.function).split(':')[0]}, called with " + ", ".join(f"{n}={shown(v)}" for n, v in given)
 
 
-def _is_wide(form: Form | None, values: Sequence[Any]) -> bool:
+def _is_wide(form: CallForm | None, values: Sequence[Any]) -> bool:
     """Whether an argument may have features enough; asked first, for it costs nothing."""
     given = () if form is None else [values[at] for at in form.vectors]
     return True in [isinstance(v, Tensor) and v.dim() > 0 and v.shape[-1] > panel_layout.NARROW for v in given]

@@ -59,12 +59,12 @@ def looking(monkeypatch: pytest.MonkeyPatch):
     did: not in this test, where it changes."""
 
     # Not imported above: Triton may not be imported before its interpreter is asked for (tests/interpret/conftest.py).
-    from monoidreduce.runtime.layer_replay import Outlines
+    from monoidreduce.runtime.layer_replay import LayerReplay
     from tests.support import internals
 
     def say(looks: bool) -> None:
         internals.hide_labels(monkeypatch, not looks)
-        monkeypatch.setattr(Outlines, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
+        monkeypatch.setattr(LayerReplay, "__call__", lambda self, args, kwargs: self.layer(*args, **kwargs))
 
     return say
 

@@ -56,13 +56,13 @@ class _DenseWriter(Writer):
             return self._line(f"{self.names[e.args[0]]}[{e.attrs[0]}]")
         if e.op in ("dot", "sqdist"):
             x, y = (self._raised(a) for a in (e.args if e.args[0].rows else e.args[::-1]))
-            return self._line(f"{self._keep(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
+            return self._line(f"{self.hold(_dot if e.op == 'dot' else _sqdist)}({x}, {y})")
         return super()._node(e)
 
     def _fold(self, e: Expr) -> str:
         used = frozenset(k for r, k in self.used if r is e)
         compute, given = kind_of(e).whole_form(e, self, used)
-        return self._line(f"{self._keep(compute)}(S, {', '.join(given)})")
+        return self._line(f"{self.hold(compute)}(S, {', '.join(given)})")
 
     def vectors(self, e: Expr) -> str:
         """Row or column vectors, in the compute type."""
@@ -76,14 +76,14 @@ class _DenseWriter(Writer):
 
     def matrix(self, e: Expr) -> str:
         """A number per pair, as a whole matrix [*batch, M, N]."""
-        return self._line(f"{self._keep(_expand_matrix)}({self._on_pairs(e)}, S)")
+        return self._line(f"{self.hold(_expand_matrix)}({self._on_pairs(e)}, S)")
 
     def field(self, e: Expr) -> str:
         """A number [*batch, M, N] or a vector [*batch, M, N, f] per pair, broadcast or not."""
         return (
             self._on_pairs(e)
             if e.feature is None
-            else self._line(f"{self._keep(_expand_vectors)}({self._on_pairs(e)}, S)")
+            else self._line(f"{self.hold(_expand_vectors)}({self._on_pairs(e)}, S)")
         )
 
     def _on_pairs(self, e: Expr) -> str:

@@ -8,9 +8,6 @@ May import the errors, the algebra, the program and the decorator; never an engi
 torch.Size([5, 4])
 """
 
-import types
-
-from . import checks
 from .attention import AttentionOutput, attention, attention_decode, document_ids
 from .contrastive import contrastive_loss
 from .cross_entropy import CrossEntropy, cross_entropy, cross_entropy_given, linear_cross_entropy
@@ -62,7 +59,3 @@ __all__ = [
     "sinkhorn_step",
     "softmin",
 ]
-
-for _name in __all__:  # over many ranks, what one of them refuses is refused by all
-    if isinstance(globals()[_name], types.FunctionType):
-        globals()[_name] = checks.together(globals()[_name])

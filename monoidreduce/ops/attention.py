@@ -89,6 +89,7 @@ def _attention(
     return AttentionOutput(y, torch.logaddexp(z, sinks)) if return_lse else y
 
 
+@checks.together
 def attention(
     q: Tensor,
     k: Tensor,
@@ -179,6 +180,7 @@ def attention(
     return result if layout is None else layout.merged(result)
 
 
+@checks.together
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -231,6 +233,7 @@ def attention_decode(
     )
 
 
+@checks.together
 def document_ids(lengths: Tensor) -> Tensor:
     """The document of every token of a packed sequence, from the documents' lengths.
 

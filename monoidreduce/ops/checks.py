@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..engines.ranks import agreement
 from ..errors import ArgumentError, DeviceError, DTypeError, LabelError, MonoidReduceError, ShapeError
-from ..runtime import autocast, layer_replay
-from ..runtime.gradient_programs import PLAIN, plain
+from ..runtime import call_context, layer_replay
+from ..runtime.call_context import PLAIN
 
 Reduction = Literal["mean", "sum", "none"]
 Layer = TypeVar("Layer", bound=Callable)
@@ -98,7 +98,11 @@ def once(check: Callable) -> Callable:
 
 def _looked(given: tuple) -> tuple | None:
     """All that such a check depends on; None where that is not said cheaply."""
-    if torch.compiler.is_dynamo_compiling() or autocast.anywhere() or agreement.current_layout() is not None:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or agreement.current_layout() is not None
+    ):
         return None
     found: list[Any] = []
     for value in given:
@@ -170,7 +174,7 @@ def per_row(name: str, value: Any, x: Tensor) -> None:
 def alike(**tensors: Tensor) -> None:
     """One number type (outside autocast, which makes it so) and one device."""
     first, *rest = tensors.values()
-    if any(t.dtype != first.dtype for t in rest) and autocast.region(tensors.values()) is None:
+    if any(t.dtype != first.dtype for t in rest) and call_context.autocast_device(tensors.values()) is None:
         mixed = ", ".join(f"{name} is {str(t.dtype)[6:]}" for name, t in tensors.items())
         raise DTypeError(detail=f"arguments mix number types: {mixed}")
     _one_device(tensors)
@@ -240,7 +244,7 @@ def visible(t: Tensor) -> bool:
 
     Under a compiler or a transform there is nothing to look at.
     """
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and plain([t])
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and call_context.are_plain([t])
 
 
 def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
@@ -302,18 +306,17 @@ def undivided() -> bool:
     return agreement.current_layout() is None
 
 
-@functools.cache  # one and the same for all names of a layer
 def together(layer: Layer) -> Layer:
-    """A layer whose checks, where they fail on one rank of a group, fail on all; its own Python is done once for calls
-    of one kind (``runtime/layer_replay.py``)."""
-    outlines = layer_replay.Outlines(layer)
+    """Decorate a layer. Over several ranks, an error that its checks raise on one of them is raised on all; elsewhere
+    repeated calls of one kind replay its Python (``runtime/layer_replay.py``)."""
+    replay = layer_replay.LayerReplay(layer)
 
     @functools.wraps(layer)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return layer(*args, **kwargs)
-        if not agreement.is_divided():
-            return outlines(args, kwargs)
+        if torch.compiler.is_dynamo_compiling() or layer_replay.recording.get() is not None:
+            return layer(*args, **kwargs)  # inside another layer that is being recorded, this one is a part of it
+        if agreement.layout_in_force.get() is None:
+            return replay(args, kwargs)
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:

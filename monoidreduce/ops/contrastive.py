@@ -68,6 +68,7 @@ def _contrastive_loss(
     return [loss for loss, _ in ways], [count for _, count in ways if count is not None]
 
 
+@checks.together
 def contrastive_loss(
     x: Tensor,
     y: Tensor | None,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from ..engines.common import matmul
 from ..engines.ranks import agreement
 from ..errors import ArgumentError
 from ..runtime import layer_replay
+from ..runtime.fused_expressions import label_share, label_share_kernel
 from . import checks, heads
 from . import language as mr
 
@@ -120,6 +120,7 @@ def _against_probabilities(
     return rows
 
 
+@checks.together
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -296,7 +297,7 @@ def _of_labels(
     return sums, kept
 
 
-_share = layer_replay.step(matmul.share, matmul.sharer)
+_share = layer_replay.step(label_share, label_share_kernel)
 
 
 def _kept(y: Tensor, kept: Tensor | None) -> Tensor:
@@ -364,6 +365,7 @@ def _accuracy(found: dict[str, Tensor], reduction: str) -> Tensor:
     return checks.averaged(found["right"].to(found["loss"].dtype), found.get("counted"), None, reduction)
 
 
+@checks.together
 def cross_entropy_given(
     x: Tensor,
     weight: Tensor,

@@ -129,6 +129,7 @@ def _reduced(
     return checks.reduced(shaped(_two_heads(*given)), reduction, token_weights)
 
 
+@checks.together
 def linear_cross_entropy_soft(
     x: Tensor,
     weight: Tensor,
@@ -174,6 +175,7 @@ def linear_cross_entropy_soft(
     return _divergence("cross_entropy", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
+@checks.together
 def linear_kl(
     x: Tensor,
     weight: Tensor,
@@ -214,6 +216,7 @@ def linear_kl(
     return _divergence("kl", student, teacher, temperature, token_weights, reduction, reverse=reverse)
 
 
+@checks.together
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -263,6 +266,7 @@ def linear_jsd(
     )
 
 
+@checks.together
 def cross_entropy_distributions(
     p: Tensor, c: Tensor, q: Tensor, t: Tensor, *, reduction: checks.Reduction = "mean"
 ) -> Tensor:

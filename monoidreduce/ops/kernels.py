@@ -49,6 +49,7 @@ def _kernel_vectors(x: mr.Row["d"], y: mr.Col["d"], b: mr.Col["e"], kernel: str,
     return mr.sum(_kernel(x, y, kernel, bandwidth) * b)
 
 
+@checks.together
 def kernel_sum(
     x: Tensor,
     y: Tensor,
@@ -93,6 +94,7 @@ def _kernel_logsumexp(x: mr.Row["d"], y: mr.Col["d"], kernel: str, bandwidth: fl
     return mr.logsumexp(s if log_weights is None else s + log_weights)
 
 
+@checks.together
 def kernel_logsumexp(
     x: Tensor,
     y: Tensor,
@@ -144,6 +146,7 @@ def _softmin(x: mr.Row["d"], y: mr.Col["d"], h: mr.Col, eps: float, cost: str):
     return -eps * mr.logsumexp(h - (square if cost == "sqeuclidean" else root(square)) / eps)
 
 
+@checks.together
 def softmin(x: Tensor, y: Tensor, h: Tensor, *, eps: float | Tensor, cost: Cost = "sqeuclidean") -> Tensor:
     """The soft minimum of a cost: -ε log Σ_j exp(h_j - C(x_i, y_j) / ε), the one operation of entropic transport.
 
@@ -188,6 +191,7 @@ class Sinkhorn(NamedTuple):
     g: Any
 
 
+@checks.together
 def sinkhorn_step(
     x: Tensor,
     y: Tensor,
@@ -225,6 +229,7 @@ def sinkhorn_step(
         return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
+@checks.together
 def sinkhorn(
     x: Tensor,
     y: Tensor,

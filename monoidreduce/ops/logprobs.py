@@ -58,6 +58,7 @@ def _logprobs(
     return found
 
 
+@checks.together
 def linear_logprobs(
     x: Tensor,
     weight: Tensor,
@@ -125,6 +126,7 @@ def _entropy(
     return heads.entropy(heads.shifted(s, careful), bias is not None)
 
 
+@checks.together
 def linear_entropy(
     x: Tensor,
     weight: Tensor,

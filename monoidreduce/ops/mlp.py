@@ -69,6 +69,7 @@ def _mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * q)
 
 
+@checks.together
 def mlp(
     x: Tensor,
     p: Tensor,
@@ -128,6 +129,7 @@ def _gated_mlp(
     return mr.sum((h if dropout_p is None else mr.dropout(h, dropout_p, seed)) * down)
 
 
+@checks.together
 def gated_mlp(
     x: Tensor,
     gate: Tensor,

@@ -55,6 +55,7 @@ def _knn(x: mr.Row["d"], y: mr.Col["d"], k: int, metric: str, exclude_self: bool
     return Neighbours(root(values) if euclidean else values, indices)
 
 
+@checks.together
 def knn(x: Tensor, y: Tensor, k: int, *, metric: Metric = "euclidean", exclude_self: bool = False) -> Neighbours:
     """The k nearest y of each x, nearest first.
 
@@ -89,6 +90,7 @@ def _kmeans_assign(x: mr.Row["d"], centroids: mr.Col["d"], metric: str):
     return Neighbours(best(near), at(near))
 
 
+@checks.together
 def kmeans_assign(x: Tensor, centroids: Tensor, *, metric: Metric = "sqeuclidean") -> Neighbours:
     """The nearest centroid of each x, and how near it is.
 
@@ -128,6 +130,7 @@ def _maxsim(
     return mr.sum(best if q_lengths is None else torch.where(mr.row_index < q_lengths, best, 0.0), over="rows")
 
 
+@checks.together
 def maxsim(
     q: Tensor,
     d: Tensor,
@@ -196,6 +199,7 @@ def _chamfer(
     )
 
 
+@checks.together
 def chamfer(
     x: Tensor,
     y: Tensor,

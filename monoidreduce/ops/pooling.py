@@ -36,6 +36,7 @@ def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[False] = F
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: Literal[True]) -> MaxPool: ...
 @overload
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool) -> Tensor | MaxPool: ...
+@checks.together
 def max_pool_product(x: Tensor, w: Tensor, *, return_indices: bool = False) -> Tensor | MaxPool:
     """The largest product of each row with any column, ``max_j ⟨x_i, w_j⟩``.
 

@@ -56,6 +56,7 @@ def _sample(
     return Sample(drawn, torch.where(drawn < 0, -math.inf, logit - mr.logsumexp(s)))
 
 
+@checks.together
 def linear_sample(
     x: Tensor,
     weight: Tensor,
@@ -121,6 +122,7 @@ def _topk(
     return TopK(best.values - mr.logsumexp(s) if log_probs else best.values, best.indices)
 
 
+@checks.together
 def linear_topk(
     x: Tensor,
     weight: Tensor,
@@ -166,6 +168,7 @@ def _argmax(x: mr.Row["d"], weight: mr.Col["d"], bias: mr.Col | None = None):
     return mr.argmax(heads.logits(x, weight, bias, None, None))
 
 
+@checks.together
 def linear_argmax(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The class of the largest logit of each row, the first of equals, as greedy decoding takes it.
 

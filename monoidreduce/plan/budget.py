@@ -1,9 +1,9 @@
 """How much memory a call may take besides its inputs, its results and their gradients.
 
-``mr.budget("256MB")`` bounds what is held of pairs (tiles, panels) and the float32 totals of 16-bit gradients: in a
-block, for a function or one op's calls, or as the process's default. Without it a small share of the free memory is
-taken. More memory means fewer, larger products; a budget that cannot be met raises :class:`BudgetError`, which says
-the least that could. Where memory runs out all the same, a fold is tried once more with a part of the room
+``mr.budget("256MB")`` bounds pairwise buffers (tiles, panels) and the float32 accumulators of 16-bit gradients: in a
+block, for a function or one op's calls, or as the process's default. By default, pairwise buffers use a small fraction
+of free memory. More memory means fewer, larger products. A budget that cannot be met raises :class:`BudgetError`, which
+says how much would be enough. If memory runs out all the same, a fold is run once more with less
 (``engines/common/oom_retry.py``).
 """
 
@@ -17,20 +17,20 @@ import re
 from collections.abc import Callable, Iterator
 
 from ..errors import ArgumentError
-from .environment import Variable
+from .environment import EnvironmentVariable
 
-LEAST = 8 * 2**20  # what is taken without a budget even where memory is short
-_SHARE = 64  # of the free memory, one part in so many
+LEAST = 8 * 2**20  # bytes allowed without a budget even if little memory is free
+_SHARE = 64  # without a budget, one 64th of the free memory is used
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_asked: contextvars.ContextVar[int | None] = contextvars.ContextVar("budget", default=None)
-_parts: contextvars.ContextVar[int] = contextvars.ContextVar("parts", default=1)
+_block: contextvars.ContextVar[int | None] = contextvars.ContextVar("budget", default=None)
+_shrink: contextvars.ContextVar[int] = contextvars.ContextVar("shrink", default=1)
 VARIABLE = "MONOIDREDUCE_BUDGET"
-_process = Variable(VARIABLE)
-LESS = 8  # of the room, a fold that ran out of memory is tried again with one part in so many
+_process = EnvironmentVariable(VARIABLE)
+SHRINK = 8  # an OOM retry runs with one eighth of the memory
 
 
 def parse(limit: int | str) -> int:
-    """A number of bytes from an int or a text such as ``"256MB"`` or ``"1.5 GiB"``."""
+    """Bytes from an int or a text such as ``"256MB"`` or ``"1.5 GiB"``; raises ArgumentError for anything else."""
     if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
         return limit
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
@@ -43,7 +43,7 @@ def parse(limit: int | str) -> int:
 
 
 class budget(contextlib.ContextDecorator):
-    """Bound the memory of pairs: bytes, or a text such as ``"256MB"``. A block, or a decorator of any function.
+    """Bound the memory of pairs: bytes, or a text such as ``"256MB"``. A context manager, or a decorator.
 
     A backward keeps the budget that its forward had. ``mr.budget.default("1GB")`` sets what holds outside of any block.
 
@@ -57,20 +57,20 @@ class budget(contextlib.ContextDecorator):
         self.bytes = parse(limit)
         self._tokens: list[contextvars.Token] = []
 
-    def _recreate_cm(self) -> budget:  # of a decorated function, for each call
+    def _recreate_cm(self) -> budget:  # a fresh block for each call of a decorated function
         return budget(self.bytes)
 
     def __enter__(self) -> None:
-        self._tokens.append(_asked.set(self.bytes))
+        self._tokens.append(_block.set(self.bytes))
 
     def __exit__(self, *error: object) -> None:
-        _asked.reset(self._tokens.pop())
+        _block.reset(self._tokens.pop())
 
     @staticmethod
     def default(limit: int | str | None) -> None:
-        """Set the budget of this process outside of any block; None: a share of the free memory again.
+        """Set the budget of this process outside of any block; None: a fraction of free memory again.
 
-        The variable ``MONOIDREDUCE_BUDGET`` says the same, also to processes that this one starts.
+        Sets the variable ``MONOIDREDUCE_BUDGET``, which processes started by this one inherit.
         """
         if limit is None:
             os.environ.pop(VARIABLE, None)
@@ -79,23 +79,23 @@ class budget(contextlib.ContextDecorator):
 
 
 @functools.lru_cache(maxsize=8)
-def _of_process(said: str) -> int:
-    return parse(int(said) if said.isdigit() else said)
+def _parse_default(text: str) -> int:
+    return parse(int(text) if text.isdigit() else text)
 
 
-def asked() -> int | None:
+def requested() -> int | None:
     """The budget in force: the innermost block's, else the process's default, else None."""
-    found = _asked.get()
+    found = _block.get()
     if found is not None:
         return found
-    said = _process.said()
-    return _of_process(said) if said else None
+    text = _process.read()
+    return _parse_default(text) if text else None
 
 
 @contextlib.contextmanager
-def kept(limit: int | None) -> Iterator[None]:
-    """A forward's budget in its backward, which another thread may run."""
-    if limit is None or limit == _asked.get():
+def restore(limit: int | None) -> Iterator[None]:
+    """Set a forward's budget for its backward, which may run in another thread."""
+    if limit is None or limit == _block.get():
         yield
         return
     with budget(limit):
@@ -103,28 +103,28 @@ def kept(limit: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def less() -> Iterator[None]:
-    """Plans made inside the block take a part of the room that they would have taken."""
-    token = _parts.set(LESS)
+def shrink() -> Iterator[None]:
+    """Plans made inside the block use 1 / ``SHRINK`` of the memory: for an OOM retry."""
+    token = _shrink.set(SHRINK)
     try:
         yield
     finally:
-        _parts.reset(token)
+        _shrink.reset(token)
 
 
-def parts() -> int:
-    """Into how many parts the room is divided, of which one may be taken."""
-    return _parts.get()
+def shrink_factor() -> int:
+    """``SHRINK`` in an OOM retry, else 1: memory limits are divided by it."""
+    return _shrink.get()
 
 
-def limit(free: Callable[[], int], least: int = 0) -> int:
-    """Bytes that may be taken where ``free()`` are free: what was asked for, else a share, no less than ``least``."""
-    room = asked() or max(LEAST, least, free() // _SHARE)
-    return max(min(room, least), room // _parts.get())
+def allowed_bytes(free: Callable[[], int], least: int = 0) -> int:
+    """Bytes of pairwise buffers that may be allocated: the budget, or a share of ``free()`` and at least ``least``."""
+    room = requested() or max(LEAST, least, free() // _SHARE)
+    return max(min(room, least), room // _shrink.get())
 
 
-def given(size: int) -> str:
-    """Bytes that were given, as people write them; rounded down, so that too little never looks like enough."""
+def format_floor(size: int) -> str:
+    """Bytes as text, rounded down: for what was given, so that too little never looks like enough."""
     for unit in ("GB", "MB", "kB"):
         one = _UNITS[unit.upper()]
         if size >= 10 * one:
@@ -133,8 +133,8 @@ def given(size: int) -> str:
     return f"{size}B"
 
 
-def shown(size: int) -> str:
-    """Bytes as people write them; rounded up, so that what is shown suffices."""
+def format_ceil(size: int) -> str:
+    """Bytes as text, rounded up: for what is needed, so that what is shown suffices."""
     for unit in ("GB", "MB", "kB"):
         one = _UNITS[unit.upper()]
         if size >= 10 * one:

@@ -1,4 +1,4 @@
-"""The cache on disk as a user sees it, ``mr.cache``: where it is, what is in it; clearing, sharing and taking plans.
+"""``mr.cache``: the cache on disk. Where it is, what it holds; clearing it, exporting and importing tuned plans.
 
 >>> import monoidreduce as mr
 >>> mr.cache.path().is_absolute()
@@ -22,29 +22,29 @@ __all__ = ["Key", "Record", "clear", "export", "import_", "path", "plans"]
 
 
 def path() -> Path:
-    """The folder of everything that is kept: ``$MONOIDREDUCE_CACHE``, else in the user's own cache folder.
+    """The cache folder: ``$MONOIDREDUCE_CACHE``, else a folder in the user's own cache folder.
 
     >>> import monoidreduce as mr
     >>> mr.cache.path().is_absolute()
     True
     """
-    return disk.base().absolute()
+    return disk.cache_root().absolute()
 
 
 def plans() -> list[Record]:
-    """The plans on disk that were tuned, of every device and version: ``.key``, ``.plan`` and ``.measured`` of each.
+    """The tuned plans on disk, for every device and version: ``.key``, ``.plan`` and ``.measured`` of each.
 
     >>> import monoidreduce as mr
     >>> all(plan.key.program for plan in mr.cache.plans())
     True
     """
-    return plan_records.records()
+    return plan_records.list_records()
 
 
 def clear(*, kernels: bool = True) -> int:
-    """Remove all plans, and the kernels' texts unless told not to; how many files went.
+    """Delete all plans, and the kernels' sources unless ``kernels=False``; returns the number of files deleted.
 
-    What this process holds in memory is forgotten too: plans are chosen anew. A missing cache is an empty one.
+    Plans in this process's memory are dropped too. A missing cache counts as an empty one.
 
     >>> import monoidreduce as mr, os, tempfile
     >>> from unittest import mock
@@ -54,17 +54,17 @@ def clear(*, kernels: bool = True) -> int:
     """
     count = 0
     for name in (plan_records.FOLDER, KERNELS) if kernels else (plan_records.FOLDER,):
-        place = disk.base() / name
+        place = disk.cache_root() / name
         if place.is_dir() and not place.is_symlink():
-            count += sum(disk.remove(file) for file in disk.files(place, _SUFFIXES[name]))
+            count += sum(disk.remove(file) for file in disk.list_files(place, _SUFFIXES[name]))
     plan_records.forget()
     return count
 
 
 def export(file: str | os.PathLike[str]) -> int:
-    """Write all plans to one JSON file, to be taken by ``import_`` elsewhere; how many there were.
+    """Write all plans to one JSON file, for ``import_`` elsewhere; returns their number.
 
-    Raises CacheError where the file cannot be written.
+    Raises CacheError if the file cannot be written.
 
     >>> import monoidreduce as mr, tempfile, os
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def export(file: str | os.PathLike[str]) -> int:
     found = plans()
     body = {"format": plan_records.FORMAT, "plans": [r.to_json() for r in found]}
     try:
-        disk.put(Path(file), plan_records.text(body).encode())
+        disk.write_or_raise(Path(file), plan_records.canonical_json(body).encode())
     except OSError as error:
         raise CacheError(
             detail=f"plans cannot be written to {os.fspath(file)}: {error}", fix="Name a file in a folder of yours"
@@ -84,10 +84,10 @@ def export(file: str | os.PathLike[str]) -> int:
 
 
 def import_(file: str | os.PathLike[str]) -> int:
-    """Take the plans of a file that ``export`` wrote, in place of ours for the same programs and shapes; how many.
+    """Store the plans of a file that ``export`` wrote, in place of ours with the same keys; returns their number.
 
-    A plan serves the device and the versions it was measured with, so that taking another machine's does no harm. The
-    whole file is read and checked before anything is kept; CacheError says what is wrong with it.
+    A plan is used only on the device and with the versions it was measured with, so importing another machine's is
+    safe. The whole file is checked before anything is stored; CacheError says what is wrong with it.
 
     >>> import monoidreduce as mr, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -95,19 +95,19 @@ def import_(file: str | os.PathLike[str]) -> int:
     ...     mr.cache.export(file) == mr.cache.import_(file)
     True
     """
-    found = _checked(Path(file))
+    found = _read_records(Path(file))
     for record in found:
         plan_records.remember(record)
     return len(found)
 
 
-def _checked(file: Path) -> list[Record]:
+def _read_records(file: Path) -> list[Record]:
     try:
         with file.open("rb") as opened:
             data = opened.read(disk.LARGEST + 1)
     except OSError as error:
         raise CacheError(detail=f"plans cannot be read from {file}: {error}", fix="Name a file of export") from None
-    body = plan_records.parsed(data) if len(data) <= disk.LARGEST else None
+    body = plan_records.parse_json(data) if len(data) <= disk.LARGEST else None
     if (
         not isinstance(body, dict)
         or not isinstance(body.get("plans"), list)
@@ -117,10 +117,10 @@ def _checked(file: Path) -> list[Record]:
             detail=f"{file} holds no plans in the form that this version knows",
             fix="Give a file that mr.cache.export of the same version wrote",
         )
-    return list(_records(file, body["plans"]))
+    return list(_parse_records(file, body["plans"]))
 
 
-def _records(file: Path, given: list) -> Iterable[Record]:
+def _parse_records(file: Path, given: list) -> Iterable[Record]:
     for at, one in enumerate(given):
         record = Record.from_json(one)
         if record is None:

@@ -1,19 +1,21 @@
-"""What could run a fold, cheapest first as the cost model sees it, and which of it does.
+"""The schedules that could run a fold, ranked by the cost model, and the choice among them.
 
-:func:`candidates` lists, :func:`offered` lists those that need no measurement, :func:`choose` takes the first of these
-that the budget allows, unless a block says what to follow or a measured winner is remembered.
+- :func:`rank_candidates`: all of them, for the tuner;
+- :func:`rank_untuned`: those that may run without having been measured;
+- :func:`choose`: what runs. A choice set by ``follow``, else a tuned plan, else the cheapest that the budget allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from . import budget, cost, tiles
-from .op_counts import Case, directions
-from .schedule import Choice, told
+from . import budget, cost, plan_records, tiles
+from .op_counts import Case, folded_axes
+from .plan_records import Key
+from .schedule import Choice, get_followed
 
-# What a kernel's tile may be: indices it owns, indices it meets at a time, warps, stages; parts are added for a split.
+# Tiles of a kernel: kept indices per program instance, folded indices per step, warps, stages. Splits are added later.
 KERNEL_TILES = (
     (64, 64, 4, 3),
     (64, 64, 4, 2),
@@ -25,102 +27,114 @@ KERNEL_TILES = (
     (128, 128, 8, 2),
 )
 NARROW_TILES = ((32, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), (128, 32, 4, 2), (32, 128, 4, 2))
-PARTS = (2, 4, 8, 16, 32, 64)
+SPLITS = (2, 4, 8, 16, 32, 64)
 TORCH_TILES = ((1024, 1024), (512, 1024), (1024, 512), (512, 512), (256, 1024), (2048, 512), (256, 256))
-ROOMS = (32 * 2**20, 128 * 2**20, 512 * 2**20)  # bytes that panels may take
+PANEL_BYTES = (32 * 2**20, 128 * 2**20, 512 * 2**20)
 
 
-def candidates(case: Case, over: str | None = None) -> list[Choice]:
-    """The ways to run a fold, the one that the model thinks fastest first.
+def rank_candidates(case: Case, over: str | None = None) -> list[Choice]:
+    """All choices for a fold, the one with the least predicted time first.
 
-    With ``over`` only those that differ from the first in the tile of that direction's kernel.
+    With ``over`` ("cols" or "rows"), only those that differ from the default in the tile of that axis's kernel.
     """
-    found = _kernels(case, over) if case.kernels else _torch(case)
+    found = _kernel_candidates(case, over) if case.kernels else _torch_candidates(case)
     if case.panels and over is None:
         found = [] if case.gpu and not case.kernels else found
-        found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in ROOMS)]
+        found += [Choice("panel"), *(Choice("panel", (("room", (room,)),)) for room in PANEL_BYTES)]
     estimated = {c: cost.estimate(case, c).seconds for c in dict.fromkeys(found)}
     return sorted(estimated, key=lambda c: estimated[c])
 
 
-def offered(case: Case) -> list[Choice]:
-    """Of these, what may run unmeasured: a kernel's own tiles, in any number of parts. The model does not know what
-    spills: with another tile it once thought 1 % faster, a gated perceptron's gradient took seven times as long."""
+def rank_untuned(case: Case) -> list[Choice]:
+    """The candidates that may run unmeasured: the default tiles, in any number of splits.
+
+    The cost model does not know about register spills: with a tile that it predicted 1 % faster, the gradient of a
+    gated MLP took seven times as long."""
     own = dict(case.defaults)
-    known = lambda c: c.schedule == "panel" or all(cost.same(t, own[way]) for way, t in c.tiles)
-    return [c for c in candidates(case) if not case.kernels or known(c)]
+    known = lambda c: c.schedule == "panel" or all(cost.same_tile(t, own[way]) for way, t in c.tiles)
+    return [c for c in rank_candidates(case) if not case.kernels or known(c)]
 
 
-def choose(case: Case, remembered: Callable[[Case], Choice | None] | None = None) -> Choice:
-    """What to run: as followed, else what was measured to win, else the model's cheapest within the budget."""
-    if budget.parts() > 1:  # memory ran out
-        return smallest(case)
-    asked = told(case.name) or (remembered(case) if remembered is not None else None)
-    if asked is not None:
-        return asked
-    limit = budget.asked()
-    ranked = offered(case)
+def choose(case: Case, key: Key | None = None) -> Choice:
+    """What runs: the followed choice, else the tuned plan of ``key``, else the cheapest within the budget."""
+    if budget.shrink_factor() > 1:  # an OOM retry
+        return least_memory_choice(case)
+    known = get_followed(case.name) or (None if key is None else find_tuned(case, key))
+    if known is not None:
+        return known
+    limit = budget.requested()
+    ranked = rank_untuned(case)
     if limit is None:
         return ranked[0]
-    return next((c for c in ranked if cost.estimate(case, c).held <= limit), default(case))
+    return next((c for c in ranked if cost.estimate(case, c).held <= limit), default_choice(case))
 
 
-def default(case: Case) -> Choice:
-    """The engine's own tiles, for the schedule that always runs."""
+def find_tuned(case: Case, key: Key) -> Choice | None:
+    """The tuned choice stored under ``key``; None without one, or if it cannot run ``case``."""
+    choice = plan_records.recall_choice(key)
+    return choice if choice is not None and can_run(case, choice) else None
+
+
+def default_choice(case: Case) -> Choice:
+    """The engine's default tiles, by the schedule that every fold has."""
     if case.gpu and case.panels and not case.kernels:
         return Choice("panel")
-    return named(case, Choice("flash", case.defaults))
+    return name_schedule(case, Choice("flash", case.defaults))
 
 
-def named(case: Case, choice: Choice) -> Choice:
-    """A kernel whose folded axis is cut into parts is a split."""
-    cut = any(cost.parts_of(case, over, tile) > 1 for over, tile in choice.tiles)
+def name_schedule(case: Case, choice: Choice) -> Choice:
+    """The choice under its schedule's name: ``split`` if a kernel has several splits, else ``flash``."""
+    cut = any(cost.count_splits(case, over, tile) > 1 for over, tile in choice.tiles)
     return replace(choice, schedule="split" if cut else "flash")
 
 
-def smallest(case: Case) -> Choice:
-    """What takes the least memory: no part of a walk is kept apart, and the engine's tiles go by the room there is."""
-    found = default(case)
+def least_memory_choice(case: Case) -> Choice:
+    """The choice that takes the least memory: no splits, whose partial results are buffers; default tiles."""
+    found = default_choice(case)
     for way, tile in found.tiles:
-        found = found.having(way, (*tile[:4], 1, *tile[5:]))
+        found = found.with_tile(way, (*tile[:4], 1, *tile[5:]))
     return found if found.schedule == "panel" else replace(found, schedule="flash")
 
 
-def _kernels(case: Case, over: str | None) -> list[Choice]:
-    base = default(case)
-    found = [base, smallest(case)] if over is None else [base]
+def _kernel_candidates(case: Case, over: str | None) -> list[Choice]:
+    base = default_choice(case)
+    found = [base, least_memory_choice(case)] if over is None else [base]
     sizes = NARROW_TILES if max([0, *(case.features(e) for e in case.fold.leaves)]) <= 8 else KERNEL_TILES
-    for way in directions(case.fold) if over is None else (over,):
+    for way in folded_axes(case.fold) if over is None else (over,):
         own = base.tile(way)
         if own is not None:
-            found += [base.having(way, t) for t in _varied(case, way, own, sizes)]
+            found += [base.with_tile(way, t) for t in _vary_tile(case, way, own, sizes)]
     if over is None:
-        found.append(_joint(case, base, found))
-    return [named(case, c) for c in found]
+        found.append(_combine_best_splits(case, base, found))
+    return [name_schedule(case, c) for c in found]
 
 
-def _joint(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
-    """Every kernel's own tile in the number of parts that is best for it: their costs add up."""
+def _combine_best_splits(case: Case, base: Choice, found: Sequence[Choice]) -> Choice:
+    """The default tiles, each in its best number of splits: costs of kernels add up, so each is chosen alone."""
     best = base
     for way, own in base.tiles:
-        parts = {t for c in found if (t := c.tile(way)) is not None and cost.same(t, own)}
-        best = best.having(way, min(sorted(parts), key=lambda t: cost.estimate(case, base.having(way, t)).seconds))
+        parts = {t for c in found if (t := c.tile(way)) is not None and cost.same_tile(t, own)}
+        best = best.with_tile(
+            way, min(sorted(parts), key=lambda t: cost.estimate(case, base.with_tile(way, t)).seconds)
+        )
     return best
 
 
-def _varied(case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Other tiles than a kernel's own, in the engine's number of parts or in one; its own in other numbers of parts
-    where it leaves processors idle, and with the other way to copy."""
-    copied = tuple(min(1, boxes) for boxes in own[5:])  # copies by turns are for one tile alone
+def _vary_tile(
+    case: Case, way: str, own: tuple[int, ...], sizes: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """Variations of a kernel's default tile ``own``: other tiles, with the default number of splits or one; the same
+    tile in other numbers of splits if it leaves processors idle; the same tile with or without tensor descriptors."""
+    copied = tuple(min(1, copies) for copies in own[5:])  # warp specialisation (2) has one tile
     for t in sizes:
-        cut = cost.parts_of(case, way, (*t, own[4])) > 1
-        yield from ((*t, parts, *copied) for parts in ((own[4], 1) if cut else (1,)))
-    if cost.instances(case, way, own) < 2 * case.ceilings.processors:
-        yield from ((*own[:4], parts, *copied) for parts in PARTS)
-    yield from ((*own[:5], int(not boxes)) for boxes in own[5:])
+        cut = cost.count_splits(case, way, (*t, own[4])) > 1
+        yield from ((*t, splits, *copied) for splits in ((own[4], 1) if cut else (1,)))
+    if cost.count_instances(case, way, own) < 2 * case.ceilings.processors:
+        yield from ((*own[:4], splits, *copied) for splits in SPLITS)
+    yield from ((*own[:5], int(not copies)) for copies in own[5:])
 
 
-def _torch(case: Case) -> list[Choice]:
+def _torch_candidates(case: Case) -> list[Choice]:
     found = []
     for rows, cols in TORCH_TILES if case.width == 1 else ():
         r, c = min(rows, max(1, case.rows)), min(cols, max(1, case.cols))
@@ -128,3 +142,20 @@ def _torch(case: Case) -> list[Choice]:
         found.append(Choice("flash", (("tile", (b, r, c)),)))
     own = tiles.choose(case.batch, case.rows, case.cols, case.width)
     return [Choice("flash", (("tile", (own.batch, own.rows, own.cols)),)), *found]
+
+
+def can_run(case: Case, choice: Choice) -> bool:
+    """True if a choice, read from a plan record, can run this case within the budget."""
+    kernels = [t for name, t in choice.tiles if name in ("cols", "rows")]
+    if choice.schedule not in ("flash", "split", "panel") or (choice.schedule == "panel" and not case.panels):
+        return False
+    if (kernels and not case.kernels) or (choice.tile("tile") and case.kernels):
+        return False
+    if not all(_is_power_of_two(n) for t in kernels for n in t[:3]) or not all(t[0] * t[1] <= 2**16 for t in kernels):
+        return False
+    limit = budget.requested()
+    return limit is None or cost.estimate(case, choice).held <= limit
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and not n & (n - 1)

@@ -1,8 +1,7 @@
-"""What a sharded fold says to the other ranks, in bytes: the papers' equations 5 and 9, and what our layouts send.
+"""Communication of a sharded fold, in bytes: the papers' equations 5 and 9, and what our layouts send.
 
-Counts are bytes sent by one rank, on average over the ranks; a model of time adds a latency per message and divides by
-the bandwidth. ``rows × cols`` pairs; ``A`` and ``B`` are the bytes of one row's and one column's inputs, ``P`` those of
-one row's result.
+Counts are bytes sent by one rank, averaged over the ranks. ``A`` and ``B`` are the bytes of one row's and one column's
+inputs, ``P`` those of one row's result.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ Of = Callable[[str], int]  # the size of a feature letter
 
 
 def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
-    """Equation 5: all bytes read and combined when L rows in l slices meet R columns in r slices.
+    """Equation 5: all bytes read and combined for L rows in l slices and R columns in r slices,
 
-    A worker that takes W column slices for each row slice reads the row slice once and combines them by itself.
+        (r / W) L A + l R B + (r / W - 1) L P
+
+    where a worker takes W column slices for each row slice, reads the row slice once and combines them locally.
 
     >>> forward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
     200.0
@@ -30,7 +31,9 @@ def forward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: floa
 
 
 def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: float = 1) -> float:
-    """Equation 9: the same for the gradients, which read results and cotangents too and add up on both sides.
+    """Equation 9: the same for the gradients, which also read results and cotangents and are summed on both sides,
+
+        2 (r / W) L (A + P) + 2 l R B
 
     >>> backward_cost(l=1, r=1, L=10, R=20, A=4, B=8, P=4)
     480.0
@@ -39,7 +42,7 @@ def backward_cost(l: int, r: int, L: int, R: int, A: int, B: int, P: int, W: flo
 
 
 def best_mesh(ranks: int, L: int, R: int, A: int, B: int, P: int) -> tuple[int, int]:
-    """The mesh (rows over l, columns over r, l × r = ranks) that equations 5 and 9 together find cheapest.
+    """The mesh (l, r), l × r = ranks, with the least sum of equations 5 and 9: rows over l ranks, columns over r.
 
     >>> best_mesh(8, L=1000, R=10, A=4, B=4, P=4)
     (8, 1)
@@ -53,23 +56,23 @@ def best_mesh(ranks: int, L: int, R: int, A: int, B: int, P: int) -> tuple[int, 
 
 
 def reduce_bytes(payload: float, ranks: int) -> float:
-    """A ring all-reduce: every byte twice, less what stays."""
+    """Bytes sent by a rank in a ring all-reduce of ``payload`` bytes."""
     return 2 * (ranks - 1) / ranks * payload
 
 
 def gather_bytes(payload: float, ranks: int) -> float:
-    """An all-gather of ``payload`` from each."""
+    """Bytes sent by a rank in an all-gather of ``payload`` bytes from each."""
     return (ranks - 1) * payload
 
 
 def ring_bytes(moving: float, carried: float, ranks: int) -> float:
-    """A turn of the ring: all travellers (``moving`` bytes over all ranks) visit every other rank, and what is found
-    for them there (``carried``) comes home."""
+    """Bytes sent by a rank in one turn of the ring: shards of ``moving`` bytes in all visit every other rank, and their
+    partial results, ``carried`` bytes in all, return."""
     return (ranks - 1) / ranks * (moving + carried)
 
 
 def grid_bytes(rows: float, cols: float, ranks: int, slices: int) -> float:
-    """A rank's share where each takes the columns of ``slices`` ranks: equation 5 with l = W and r = ``ranks``.
+    """Bytes sent by a rank if each takes the columns of ``slices`` ranks: equation 5 with l = W and r = ``ranks``.
 
     ``rows`` and ``cols`` are bytes of all rows and of all columns, with their results: (r / W - 1) rows' are sent, and
     (l - 1) columns'. With ``slices = ranks`` only columns are sent (a ring), with 1 only rows.
@@ -82,7 +85,7 @@ def grid_bytes(rows: float, cols: float, ranks: int, slices: int) -> float:
 
 @dataclass(frozen=True)
 class State:
-    """What combining one result of a reduction takes: bytes that are reduced, and bytes that are gathered."""
+    """Bytes of one partial result of a reduction: those that are all-reduced, and those that are gathered."""
 
     reduced: int = 0
     gathered: int = 0
@@ -99,7 +102,7 @@ def state(reduction: Expr, of: Of, item: int) -> State:
 
 
 def states(fold: Fold, of: Of, item: int, batch: int = 1) -> dict[str, State]:
-    """The states of all reductions over ``"cols"`` (of one row) and ``"rows"`` (of one column), of the whole batch."""
+    """Partial results of all reductions over ``"cols"`` (of one row) and ``"rows"`` (of one column), batch included."""
     found = {}
     for over in ("cols", "rows"):
         mine = [state(r, of, item) for r in fold.reductions if r.attrs[1] == over]
@@ -107,7 +110,7 @@ def states(fold: Fold, of: Of, item: int, batch: int = 1) -> dict[str, State]:
     return found
 
 
-def arrange(
+def choose_grid(
     fold: Fold,
     of: Of,
     widths: Mapping[str, int],
@@ -117,32 +120,32 @@ def arrange(
     asked: int | str | None,
     batch: int = 1,
 ) -> tuple[int, str]:
-    """How ranks that have both rows and columns stand: W, and the side that stays while the other travels.
+    """The grid of ranks that hold both rows and columns: W, and the side that stays while the other is sent.
 
-    None is a ring: the side that is less to send travels. ``"best"`` is the W with the least to send; then the side
-    that is less to hold stays. What is given per pair is never sent, so its rows stay."""
+    ``asked`` None is a ring: the side with fewer bytes is sent. ``"best"`` is the W with the fewest bytes sent; then
+    the side with fewer bytes to hold stays. Pair inputs are never sent, so with one the rows stay."""
     if any(e.is_pair for e in fold.leaves):
         return ranks, "rows"
     choices = [w for w in range(ranks, 0, -1) if ranks % w == 0]
     if asked != "best":
         choices = [ranks, 1] if asked is None else [int(asked)]
-    rows, cols = _sides(fold, of, widths, item, totals, batch)
+    rows, cols = _count_side_bytes(fold, of, widths, item, totals, batch)
     slices = min(choices, key=lambda w: grid_bytes(rows, cols, ranks, w))
     fewest = rows / slices <= cols * slices / ranks
     return slices, "rows" if slices == ranks or (fewest and slices > 1) else "cols"
 
 
-def _sides(
+def _count_side_bytes(
     fold: Fold, of: Of, widths: Mapping[str, int], item: int, totals: tuple[int, int], batch: int
 ) -> tuple[float, float]:
-    """Bytes of all rows and of all columns, with the results that belong to them."""
+    """Bytes of all rows and of all columns, with their results."""
     found = states(fold, of, item, batch)
     rows, cols = (widths[side] + found[over].bytes for side, over in (("rows", "cols"), ("cols", "rows")))
     return totals[0] * rows, totals[1] * cols
 
 
-def sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[int, int], batch: int = 1) -> float:
-    """Bytes that one rank sends for a fold with rows over ``ranks[0]`` and columns over ``ranks[1]`` (two groups)."""
+def count_sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[int, int], batch: int = 1) -> float:
+    """Bytes that one rank sends for a fold with rows over ``ranks[0]`` and columns over ``ranks[1]``, two groups."""
     total = 0.0
     here = {"cols": totals[0] / ranks[0], "rows": totals[1] / ranks[1]}
     for over, count in (("cols", ranks[1]), ("rows", ranks[0])):
@@ -151,7 +154,7 @@ def sent(fold: Fold, of: Of, item: int, totals: tuple[int, int], ranks: tuple[in
     return total
 
 
-def sent_in_a_grid(
+def count_sent_in_grid(
     fold: Fold,
     of: Of,
     widths: Mapping[str, int],
@@ -161,8 +164,8 @@ def sent_in_a_grid(
     slices: int | str | None = None,
     batch: int = 1,
 ) -> float:
-    """Bytes that one rank sends for a fold with rows and columns over one group, as ``mr.shard(slices=...)`` has it.
+    """Bytes that one rank sends for a fold with rows and columns over one group, as ``mr.shard(slices=...)``.
 
-    ``widths`` are bytes of all of the batch for one row and one column."""
-    slices, _ = arrange(fold, of, widths, item, totals, ranks, slices, batch)
-    return grid_bytes(*_sides(fold, of, widths, item, totals, batch), ranks, slices)
+    ``widths``: bytes of one row and of one column, batch included."""
+    slices, _ = choose_grid(fold, of, widths, item, totals, ranks, slices, batch)
+    return grid_bytes(*_count_side_bytes(fold, of, widths, item, totals, batch), ranks, slices)

@@ -1,8 +1,19 @@
-"""What a schedule costs: time, memory and traffic of one fold, from the papers' equations and a device's ceilings.
+"""The cost model: seconds, memory and traffic of one fold by a schedule, from op counts and a device's rates.
 
-Equations 2 and 6 give the work (that of the whole fold, and ``r - 1`` combinations of partial results), 3 and 7 the
-time on N workers (the work divided, and no less than the longest chain), 4 and 8 the memory of a slice, 5 and 9 the
-traffic (``communication.py``). The gradient's fold is a fold like any other, so one set of formulas serves both.
+The papers' section 3, for M rows and N columns in l × r slices, workers that take W column slices for each row slice,
+and A, B and P bytes of a row's inputs, a column's inputs and a row's result:
+
+    work     (equations 2, 6)  the work of all pairs, and r - 1 combinations of partial results per row
+    time     (equations 3, 7)  the work divided by the workers, and no less than the longest chain
+    memory   (equations 4, 8)  that of one slice
+    traffic  (equations 5, 9)  forward: (r / W) M A + l N B + (r / W - 1) M P  (``communication.py``)
+
+Each ``_estimate_*`` function below fills these in for one way of running, dividing counted operations
+(``op_counts.py``) by rates (``device_rates.py``):
+
+    seconds per pair = flops / GEMM rate + exponentials / special rate + other operations / plain rate
+
+The gradient of a fold is a fold, so the same formulas serve forward and backward.
 """
 
 from __future__ import annotations
@@ -13,31 +24,33 @@ from ..reductions import kind_of
 from . import budget
 from . import tiles as tiling
 from .communication import forward_cost
-from .device_rates import Ceilings
-from .op_counts import Case, Work, count, directions, gathers
+from .device_rates import DeviceRates
+from .op_counts import Case, Work, count_work, folded_axes, only_gathers
 from .schedule import Choice
 
-OVERLAP = 0.6  # of a kernel's arithmetic, what its matrix products do not hide (attention and perceptrons on an H200)
-ASIDE = 1.1  # panels of torch against tiles of torch, at the same count (measured with attention: 1.03 to 1.4)
-CLEARLY = 0.9  # of a fold's time, what the dense form may take at most to be worth its memory
-GATHERED = 11  # torch operations of a gather, or a scatter (counted)
-STEPS = 36  # launches' worth of Python that a tile takes besides its arithmetic: slices, views, look-ups
+OVERLAP = 0.6  # share of a kernel's arithmetic that MMAs do not hide (attention and MLPs on an H200)
+PANEL_SLOWDOWN = (
+    1.1  # panels in torch against tiles in torch, for the same counts (measured with attention: 1.03 to 1.4)
+)
+CLEARLY = 0.9  # the dense form must take at most this share of the fold's time to be worth its memory
+GATHER_OPS = 11  # torch operators of one gather or scatter (counted)
+STEPS = 36  # Python overhead of a tile besides its operators (slices, views, look-ups), in launches
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one fold: floating operations of matrix products, bytes read and written, seconds, and bytes held."""
+    """The cost of one fold: operations of matrix products, bytes read and written, seconds, and memory."""
 
     flops: float
     bytes: float
     seconds: float
-    held: int  # of pairs, at once
-    peak: int  # and all else that is allocated: results, totals, copies
+    held: int  # bytes of pairs at once
+    peak: int  # bytes of all that is allocated: pairs, results, accumulators, copies
 
 
 @dataclass(frozen=True)
 class Part:
-    """One fold of a call: how it would run, and what that costs."""
+    """One fold of a call: how it would run, and its cost."""
 
     case: Case
     choice: Choice
@@ -47,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A whole call by one schedule.
+    """The cost of a whole call by one schedule.
 
     ``flops`` of matrix products; ``bytes`` read and written; ``seconds``; ``held``: bytes of pairs at once; ``peak``:
     all bytes alive at once beside the inputs; ``sent``: bytes that one rank sends to others.
@@ -66,17 +79,17 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs by every schedule that could run it, the fastest first."""
+    """The cost of a call by every schedule that could run it, the fastest first."""
 
     schedules: tuple[Scheduled, ...]
-    ceilings: Ceilings
+    ceilings: DeviceRates
     budget: int | None
-    dense: int | None  # bytes of one matrix of pairs that may be built where no budget was given; None: none at all
+    dense: int | None  # without a budget: bytes that one matrix of pairs may take; None: dense is never allowed
     backward: bool
 
     @property
     def chosen(self) -> Scheduled:
-        """What a call on this device would run: the fastest of those that are allowed; dense must be clearly faster."""
+        """What a call on this device would run: the fastest allowed schedule; dense only if it is clearly faster."""
         here = [s for s in self.schedules if s.ranks == 1 and s.schedule != "total"]
         folds = [s for s in here if s.schedule != "dense"]
         fold = next((s for s in folds if self.allows(s)), folds[-1])
@@ -86,15 +99,15 @@ class Cost:
         return fold
 
     def allows(self, scheduled: Scheduled) -> bool:
-        """Whether the budget has room for a schedule; without one, a matrix of pairs may have ``dense`` bytes."""
+        """True if a schedule fits in the budget; without one, if a matrix of pairs fits in ``dense`` bytes."""
         if scheduled.schedule == "dense":
             if self.dense is None:
                 return False
             return scheduled.held <= self.dense if self.budget is None else scheduled.peak <= self.budget
         return self.budget is None or scheduled.held <= self.budget
 
-    def having(self, scheduled: Scheduled) -> Cost:
-        """The same with one schedule more."""
+    def with_schedule(self, scheduled: Scheduled) -> Cost:
+        """The same with one more schedule."""
         return replace(self, schedules=tuple(sorted((*self.schedules, scheduled), key=lambda s: s.seconds)))
 
     def __getitem__(self, schedule: str) -> Scheduled:
@@ -112,146 +125,157 @@ class Cost:
 
 
 def estimate(case: Case, choice: Choice) -> Estimate:
-    """The cost of a fold run by a choice."""
+    """The cost of a fold run by ``choice``."""
     if not case.pairs():
-        return Estimate(0.0, 0.0, case.ceilings.launch, 0, _results(case, count(case)))
-    if gathers(case.fold):
-        return _gathers(case)
+        return Estimate(0.0, 0.0, case.ceilings.launch, 0, _count_result_bytes(case, count_work(case)))
+    if only_gathers(case.fold):
+        return _estimate_gathers(case)
     if choice.schedule == "panel":
-        return _panel(case, choice)
-    return _kernels(case, choice) if case.kernels else _tiles(case, choice)
+        return _estimate_panel_choice(case, choice)
+    return _estimate_kernels(case, choice) if case.kernels else _estimate_tiles(case, choice)
 
 
-def _results(case: Case, work: Work) -> int:
+def _count_result_bytes(case: Case, work: Work) -> int:
     return case.batch * (case.rows * work.writes["rows"] + case.cols * work.writes["cols"])
 
 
-def _inputs(case: Case, work: Work) -> int:
+def _count_input_bytes(case: Case, work: Work) -> int:
     return case.batch * (case.rows * work.reads["rows"] + case.cols * work.reads["cols"])
 
 
-def _gathers(case: Case) -> Estimate:
-    """Single pairs: torch's operations on the vectors of one side, some of them at a time
-    (``engines/common/label_gather.py``)."""
-    work, roof, chunks, held = count(case), case.ceilings, 0, 0
+def _estimate_gathers(case: Case) -> Estimate:
+    """Single pairs per row or column, gathered in chunks by torch (``engines/common/label_gather.py``)."""
+    work, rates, chunks, held = count_work(case), case.ceilings, 0, 0
     for r in case.fold.reductions:
-        side, wide = case.rows if r.attrs[2] == ("col",) else case.cols, case.features(r.args[0]) * _widest(case)
+        side, wide = (
+            case.rows if r.attrs[2] == ("col",) else case.cols,
+            case.features(r.args[0]) * _widest_feature(case),
+        )
         step = max(1, tiling.ELEMENTS // (case.batch * wide))
         chunks += -(-side // step)
         held = max(held, min(side, step) * case.batch * wide * case.wide)
-    results = _results(case, work)
-    traffic = _inputs(case, work) + 2 * len(_TURNS) * results
-    seconds = traffic / roof.bandwidth + chunks * GATHERED * roof.launch
-    return Estimate(0.0, traffic, seconds, held, len(_TURNS) * held + results)
+    results = _count_result_bytes(case, work)
+    traffic = _count_input_bytes(case, work) + 2 * _GATHER_PASSES * results
+    seconds = traffic / rates.bandwidth + chunks * GATHER_OPS * rates.launch
+    return Estimate(0.0, traffic, seconds, held, _GATHER_PASSES * held + results)
 
 
-_TURNS = ("gathered", "multiplied", "summed", "added")  # of what is found at a place: each reads and writes it
+_GATHER_PASSES = 4  # gather, multiply, sum, add: each reads and writes the gathered vectors
 
 
-# Tiles of torch -------------------------------------------------------------------------------------------------
+# Tiles in torch -----------------------------------------------------------------------------------------------
 
 
-def _tiles(case: Case, choice: Choice) -> Estimate:
-    work, roof = count(case), case.ceilings
+def _estimate_tiles(case: Case, choice: Choice) -> Estimate:
+    work, rates = count_work(case), case.ceilings
     b, r, c = choice.tile("tile") or (1, tiling.ROWS, tiling.COLS)
     r, c, b = min(r, case.rows), min(c, case.cols), min(b, case.batch)
     shape = (-(-case.batch // b), -(-case.rows // r), -(-case.cols // c))
     pairs = case.pairs(r, c)
     number = shape[0] * shape[1] * shape[2] * pairs / (case.batch * case.rows * case.cols)
     tile = b * r * c
-    far = tile * case.wide * 2 > roof.cache / 2
-    plain = 1 / roof.plain if not far else max(1 / roof.plain, 2 * case.wide / roof.bandwidth)
-    products = work.flops / (roof.rate(_multiplied(case)) * roof.efficiency(r, c, _widest(case)))
-    seconds = pairs * (products + work.plain * plain + work.special / roof.special)
-    seconds += number * (STEPS + case.steps) * roof.launch
-    seconds += _results(case, work) * shape[2] * 2 / roof.bandwidth  # equation 2: combining partial results
-    traffic = number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _results(case, work) * shape[2]
+    far = tile * case.wide * 2 > rates.cache / 2
+    plain = 1 / rates.plain if not far else max(1 / rates.plain, 2 * case.wide / rates.bandwidth)
+    products = work.flops / (rates.rate(_product_dtype(case)) * rates.efficiency(r, c, _widest_feature(case)))
+    seconds = pairs * (products + work.plain * plain + work.special / rates.special)
+    seconds += number * (STEPS + case.steps) * rates.launch
+    seconds += _count_result_bytes(case, work) * shape[2] * 2 / rates.bandwidth  # equation 2: combining partial results
+    traffic = (
+        number * (b * r * work.reads["rows"] + b * c * work.reads["cols"]) + _count_result_bytes(case, work) * shape[2]
+    )
     held = tile * case.tile
-    peak = held + case.fixed + 2 * _results(case, work)
+    peak = held + case.fixed + 2 * _count_result_bytes(case, work)
     return Estimate(work.flops * pairs, traffic, seconds, held, peak)
 
 
-def _widest(case: Case) -> int:
+def _widest_feature(case: Case) -> int:
     return max([1, *(case.features(e) for e in case.fold.leaves)])
 
 
-def _multiplied(case: Case) -> str:
+def _product_dtype(case: Case) -> str:
     return case.dtype if case.dtype in case.ceilings.gemm else "float32" if case.wide == 4 else "float64"
 
 
-# Kernels --------------------------------------------------------------------------------------------------------
+# Kernels ------------------------------------------------------------------------------------------------------
 
 
-def _kernels(case: Case, choice: Choice) -> Estimate:
-    roof = case.ceilings
+def _estimate_kernels(case: Case, choice: Choice) -> Estimate:
+    rates = case.ceilings
     seconds = traffic = flops = 0.0
     held = 0
-    for over in directions(case.fold):
-        work = count(case, over)
+    for over in folded_axes(case.fold):
+        work = count_work(case, over)
         kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
         own = choice.tile(over) or dict(case.defaults).get(over) or (64, 64, 4, 2, 0)
-        parts = _parts(own, kept, folded, case)
-        instances = case.batch * -(-kept // own[0]) * parts
-        warps = own[2] * (2 if 2 in own[5:] else 1)  # two groups of them, where these take turns
-        busy = _busy(case, instances, warps)  # equation 3
-        reuse = _reuse(own, dict(case.defaults).get(over, own))
-        pair = work.flops / roof.rate(case.dtype) + OVERLAP * (work.special / roof.special + work.plain / roof.plain)
+        splits = _choose_splits(own, kept, folded, case)
+        instances = case.batch * -(-kept // own[0]) * splits
+        warps = own[2] * (2 if 2 in own[5:] else 1)  # two consumer warp groups in a warp-specialised kernel
+        busy = _estimate_occupancy(case, instances, warps)  # equation 3
+        reuse = _estimate_slowdown(own, dict(case.defaults).get(over, own))
+        pair = work.flops / rates.rate(case.dtype) + OVERLAP * (work.special / rates.special + work.plain / rates.plain)
         result = case.batch * kept * work.writes["rows" if over == "cols" else "cols"]
         side, other = ("rows", "cols") if over == "cols" else ("cols", "rows")
         slices = -(-kept // own[0]), max(1, -(-folded // own[1]))
         each = work.reads[side], work.reads[other], work.writes[side]
-        read = forward_cost(*slices, kept, folded, *each, W=slices[1] / parts) * case.batch
+        read = forward_cost(*slices, kept, folded, *each, W=slices[1] / splits) * case.batch
         pairs = case.pairs(*(own[:2] if over == "cols" else own[1::-1]))
         time = pairs * pair * reuse / max(busy, 1e-9)
-        time = max(time, _inputs(case, work) / roof.bandwidth) + (parts > 1) * (2 * result * parts / roof.bandwidth)
-        seconds += time + roof.launch * (1 + (parts > 1) * _combining(case, over))
+        time = max(time, _count_input_bytes(case, work) / rates.bandwidth) + (splits > 1) * (
+            2 * result * splits / rates.bandwidth
+        )
+        seconds += time + rates.launch * (1 + (splits > 1) * _count_combine_launches(case, over))
         traffic += read + result
         flops += work.flops * pairs
-        held += result * parts if parts > 1 else 0
-    return Estimate(flops, traffic, seconds, held, held + _results(case, count(case)))
+        held += result * splits if splits > 1 else 0
+    return Estimate(flops, traffic, seconds, held, held + _count_result_bytes(case, count_work(case)))
 
 
-def _busy(case: Case, instances: int, warps: int) -> float:
-    """The share of a device's rate that so many program instances reach: the processor that has the most of them ends
-    last, and few warps cannot do everything at once. (Walks cut in 1 to 64 parts on an H200, 75 kernels.)"""
+def _estimate_occupancy(case: Case, instances: int, warps: int) -> float:
+    """The share of a device's rate that so many program instances reach.
+
+    The processor with the most instances finishes last, and few warps do not hide latencies:
+
+        share = instances / (most per processor × processors) × min(1, 0.4 + 0.6 × resident warps / full warps)
+
+    Fitted to 75 kernels in 1 to 64 splits on an H200."""
     most = -(-instances // case.ceilings.processors)
-    full = _FULL if _widest(case) > _FEW else _FULL_OF_FEW
+    full = _FULL if _widest_feature(case) > _FEW else _FULL_OF_FEW
     return instances / max(1, most * case.ceilings.processors) * min(1.0, 0.4 + 0.6 * most * warps / full)
 
 
-_FEW = 8  # features, up to which a kernel has no matrix products
-_FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor is at its rate: with matrix products, and without
+_FEW = 8  # features up to which a kernel uses no MMAs
+_FULL, _FULL_OF_FEW = 8, 24  # warps with which a processor reaches its rate: with MMAs, and without
 
 
-def _combining(case: Case, over: str) -> int:
-    """Launches that put the parts of a split walk together."""
+def _count_combine_launches(case: Case, over: str) -> int:
+    """Launches that combine the partial results of splits."""
     return sum(kind_of(r).combine_ops for r in case.fold.reductions if r.attrs[1] == over)
 
 
-def _reuse(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
-    """How much slower than the engine's own tile, which was measured, another is thought to be."""
+def _estimate_slowdown(tile: tuple[int, ...], own: tuple[int, ...]) -> float:
+    """The predicted slowdown of a tile against the engine's default ``own``, which was measured."""
     ratio = (1 + 8 / tile[0] + 8 / tile[1]) / (1 + 8 / own[0] + 8 / own[1])
-    return 1.0 if same(tile, own) else max(1.02, ratio)
+    return 1.0 if same_tile(tile, own) else max(1.02, ratio)
 
 
-def same(tile: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether two tiles of a kernel differ in the number of parts at most."""
+def same_tile(tile: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """True if two tiles of a kernel differ in the number of splits at most."""
     return (*tile[:4], *tile[5:]) == (*own[:4], *own[5:])
 
 
-def parts_of(case: Case, over: str, tile: tuple[int, ...]) -> int:
-    """Into how many parts the folded axis of a kernel is cut."""
+def count_splits(case: Case, over: str, tile: tuple[int, ...]) -> int:
+    """The number of splits of a kernel's folded axis."""
     kept, folded = (case.rows, case.cols) if over == "cols" else (case.cols, case.rows)
-    return _parts(tile, kept, folded, case)
+    return _choose_splits(tile, kept, folded, case)
 
 
-def instances(case: Case, over: str, tile: tuple[int, ...]) -> int:
-    """How many program instances a kernel has whose folded axis is not cut."""
+def count_instances(case: Case, over: str, tile: tuple[int, ...]) -> int:
+    """The number of program instances of a kernel without splits."""
     return case.batch * -(-(case.rows if over == "cols" else case.cols) // tile[0])
 
 
-def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
-    """Into how many parts the engine cuts the folded axis where the plan leaves it open (0)."""
+def _choose_splits(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
+    """The number of splits: the tile's own, or the engine's choice if the tile leaves it open (0)."""
     if tile[4]:
         return min(tile[4], max(1, -(-folded // tile[1])))
     instances, most = case.batch * -(-kept // tile[0]), -(-folded // tile[1])
@@ -263,17 +287,18 @@ def _parts(tile: tuple[int, ...], kept: int, folded: int, case: Case) -> int:
 # Panels ---------------------------------------------------------------------------------------------------------
 
 
-def _panel(case: Case, choice: Choice) -> Estimate:
-    (room,) = choice.tile("room") or (min(ROOM, budget.asked() or ROOM),)
-    return panels(case, count(case), room)
+def _estimate_panel_choice(case: Case, choice: Choice) -> Estimate:
+    (room,) = choice.tile("room") or (min(ROOM, budget.requested() or ROOM),)
+    return estimate_panels(case, count_work(case), room)
 
 
-def panels(case: Case, work: Work, room: int = 0) -> Estimate:
-    """Some work done a panel at a time, in ``room`` bytes: products are written, read, perhaps overwritten, read.
+def estimate_panels(case: Case, work: Work, room: int = 0) -> Estimate:
+    """The cost of some work done one panel at a time, in ``room`` bytes.
 
-    Without kernels everything but the products is done to a panel in tiles of torch.
+    Each pair's product is written, read, perhaps overwritten, and read again. Without kernels everything but the
+    products is done to a panel in tiles of torch.
     """
-    roof, pairs = case.ceilings, case.batch * case.rows * case.cols
+    rates, pairs = case.ceilings, case.batch * case.rows * case.cols
     item = case.item if case.gpu else case.wide
     row, room = max(1, case.cols * item), room or ROOM
     tiles = 0 if case.gpu else min(room // 4, tiling.ELEMENTS * tiling.HELD)
@@ -281,13 +306,15 @@ def panels(case: Case, work: Work, room: int = 0) -> Estimate:
     number, tile = -(-case.rows // rows), max(1, min(rows * case.cols, tiles // tiling.HELD))
     held = rows * row + (0 if case.gpu else tile * case.tile)
     again = case.batch * case.cols * (work.writes["cols"] + work.reads["cols"]) * number
-    traffic = pairs * 4 * item + again + _inputs(case, work)
-    pair = work.flops / (roof.rate(_multiplied(case)) * roof.efficiency(min(rows, 1024), case.cols, _widest(case)))
-    pair += work.special / roof.special + work.plain / roof.plain + 4 * item / roof.bandwidth
+    traffic = pairs * 4 * item + again + _count_input_bytes(case, work)
+    pair = work.flops / (
+        rates.rate(_product_dtype(case)) * rates.efficiency(min(rows, 1024), case.cols, _widest_feature(case))
+    )
+    pair += work.special / rates.special + work.plain / rates.plain + 4 * item / rates.bandwidth
     steps = STEPS if case.gpu else (STEPS + case.steps) * -(-rows * case.cols // tile)
-    seconds = pairs * pair + again / roof.bandwidth + case.batch * number * steps * roof.launch
-    seconds *= 1.0 if case.gpu else ASIDE
-    return Estimate(work.flops * pairs, traffic, seconds, held, held + _results(case, work) + case.fixed)
+    seconds = pairs * pair + again / rates.bandwidth + case.batch * number * steps * rates.launch
+    seconds *= 1.0 if case.gpu else PANEL_SLOWDOWN
+    return Estimate(work.flops * pairs, traffic, seconds, held, held + _count_result_bytes(case, work) + case.fixed)
 
 
-ROOM = 256 * 2**20  # bytes of panels where nothing else is said
+ROOM = 256 * 2**20  # bytes of panels unless a choice or a budget says otherwise

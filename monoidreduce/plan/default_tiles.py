@@ -1,10 +1,10 @@
-"""The tiles that ship with the package, so that a first call is a good call: by what a kernel holds, and by device.
+"""Default tiles of generated kernels, by what a kernel holds and by GPU family: what an untuned call runs with.
 
-``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile won, or came within a few per cent of what
-won, over attention, perceptrons, contrastive losses and kernel sums, each kernel alone. For the other families nothing
-was measured: tiles are the same or, where those spill, smaller, and fit by a count of shared memory that is at most
-6 % short of what kernels compiled for 8.0 and 8.9 take; none of these spills more than the winners on an H200 do
-(``tests/interpret/test_aot_compile.py``). The tile of CPUs is measured, in ``tiles.py``.
+``KERNELS`` was measured on one H200 (``benchmarks/tiles.py``): each tile was the fastest, or within a few per cent of
+it, over attention, MLPs, contrastive losses and kernel sums, each kernel alone. The other families were not measured:
+their tiles are the same, or smaller where those spill, and fit by a count of shared memory that is at most 6 % below
+what kernels compiled for 8.0 and 8.9 take; none of them spills more than the fastest tiles on an H200 do
+(``tests/interpret/test_aot_compile.py``). Tiles in torch: ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Tile = tuple[int, int, int, int]  # indices owned, indices met at a time, warps, stages
+Tile = tuple[int, int, int, int]  # kept indices per program instance, folded indices per step, warps, stages
 
 KERNELS: dict[str, Tile] = {
-    "few features": (32, 32, 4, 2),  # or none; all is in registers: gradients of points spill with 32 × 128 (8 → 22 ms)
+    "few features": (32, 32, 4, 2),  # or none; all in registers: gradients of points spill with 32 × 128 (8 → 22 ms)
     "float64": (32, 32, 4, 1),
     "float64, wide": (16, 16, 4, 1),
-    "float32, exact": (32, 32, 4, 2),  # no matrix units: one stage, or larger tiles, spill
+    "float32, exact": (32, 32, 4, 2),  # no tensor cores: one stage, or larger tiles, spill
     "float32": (64, 64, 4, 2),
     "float32, wide": (64, 32, 4, 2),
-    "float32, halves": (128, 64, 4, 2),  # pieces for the matrix units; what holds more spills with larger tiles
+    "float32, halves": (128, 64, 4, 2),  # split float32 on tensor cores; kernels that hold more spill with larger tiles
     "float32, halves, close": (64, 64, 4, 2),  # neighbours: 27 ms where 64 × 32 takes 40
     "float32, halves, close, powers": (64, 32, 4, 3),
     "float32, thirds": (64, 64, 4, 3),
@@ -32,12 +32,13 @@ KERNELS: dict[str, Tile] = {
     "16 bits, wide": (128, 64, 8, 3),
 }
 
-# where tensor descriptors copy the blocks of a kernel: by its widest features, how many sums of them it holds, and what
-# it does: "one block" is all it meets in a tile, where a softmax may guess its maximum; else conditions let it pass
-# over tiles, or a softmax guesses, or it raises powers; a plain one does neither, a gated one meets three blocks; and
-# of a plain one's row gradient, or of what keeps two blocks and sums a third, which is in no other product ("apart").
-# Conditions on data ("reads") need numbers, for which two instances on a processor have no room beside three stages of
-# 64; they, and several conditions together ("short"), make walks short
+# Kernels that load operands by tensor descriptors: by feature size, number of vector accumulators, and what they do.
+#   "one block": one folded operand per tile ("softmax": with a guessed maximum)
+#   "passes": a condition skips tiles; "softmax": a guessed maximum; "powers": computes powers
+#   "reads": conditions on data, whose numbers leave no shared memory for three stages of 64 in two instances
+#   "short": several conditions, so that few tiles per row are computed
+#   "plain": none of these; "gated": three folded operands; "gradient": the row gradient; "apart": two kept operands,
+#   and an accumulator of a third that is in no other product
 COPIED: dict[tuple[int, int, str], Tile] = {
     (64, 1, "one block"): (64, 64, 4, 2),
     (64, 1, "one block, softmax"): (64, 64, 4, 2),
@@ -75,12 +76,7 @@ COPIED: dict[tuple[int, int, str], Tile] = {
 }
 
 
-# where copies and products take turns: two groups of four warps, 64 indices each
-STAGED: Tile = (128, 128, 4, 2)
-# and of products of many features, narrow and wide
-PAIRED: dict[bool, Tile] = {False: (256, 128, 4, 1), True: (256, 192, 4, 1)}
-
-# products of many features with a fold as their epilogue: whether pairs draw random numbers, and rows are many
+# GEMM with a fold as its epilogue: by whether pairs draw random numbers, and whether there are many rows
 FEW_ROWS = 64
 DEEP: dict[tuple[str, bool], Tile] = {
     ("", True): (128, 256, 8, 3),
@@ -92,17 +88,17 @@ DEEP: dict[tuple[str, bool], Tile] = {
 
 @dataclass(frozen=True)
 class Family:
-    """GPUs that are alike in what a kernel may hold. ``spare``: the share of shared memory that the count may take."""
+    """GPUs with the same limits. ``spare``: the share of shared memory that a kernel's counted buffers may take."""
 
     name: str
-    shared: int  # bytes of one program instance
+    shared: int  # bytes of shared memory of one program instance
     spare: float
-    ahead: int  # of a pipeline's stages, how many hold no block of their own
+    ahead: int  # pipeline stages that have no buffer of their own
     source: str
-    own: Mapping[str, Tile] = field(default_factory=dict)  # where another tile than the table's is better
+    own: Mapping[str, Tile] = field(default_factory=dict)  # tiles that differ from the table
 
     def tile(self, kind: str) -> Tile:
-        """The tile to begin with, for a kernel that holds this."""
+        """The default tile for a kind of kernel, a key of ``KERNELS``."""
         return self.own.get(kind, KERNELS[kind])
 
 
@@ -117,7 +113,7 @@ FAMILIES = {
 
 
 def family(major: int, minor: int) -> Family:
-    """The family of a compute capability; what is newer than these is taken for Hopper.
+    """The family of a compute capability; newer ones count as Hopper.
 
     >>> [family(*version).name for version in ((8, 0), (8, 9), (9, 0))]
     ['A100', 'L4, RTX 4090, A10', 'H100, H200']
@@ -126,7 +122,7 @@ def family(major: int, minor: int) -> Family:
 
 
 def family_name(major: int, minor: int) -> str:
-    """What tables call the family of a compute capability.
+    """The family of a compute capability as a key of ``FAMILIES``.
 
     >>> family_name(8, 6)
     'ada'

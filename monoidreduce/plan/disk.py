@@ -1,8 +1,8 @@
-"""The one road to the disk: a private folder, files that are whole or not there, and nothing read that another wrote.
+"""Safe files in the cache folder, for kernel sources and plan records.
 
-Kernels' texts and tuned plans take it. A file is written beside its place, flushed and renamed over it, so that whoever
-is killed, whenever, leaves the old file or the new one. What is read must be a plain file of this user that nobody else
-may write. Whatever the disk refuses, the work goes on without it; one warning per process says so. Needs no torch.
+A file is written under a temporary name, flushed and renamed, so a killed process leaves the old file or the new one.
+Only plain files of this user that nobody else may write are read. If the cache directory is not writable, caching is
+skipped, with one warning per process. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from pathlib import Path
 
 from ..errors import CacheWarning
 
-LARGEST = 2**24  # bytes of a file: ours are of kilobytes
-_STALE = 3600.0  # seconds after which a temporary file's writer is taken for dead
+LARGEST = 2**24  # bytes; larger files are not read (ours are kilobytes)
+_STALE = 3600.0  # seconds after which a temporary file is assumed abandoned
 _PREFIX = ".writing-"
-_told = threading.Event()
+_warned = threading.Event()
 
 
-def base() -> Path:
-    """Where everything is kept: ``$MONOIDREDUCE_CACHE``, else ``monoidreduce`` in the user's cache folder."""
-    asked = os.environ.get("MONOIDREDUCE_CACHE")
-    if asked:
-        return Path(asked)
+def cache_root() -> Path:
+    """The cache folder: ``$MONOIDREDUCE_CACHE``, else ``monoidreduce`` in the user's cache folder."""
+    own = os.environ.get("MONOIDREDUCE_CACHE")
+    if own:
+        return Path(own)
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home) / "monoidreduce" if home else Path(os.path.expanduser("~/.cache/monoidreduce"))
 
 
-def folder(name: str) -> Path | None:
-    """A private folder in it, made if need be; None where there can be none."""
-    place = base() / name
+def open_folder(name: str) -> Path | None:
+    """A private folder inside the cache folder, created if needed; None, with a warning, if it cannot be used."""
+    place = cache_root() / name
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = place.lstat()
         if not stat.S_ISDIR(found.st_mode) or not _is_mine(found):
-            complain(f"{place} is not a folder of this user")
+            warn_once(f"{place} is not a folder of this user")
             return None
         if stat.S_IMODE(found.st_mode) != 0o700:
             place.chmod(0o700)
-    except (OSError, RuntimeError) as error:  # no home, a read-only one, a file in the way
-        complain(f"{place}: {error}")
+    except (OSError, RuntimeError) as error:  # no home folder, a read-only one, a file of that name
+        warn_once(f"{place}: {error}")
         return None
-    _sweep(place)
+    _remove_stale(place)
     return place
 
 
 @functools.cache
-def temporary() -> Path:
-    """A private folder for what must lie in a file, where the disk has no place for it."""
+def temporary_folder() -> Path:
+    """A temporary private folder of this process, for files that must exist when the cache folder cannot be used."""
     return Path(tempfile.mkdtemp(prefix="monoidreduce-"))
 
 
 def read(path: Path) -> bytes | None:
-    """All of a file, if it is there and is ours."""
+    """The contents of a file; None if it is missing or not safe to read."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         return None
     except OSError as error:
-        complain(f"{path}: {error}")
+        warn_once(f"{path}: {error}")
         return None
     try:
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or not _is_mine(found) or found.st_mode & 0o022:
-                complain(f"{path} is not a plain file that this user alone can write")
+                warn_once(f"{path} is not a plain file that this user alone can write")
             elif found.st_size > LARGEST:
-                complain(f"{path} has {found.st_size:,} bytes")
+                warn_once(f"{path} has {found.st_size:,} bytes")
             else:
                 return file.read(LARGEST + 1)
     except OSError as error:
-        complain(f"{path}: {error}")
+        warn_once(f"{path}: {error}")
     return None
 
 
 def write(path: Path, data: bytes) -> bool:
-    """Put a file in its place, whole; False, and nothing changed, where the disk refuses."""
+    """Write a file atomically. False, with a warning and nothing changed, if the disk refuses."""
     try:
-        put(path, data)
+        write_or_raise(path, data)
     except OSError as error:
-        complain(f"{path}: {error}")
+        warn_once(f"{path}: {error}")
         return False
     return True
 
 
-def put(path: Path, data: bytes) -> None:
-    """The same where the user asked for it: raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)  # of mode 0600
+def write_or_raise(path: Path, data: bytes) -> None:
+    """Write a file atomically; raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -106,8 +106,8 @@ def put(path: Path, data: bytes) -> None:
         raise
 
 
-def files(place: Path, suffix: str) -> list[Path]:
-    """The files of a folder with this ending, in order; temporary ones are not among them."""
+def list_files(place: Path, suffix: str) -> list[Path]:
+    """The files of a folder with this suffix, sorted, without temporary ones."""
     try:
         return sorted(p for p in place.iterdir() if p.suffix == suffix and not p.name.startswith(_PREFIX))
     except OSError:
@@ -115,7 +115,7 @@ def files(place: Path, suffix: str) -> list[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Whether a file was there and is gone."""
+    """Delete a file; True if it existed and is gone."""
     try:
         path.unlink()
     except OSError:
@@ -128,8 +128,8 @@ def _is_mine(found: os.stat_result) -> bool:
 
 
 @functools.cache
-def _sweep(place: Path) -> None:
-    """Remove, once a process, what writers left that were killed."""
+def _remove_stale(place: Path) -> None:
+    """Delete, once per process, temporary files that killed writers left."""
     with contextlib.suppress(OSError):
         for path in place.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -137,8 +137,8 @@ def _sweep(place: Path) -> None:
                     path.unlink()
 
 
-def complain(reason: str) -> None:
-    """Say once that something on the disk is not used."""
-    if not _told.is_set():
-        _told.set()
+def warn_once(reason: str) -> None:
+    """Warn, once per process, that something on disk is not used."""
+    if not _warned.is_set():
+        _warned.set()
         warnings.warn(CacheWarning(f"the cache is not used where it cannot be: {reason}"), stacklevel=3)

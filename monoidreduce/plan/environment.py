@@ -1,17 +1,14 @@
-"""Variables of the environment that are asked for in every call: read as they are now, and quickly.
-
-``os.environ.get`` takes a microsecond to say that there is none, which is the usual answer.
-"""
+"""Environment variables that every call reads, without the microsecond that ``os.environ.get`` takes when unset."""
 
 from __future__ import annotations
 
 import os
 
 
-class Variable:
-    """One variable, by its name.
+class EnvironmentVariable:
+    """One environment variable, by its name.
 
-    >>> Variable("MONOIDREDUCE_NO_SUCH").said() is None
+    >>> Variable("MONOIDREDUCE_NO_SUCH").read() is None
     True
     """
 
@@ -20,7 +17,7 @@ class Variable:
         encode = getattr(os.environ, "encodekey", None)
         self._key = encode(name) if encode is not None else name
 
-    def said(self) -> str | None:
-        """What the variable says; None where it is not set."""
-        known = getattr(os.environ, "_data", None)  # as the mapping keeps them, under their encoded names
+    def read(self) -> str | None:
+        """The variable's current value; None if it is not set."""
+        known = getattr(os.environ, "_data", None)  # the mapping's own dict, by encoded names
         return None if known is not None and self._key not in known else os.environ.get(self.name)

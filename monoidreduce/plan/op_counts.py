@@ -1,8 +1,10 @@
-"""What a fold costs, counted from its program: matrix products, arithmetic per pair, numbers read and written.
+"""Operation counts of a fold: matrix products, arithmetic per pair, bytes read and written.
 
-A :class:`Case` is one fold at one size on one device, all that a schedule is chosen by; it holds no tensors. A
-:class:`Work` is what :func:`count` finds in it: per pair, per row and per column, so that times the sizes of any slice
-it is the cost of that slice (the papers' section 3 assumes the same bilinearity).
+A :class:`Case` is one fold at one size on one device: all that the choice of a schedule depends on. It holds no
+tensors. :func:`count_work` returns a :class:`Work`: operations per pair and bytes per row and per column. Costs are
+bilinear in the sizes (the papers' section 3), so a slice of m rows and n columns takes
+
+    m n × (operations per pair)    and    m × (bytes per row) + n × (bytes per column)
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from ..program.expression import Expr, topological
 from ..program.lower import Fold
 from ..program.primitives import PRIMITIVES
 from ..reductions import kind_of, outputs_of
-from .device_rates import Ceilings
+from .device_rates import DeviceRates
 
-# How many exponentials one of these takes, about; every other operation is plain arithmetic.
+# The approximate cost of a primitive in exponentials; every primitive not listed is plain arithmetic.
 SPECIAL = {
     "atan": 2.0,
     "cos": 1.5,
@@ -47,7 +49,7 @@ SPECIAL = {
     "tanh": 1.5,
     "uniform": 12.0,  # ten rounds of Philox
 }
-FEW_FEATURES = 16  # up to here squared distances are taken feature by feature
+FEW_FEATURES = 16  # up to here squared distances are computed feature by feature, without matrix products
 
 
 @dataclass(frozen=True)
@@ -55,27 +57,27 @@ class Case:
     """One fold at one size on one device."""
 
     fold: Fold
-    name: str  # a digest of the fold: equal programs have equal names, also in another process
+    name: str  # a digest of the fold, equal in every process
     rows: int
     cols: int
     batch: int
     letters: tuple[tuple[str, int], ...]
     dtype: str  # of its vectors: "bfloat16", "float32", ...
     item: int  # bytes of a number of its vectors
-    wide: int  # bytes of a number that arithmetic is done in
-    ceilings: Ceilings
-    kernels: bool = False  # whether it has generated kernels, in which sums stay in registers
-    panels: bool = False  # whether it can be done a panel at a time
+    wide: int  # bytes of a number in which arithmetic is done
+    ceilings: DeviceRates
+    kernels: bool = False  # it has generated kernels, whose accumulators stay in registers
+    panels: bool = False  # it can run one panel at a time
     gpu: bool = False
-    defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # tiles that the engine would take by itself, by direction
-    tile: int = 0  # bytes that a tile of torch holds per pair
-    fixed: int = 0  # and besides, whatever its size
-    width: int = 1  # numbers of a pair that are folded whole
-    steps: int = 0  # torch operations that a tile takes
-    seen: float = 1.0  # the share of the pairs that conditions leave
+    defaults: tuple[tuple[str, tuple[int, ...]], ...] = ()  # the engine's default tiles, by folded axis
+    tile: int = 0  # bytes per pair of a tile in torch
+    fixed: int = 0  # bytes of a tile in torch that do not grow with it
+    width: int = 1  # numbers per pair that are folded as a vector
+    steps: int = 0  # torch operators per tile
+    seen: float = 1.0  # the share of the pairs that conditions on indices do not skip
 
     def pairs(self, rows: int = 0, cols: int = 0) -> float:
-        """Pairs that are computed in tiles of a size: what conditions leave, and what they cut through."""
+        """Pairs computed in tiles of ``rows`` × ``cols``: those not skipped, and the rest of tiles on a mask's edge."""
         cut = (rows / max(1, self.rows) + cols / max(1, self.cols)) / 4
         share = 1.0 if self.seen == 1 else min(1.0, self.seen + cut)
         return self.batch * self.rows * self.cols * share
@@ -85,18 +87,18 @@ class Case:
         return int(name) if name.isdigit() else dict(self.letters)[name]
 
     def features(self, e: Expr) -> int:
-        """Numbers that one index (or pair) holds of an expression."""
+        """The feature size of an expression; 1 for a number."""
         return 1 if e.feature is None else self.of(str(e.feature))
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done per pair, and what is read and written per row and per column (in bytes)."""
+    """Operations per pair; bytes read and written per row and per column."""
 
-    products: int = 0  # floating operations of matrix products that make pairs
-    contracted: int = 0  # floating operations of matrix products that fold pairs
+    products: int = 0  # flops of matrix products that make pairs (q @ k)
+    contracted: int = 0  # flops of matrix products that fold pairs (weights @ v)
     plain: float = 0.0  # plain operations
-    special: float = 0.0  # exponentials and the like
+    special: float = 0.0  # exponentials
     reads: Mapping[str, int] = field(default_factory=dict)  # "rows", "cols": bytes of an index's inputs
     writes: Mapping[str, int] = field(default_factory=dict)  # bytes of an index's results
 
@@ -105,37 +107,37 @@ class Work:
         return self.products + self.contracted
 
 
-def count(case: Case, over: str | None = None) -> Work:
-    """The work of a fold; with ``over`` of its reductions in that direction alone, as a kernel does it."""
-    return _count(case.fold, case.letters, case.item, case.wide, over)
+def count_work(case: Case, over: str | None = None) -> Work:
+    """The work of a fold; with ``over``, of its reductions over that axis alone, which are one kernel."""
+    return _count_fold(case.fold, case.letters, case.item, case.wide, over)
 
 
 @functools.lru_cache(maxsize=4096)
-def _count(fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None) -> Work:
+def _count_fold(fold: Fold, letters: tuple[tuple[str, int], ...], item: int, wide: int, over: str | None) -> Work:
     counter = _Counter(fold, dict(letters), item, wide)
     return counter.run([r for r in fold.reductions if over is None or r.attrs[1] in (over, "neither")])
 
 
-def joined(works: list[Work]) -> Work:
-    """Several pieces of work done to the same pairs."""
+def add_work(works: list[Work]) -> Work:
+    """The sum of several pieces of work on the same pairs."""
     both = [{k: sum(getattr(w, n).get(k, 0) for w in works) for k in ("rows", "cols")} for n in ("reads", "writes")]
     sums = [sum(getattr(w, n) for w in works) for n in ("products", "contracted", "plain", "special")]
     return Work(*sums, *both)
 
 
-def directions(fold: Fold) -> tuple[str, ...]:
-    """The directions in which a fold reduces pairs that must be walked."""
+def folded_axes(fold: Fold) -> tuple[str, ...]:
+    """The axes ("cols", "rows") over which a fold reduces in tiles."""
     walked = [r for r in fold.reductions if kind_of(r).walks(r, fold.reductions)]
     return tuple(o for o in ("cols", "rows") if any(r.attrs[1] == o for r in walked))
 
 
-def gathers(fold: Fold) -> bool:
-    """Whether single pairs, gathered or scattered, are all that a fold takes: nothing is walked."""
+def only_gathers(fold: Fold) -> bool:
+    """True if a fold only gathers or scatters single pairs, and computes no tile."""
     return not any(kind_of(r).walks(r, fold.reductions) for r in fold.reductions)
 
 
 class _Counter:
-    """Counts one fold: every node once, however often it is used; kinds of reduction call ``count_...`` on it."""
+    """Counts one fold, every node of its expressions once; kinds of reduction call ``count_...`` on it."""
 
     def __init__(self, fold: Fold, letters: Mapping[str, int], item: int, wide: int):
         self.fold, self.letters, self.item, self.wide = fold, letters, item, wide
@@ -144,8 +146,7 @@ class _Counter:
         self.seen: set[Expr] = set()
 
     def width(self, e: Expr) -> int:
-        name = str(e.feature).lstrip("#")
-        return 1 if e.feature is None else int(name) if name.isdigit() else self.letters[name]
+        return 1 if e.feature is None else self._of(e.feature)
 
     def run(self, reductions: list[Expr]) -> Work:
         for r in reductions:
@@ -185,7 +186,7 @@ class _Counter:
             self.contracted += 2 * self.width(c.vector)
 
     def count_value(self, e: Expr) -> None:
-        """A number per pair, or a vector walked feature by feature."""
+        """Count a number per pair, or a vector per pair computed feature by feature."""
         inside = topological([e], stop=lambda n: n.feature is None)
         for n in inside:
             if n.feature is None:

@@ -1,7 +1,14 @@
-"""How a fold is run: one of a few schedules and its tiles. Plain data, kept as JSON.
+"""A :class:`Choice`: how a fold is run, as one of five schedules and its tiles. Plain data, stored as JSON.
 
-The cost model ranks choices (``candidates.py``), the tuner measures them; :func:`follow` makes the calls inside a
-block run by one.
+| schedule | how |
+|---|---|
+| ``dense`` | the whole matrix of pairs (a whole call) |
+| ``flash`` | tiles; on a GPU one kernel per folded axis |
+| ``split`` | as ``flash``, with the folded axis split over program instances and the partial results combined |
+| ``panel`` | vendor GEMMs, one panel of pairs at a time |
+| ``total`` | panels, with the gradient taken in the forward (a whole call) |
+
+The cost model ranks choices (``candidates.py``), the tuner measures them, and :func:`follow` sets one for a block.
 """
 
 from __future__ import annotations
@@ -19,11 +26,14 @@ SCHEDULES = ("dense", "flash", "split", "panel", "total")
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a fold (or, for ``dense`` and ``total``, a whole call).
+    """How to run a fold (or, for ``dense`` and ``total``, a whole call).
 
-    ``tiles`` by name: ``tile`` (batch, rows, cols) of torch's tiles; ``cols`` and ``rows`` (kept, folded, warps,
-    stages, parts, and whether tensor descriptors copy, 2: by turns; 0 parts: the engine's own number) of the kernel
-    that folds in that direction; ``room`` (bytes,) of panels. A name that is missing is chosen by the engine.
+    ``tiles`` by name; the engine chooses what is missing:
+
+    - ``tile``: (batch, rows, cols) of a tile in torch;
+    - ``cols``, ``rows``: (kept, folded, warps, stages, splits, copies) of the kernel that folds that axis. Splits 0: as
+      the engine chooses; copies 0: plain loads, 1: tensor descriptors, 2: warp-specialised;
+    - ``room``: (bytes,) of panels.
 
     >>> choice = Choice("flash", (("tile", (1, 512, 1024)),))
     >>> Choice.from_dict(choice.as_dict()) == choice
@@ -36,17 +46,17 @@ class Choice:
     def tile(self, name: str) -> tuple[int, ...] | None:
         return next((t for n, t in self.tiles if n == name), None)
 
-    def having(self, name: str, tile: tuple[int, ...]) -> Choice:
-        """The same with another tile."""
+    def with_tile(self, name: str, tile: tuple[int, ...]) -> Choice:
+        """The same with the tile ``name`` replaced."""
         return replace(self, tiles=(*((n, t) for n, t in self.tiles if n != name), (name, tile)))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The choice as plain data, which JSON can hold."""
         return {"schedule": self.schedule, "tiles": {n: list(t) for n, t in self.tiles}}
 
     @staticmethod
     def from_dict(given: Mapping[str, Any]) -> Choice:
-        """The inverse of :meth:`as_dict`; anything that is no choice raises ArgumentError."""
+        """The inverse of :meth:`as_dict`; raises ArgumentError for anything else."""
         try:
             schedule, found = given["schedule"], given["tiles"]
             tiles = tuple((str(n), tuple(t)) for n, t in found.items())
@@ -65,27 +75,25 @@ class Choice:
 
     def __str__(self) -> str:
         shown = {"tile": "tiles of {1} rows × {2} columns", "room": "panels in {0} bytes"}
-        parts = [shown[n].format(*t) if n in shown else f"over {n} {_kernel(*t)}" for n, t in self.tiles]
+        parts = [shown[n].format(*t) if n in shown else f"over {n} {_describe_kernel(*t)}" for n, t in self.tiles]
         return ", ".join([self.schedule, *parts])
 
 
-def _kernel(kept: int, folded: int, warps: int, stages: int, parts: int, boxes: int = 0) -> str:
-    cut = f", {parts} part{'s' if parts > 1 else ''}" if parts else ""
-    copied = ("", ", tensor descriptors", ", by turns")[min(boxes, 2)]
-    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{copied}"
+def _describe_kernel(kept: int, folded: int, warps: int, stages: int, splits: int, copies: int = 0) -> str:
+    cut = f", {splits} split{'s' if splits > 1 else ''}" if splits else ""
+    how = ("", ", tensor descriptors", ", warp-specialised")[min(copies, 2)]
+    return f"{kept} × {folded}, {warps} warps, {stages} stages{cut}{how}"
 
-
-# Following ----------------------------------------------------------------------------------------------------
 
 followed: contextvars.ContextVar[Mapping[str, Choice] | None] = contextvars.ContextVar("followed", default=None)
 
 
 @contextlib.contextmanager
 def follow(choice: Choice | Mapping[str, Choice]) -> Iterator[None]:
-    """Run every fold inside the block by a choice, or each by its own: a mapping from the names of folds.
+    """Run every fold inside the block by ``choice``, or each by its own: a mapping from the names of folds.
 
-    In a mapping, the name ``"call"`` is that of the call as a whole (``dense`` or not, ``total`` or not). It holds for
-    the engine ``auto`` alone; gradients follow what was followed when their forward ran.
+    In a mapping, ``"call"`` stands for the call as a whole (``dense`` or ``total``). Only the engine ``auto`` follows a
+    choice. A backward follows what its forward followed.
     """
     chosen = choice if isinstance(choice, Mapping) else {"": choice}
     token = followed.set({**(followed.get() or {}), **chosen})
@@ -95,12 +103,12 @@ def follow(choice: Choice | Mapping[str, Choice]) -> Iterator[None]:
         followed.reset(token)
 
 
-def told(name: str) -> Choice | None:
-    """What ``follow`` says of a fold (or of ``"call"``)."""
-    asked = followed.get()
-    if not asked:
+def get_followed(name: str) -> Choice | None:
+    """The choice that ``follow`` set for a fold, by its name (or for ``"call"``); None without one."""
+    choices = followed.get()
+    if not choices:
         return None
-    found = asked.get(name) or asked.get("")
+    found = choices.get(name) or choices.get("")
     if found is None:
         return None
     whole = found.schedule in ("dense", "total")

@@ -1,4 +1,4 @@
-"""How large a tile of pairs is.
+"""The size of a tile of pairs in torch.
 
 The eager engine's time is matrix products, a few passes of arithmetic over the tile, and about 0.1 ms of Python per
 tile. The products and Python want it large, the passes want it in the cache, and skipping wants it small. Measured with
@@ -15,8 +15,8 @@ from . import budget
 
 ROWS, COLS = 1024, 1024  # the tile when both axes are long
 ELEMENTS = ROWS * COLS
-HELD = 6 * 8  # bytes, at most, of a tile's buffers and of what torch makes besides, per pair: six numbers of 64 bits
-LEAST = 16 * 16 * HELD  # smaller tiles than this would take forever
+HELD = 6 * 8  # bytes per pair, at most, of a tile's buffers and torch's temporaries: six numbers of 64 bits
+LEAST = 16 * 16 * HELD  # a smaller budget is refused: the tiles would be too slow
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Tiles:
 
 
 def choose(batch: int, rows: int, cols: int, width: int = 1, room: int | None = None) -> Tiles:
-    """The tile for a fold of ``batch`` problems of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
+    """The tile for ``batch`` folds of ``rows`` × ``cols`` pairs, each pair holding ``width`` numbers.
 
-    ``room``: bytes that tiles may take, the budget's if left out.
+    ``room``: bytes that tiles may take; by default the budget. Raises BudgetError if that is too little.
     """
-    elements = ELEMENTS // max(1, width) // budget.parts()
-    room = room or budget.asked()
+    elements = ELEMENTS // max(1, width) // budget.shrink_factor()
+    room = room or budget.requested()
     if room is not None:
         if room < LEAST:
-            raise BudgetError(given=budget.given(room), least=budget.shown(LEAST))
-        elements = min(elements, max(LEAST, room // budget.parts()) // HELD)
+            raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(LEAST))
+        elements = min(elements, max(LEAST, room // budget.shrink_factor()) // HELD)
     elements = max(1, elements)
     r = min(max(1, rows), max(1, min(ROWS, elements)))
     c = min(max(1, cols), max(1, elements // r))

@@ -1,9 +1,12 @@
-"""Passes as one differentiable torch function, and programs as a walk over passes.
+"""Programs as differentiable torch functions.
 
-The backward of a pass is built symbolically (``program/gradient.py``), lowered like any program and run by this same
-walk, so that first, second and third derivatives take one road, on every engine. Plain tensors go straight to the
-engine; under a tracer or a transform (``torch.compile``, ``vmap``, ``jvp``, fake tensors) the same fold goes through
-the registered operator (``torch_operator.py``).
+A program runs by replay where its launches were recorded (``replay.py``), else step by step: torch's arithmetic, and
+one torch function for each pass over the pairs. The backward of anything here is again a program, built symbolically
+(``program/gradient.py``) and run by the same functions, so that first, second and third derivatives take one path, on
+every engine. That recursion is the reason why all of it is in this file.
+
+Plain tensors go straight to the engine; under a tracer or a transform (``torch.compile``, ``vmap``, ``jvp``, fake
+tensors) the same fold goes through the registered operator (``torch_operator.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..engines.common import matmul, oom_retry
+from ..engines import triton
+from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
 from ..engines.common.gradient_program import (
     GradientProgram,
@@ -29,109 +33,276 @@ from ..engines.common.gradient_program import (
 from ..engines.common.one_sided import Side
 from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
+from ..errors import NoGradientError
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import Early, gradients
-from . import autocast, forward_settings, saved_row_gradients, torch_operator
-from .forward_replay import Program
-from .frozen_pass import Pass, freezes
-from .gradient_programs import Gradient, Walked, asks, plain, refuse_batched
-from .one_sided_function import ARITHMETIC, Arithmetic
+from . import call_context, fused_expressions, saved_row_gradients, torch_operator
+from .call_context import apply_settings, are_plain, current_settings, need_gradient
 from .registry import FOLDERS
-from .replay_steps import Steps
+from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
 
-REHEARSAL = "rehearsal"  # the engine that computes nothing (``dry_run.py``): it is watched, but not traced
+DRY_RUN = "dry run"  # the engine that computes nothing (``dry_run.py``): operators are counted, folds listed
+_KINDS = 64  # kinds of inputs of one gradient program
+Runner = Callable[..., list[Any]]  # (sizes, *inputs) -> outputs
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a pass needs besides its tensors; gradient programs met so far are kept with it."""
+# Programs
 
-    fold: Fold
-    sizes: Sizes
-    engine: str
-    frozen: Pass | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
-    fixed: tuple[int, ...] = ()  # of the frozen pass's results, those that are constants to gradients
-    gradients: dict[tuple, Gradient] = field(default_factory=dict, compare=False)
 
-    @property
-    def launches(self) -> Pass:
-        """The frozen pass, where there is one."""
-        assert self.frozen is not None
-        return self.frozen
+def make_runner(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
+    """A program as a function of its sizes and inputs. ``numbers``: the inputs that are Python numbers; ``alike``: all
+    calls are on plain tensors of one kind, nothing traces them, and folds are launches."""
+    walk = make_walk(engine, program, numbers, alike)
+    return with_replay(ProgramSteps(engine, program, numbers), walk) if alike else walk
+
+
+def make_walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Runner:
+    """The same, always step by step."""
+    gathered = alike or (engine == DRY_RUN and matmul.dry_run_sizes.get() is not None)
+    folder, run = Walk(engine, alike), script(program, numbers, gathered, fused_expressions.row_dot).run
+    return lambda sizes, *values: run(sizes, folder, *values)
+
+
+def with_replay(steps: ProgramSteps, walk: Runner) -> Runner:
+    """``walk``, replaced by recorded launches where the program is nothing else."""
+    return ReplayedProgram(steps, walk) if steps.are_launches else walk
 
 
 class Walk:
-    """Runs the passes of one call: a context for each fold, made once.
-
-    ``alike``: all calls are on plain tensors of one kind, nothing watches them, and folds are launches: passes are
-    frozen, and the arithmetic between them is launched too."""
+    """Runs the passes of one program, and the arithmetic of one side between them; see :func:`make_runner`."""
 
     def __init__(self, engine: str, alike: bool = False):
         self.engine, self.alike = engine, alike
-        self.contexts: dict[int, Context] = {}  # by the folds' identities, which contexts hold
+        self.passes: dict[int, PassContext] = {}  # by the folds' identities, which contexts hold
         self.sides: dict[int, Arithmetic] = {}  # likewise
 
     def __call__(self, fold: Fold, leaves: list[Any], sizes: Sizes, shown: tuple[int, ...]) -> Sequence[Tensor]:
         """The results of a fold that are asked for."""
-        context = self.contexts.get(id(fold)) or self._context(fold, sizes, shown)
-        grads = torch.is_grad_enabled() and asks(leaves)
-        if context.frozen is None or (grads and saved_row_gradients.form(fold, leaves, sizes, self.engine) is not None):
-            found = run(context, leaves)
+        context = self.passes.get(id(fold)) or self._context(fold, sizes, shown)
+        grads = torch.is_grad_enabled() and need_gradient(leaves)
+        if context.replay is None or (grads and saved_row_gradients.form(fold, leaves, sizes, self.engine) is not None):
+            found = run_pass(context, leaves)
             return [found[k] for k in shown]
         if grads:
-            return _frozen(context, *leaves)
-        return oom_retry.run_with_retry(context.frozen, (leaves,), sizes, fold)[0]
+            return _replay_pass(context, *leaves)
+        return oom_retry.run_with_retry(context.replay, (leaves,), sizes, fold)[0]
 
-    def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> Context:
-        frozen = Pass(fold, sizes, self.engine, shown) if self.alike else None
+    def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> PassContext:
+        replay = PassReplay(fold, sizes, self.engine, shown) if self.alike else None
         fixed = tuple(at for at, k in enumerate(shown) if constant_results(fold)[k])
-        return self.contexts.setdefault(id(fold), Context(fold, sizes, self.engine, frozen, fixed))
+        return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
         """The arithmetic of one side, where all calls are alike."""
         found = self.sides.get(id(side))
         if found is None:
             make = ARITHMETIC.get(self.engine, Arithmetic)
-            made = make(side, leaves, sizes, functools.partial(walked, self.engine))
-            found = self.sides.setdefault(id(side), made)
+            found = self.sides.setdefault(id(side), make(side, leaves, sizes, self.engine))
         return found(leaves)
 
 
-def walked(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
-    """A program as a function of its sizes and inputs: where calls are alike (see :class:`Walk`) by its tape."""
-    plainly, steps = walk(engine, program, numbers, alike), Steps(engine, program, numbers)
-    return Program(steps, plainly, functools.partial(walked, engine)) if alike and steps.launches else plainly
+class ReplayedProgram:
+    """A program of one pass on inputs of one kind: its recorded launches, or ``walk`` where there are none."""
+
+    def __init__(self, steps: ProgramSteps, walk: Runner):
+        self.replays, self.walk = ForwardReplays(steps), walk
+        self.gradients: dict[tuple, GradientRunner] = {}
+
+    def __call__(self, sizes: Sizes, *values: Any) -> list[Any]:
+        replay = self.replays.find(sizes, values)
+        if replay is None:
+            return self.walk(sizes, *values)
+        if torch.is_grad_enabled() and True in [values[k].requires_grad for k in self.replays.tensors]:
+            recorded = self.replays.moving is not None and not replay.is_wide
+            return list(_replay_program((replay, self), *values)) if recorded else self.walk(sizes, *values)
+        return list(self.forward(replay, values)[0])
+
+    def forward(
+        self, replay: ForwardReplay, values: Sequence[Any]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
+        numbers."""
+        return oom_retry.run_or_fall_back(
+            replay.launches.run, functools.partial(self._walk, replay), values, replay.sizes
+        )
+
+    def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
+        output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
+        tensors = tuple(values[k] for k in replays.tensors)
+        return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
+
+    def backward(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+        """The gradients by their program, step by step."""
+        backwards, key = replay.backwards, (needs, saved.given)
+        runner = self.gradients.get(key)
+        if runner is None:
+            runner = self.gradients[key] = GradientRunner(backwards.program(*key), self.replays.steps.engine, True)
+        return runner(replay.sizes, backwards.leaves(saved), backwards.others(saved))
+
+    def backward_again(self, replay: ForwardReplay, needs: tuple[bool, ...], saved: Saved) -> list[Tensor | None]:
+        """The gradients of a forward that is run once more; differentiable where that is asked for."""
+        graph, leaves, steps, sizes = (
+            torch.is_grad_enabled(),
+            replay.backwards.leaves(saved),
+            self.replays.steps,
+            replay.sizes,
+        )
+        run = make_walk(steps.engine, steps.program, steps.numbers, False)
+        with torch.enable_grad():
+            given = [v.detach().requires_grad_() if n and not graph else v for v, n in zip(leaves, needs, strict=True)]
+            found = run(sizes, *given)
+            pairs = zip(sum_rows(found, sizes) if steps.total else found, saved.cotangents, strict=True)
+            moving = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
+            wanted = [v for v, n in zip(given, needs, strict=True) if n]
+            roots, seeds = [y for y, _ in moving], [g for _, g in moving]
+            grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
+        made = [next(grads) if n else None for n in needs]
+        return [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
 
 
-def walk(engine: str, program: Lowered, numbers: frozenset[str], alike: bool) -> Walked:
-    """The same, step by step; so is what stands for a call whose steps would be launches."""
-    gathered = alike or (engine == REHEARSAL and matmul.rehearsed.get() is not None)
-    folder, run = Walk(engine, alike), script(program, numbers, gathered).run
-    return lambda sizes, *values: run(sizes, folder, *values)
+def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+    """The sums over all rows, of every batch element, of numbers per row."""
+    shape = (*sizes.batch, sizes.rows)
+    filled = functools.partial(torch.full, (), dtype=sizes.compute, device=sizes.device)
+    return [(v if isinstance(v, Tensor) else filled(v)).expand(shape).sum() for v in found]
 
 
-def run(context: Context, leaves: Sequence[Any]) -> Sequence[Tensor]:
+class _Replayed(torch.autograd.Function):
+    """A program by its recorded launches; so is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[ForwardReplay, ReplayedProgram], *values: Any) -> tuple[Tensor, ...]:
+        replay, program = call
+        output, kept, numbers = program.forward(replay, values)
+        ctx.kept = replay, program, numbers, len(kept) == replay.saved, skip_small_tiles.requested()
+        ctx.set_materialize_grads(False)
+        if not program.replays.all_move:
+            ctx.mark_non_differentiable(*[output[k] for k in program.replays.fixed(values)])
+        ctx.save_for_backward(*kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        _refuse_batched(cotangents)
+        replay, program, numbers, whole, skipped = ctx.kept
+        first = len(program.replays.tensors)
+        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
+        needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
+        plain = whole and unchanged and not torch.is_grad_enabled()
+        launches = replay.backwards.find(needs, given) if plain and call_context.is_untraced() else None
+
+        def walk(*_: Any) -> tuple:
+            """Otherwise, with the settings of the forward."""
+            run = program.backward if plain else program.backward_again
+            settings = (*replay.backwards.settings[:3], skipped)
+            with apply_settings(settings), call_context.without_autocast(tensors):
+                return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
+
+        if launches is None:
+            return walk()
+        return oom_retry.run_or_fall_back(launches.run, walk, (*tensors, *cotangents, *numbers), replay.sizes)
+
+
+# ``apply`` without its check for transforms, for what is known to have none
+_replay_program: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Replayed).apply
+
+
+# Gradients
+
+
+@dataclass
+class _Run:
+    """What runs a gradient program on inputs of one kind; ``fits``: its outputs are gradients as they come."""
+
+    run: Runner
+    fits: bool = False
+
+
+class GradientRunner:
+    """Runs a gradient program, by the kind of its inputs: in an ordinary backward by replay (``records``), under a
+    tracer, or where it is itself to be differentiated, by torch and the engine."""
+
+    def __init__(self, made: GradientProgram, engine: str, records: bool):
+        self.made, self.engine, self.records = made, engine, records
+        self.runs: dict[tuple, _Run] = {}
+
+    def __call__(self, sizes: Sizes, leaves: Sequence[Any], others: Sequence[Any]) -> list[Tensor | None]:
+        """A gradient per leaf (None where not asked); ``others``: results and cotangents."""
+        pool = [*leaves, *others]
+        values = [pool[k] for k in self.made.sources]
+        alike = self.records and not torch.is_grad_enabled() and are_plain(values)
+        kind = triton.kind(values) if alike else ()
+        run = self.runs.get(kind) or self._run(kind)
+        with skip_small_tiles.apply_to_gradient() if self._skips(values) else contextlib.nullcontext():
+            found = run.run(sizes, *values)
+        if run.fits:
+            grads: list[Tensor | None] = [None] * len(leaves)
+            for (place, _), value in zip(self.made.outputs, found, strict=True):
+                grads[place] = value
+            return grads
+        grads, fits = self.made.gradients(found, leaves)
+        run.fits = fits and bool(kind)
+        return grads
+
+    def _skips(self, values: Sequence[Any]) -> bool:
+        """Whether small tiles may be skipped: of one pass, whose sums are the gradients themselves."""
+        if skip_small_tiles.requested() is None or torch.is_grad_enabled():
+            return False
+        return len(self.made.program.passes) == 1 and are_plain(values)
+
+    def _run(self, kind: tuple) -> _Run:
+        if kind and len(self.runs) >= _KINDS:
+            return self.runs.get(()) or self._run(())
+        runner = make_runner(self.engine, self.made.program, self.made.numbers, bool(kind))
+        return self.runs.setdefault(kind, _Run(runner))
+
+
+def _refuse_batched(cotangents: Sequence[Tensor | None]) -> None:
+    """Raise for cotangents that torch's older vmap has batched."""
+    if True in [g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in cotangents]:
+        raise NoGradientError(
+            detail="batched cotangents (is_grads_batched=True, vectorize=True) come from torch's older vmap",
+            fix="Use torch.func.jacrev, or torch.vmap over torch.func.vjp",
+        )
+
+
+# Passes over the pairs
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass needs besides its tensors, and the gradient programs that were needed so far."""
+
+    fold: Fold
+    sizes: Sizes
+    engine: str
+    replay: PassReplay | None = field(default=None, compare=False)  # where leaves are plain tensors of one kind
+    fixed: tuple[int, ...] = ()  # of the replay's results, those that are constants to gradients
+    gradients: dict[tuple, GradientRunner] = field(default_factory=dict, compare=False)
+
+
+def run_pass(context: PassContext, leaves: Sequence[Any]) -> Sequence[Tensor]:
     """Fold, differentiably where a leaf asks for it."""
-    if context.engine != REHEARSAL and not plain(leaves):
-        return _Traced.apply(context, *leaves)
-    if torch.is_grad_enabled() and asks(leaves):
-        return _Straight.apply(context, *leaves)
+    if context.engine != DRY_RUN and not are_plain(leaves):
+        return _TracedPass.apply(context, *leaves)
+    if torch.is_grad_enabled() and need_gradient(leaves):
+        return _Pass.apply(context, *leaves)
     return FOLDERS[context.engine](context.fold, leaves, context.sizes)
 
 
-class _Straight(torch.autograd.Function):
+class _Pass(torch.autograd.Function):
     """One pass over the pairs by an engine; its backward is a program."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
         if form is None:
             output = detach_views(FOLDERS[context.engine](context.fold, leaves, context.sizes))
-            _keep(ctx, context, leaves, output)
+            _save(ctx, context, leaves, output)
             return output
         found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
         output = detach_views([found[k] for k in form.own])
-        _keep(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
+        _save(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
     @staticmethod
@@ -139,16 +310,18 @@ class _Straight(torch.autograd.Function):
         return _backward(ctx, cotangents)
 
 
-class _Frozen(torch.autograd.Function):
-    """The same pass, frozen: only what is asked for is a result; what else a backward needs is kept as it is.
+class _ReplayedPass(torch.autograd.Function):
+    """The same pass by its recorded launches: only what is asked for is a result; what else a backward needs is saved
+    as it is.
 
     A backward that is itself to be differentiated folds once more, for results that are."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, *leaves: Any) -> tuple[Tensor, ...]:
-        found, rest = oom_retry.run_with_retry(context.launches, (leaves,), context.sizes, context.fold)
+    def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
+        assert context.replay is not None
+        found, rest = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
         shown = detach_views(found)
-        ctx.context, ctx.form, ctx.asked = context, None, forward_settings.now()
+        ctx.context, ctx.form, ctx.settings = context, None, current_settings()
         ctx.set_materialize_grads(False)
         if context.fixed:
             ctx.mark_non_differentiable(*[shown[k] for k in context.fixed])
@@ -158,35 +331,36 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
-        context, leaves, results, unchanged = _kept(ctx, len(cotangents))
+        context, leaves, results, unchanged = _saved(ctx, len(cotangents))
         given: list[Tensor | None] = [None] * len(context.fold.outputs)
-        launches = context.launches
-        for k, g in zip(launches.shown, cotangents, strict=True):
+        replay = context.replay
+        assert replay is not None
+        for k, g in zip(replay.shown, cotangents, strict=True):
             given[k] = g
         if torch.is_grad_enabled() or not unchanged:
-            with forward_settings.again(ctx.asked):
-                results = list(run(context, leaves))
+            with apply_settings(ctx.settings):
+                results = list(run_pass(context, leaves))
         else:
-            count = len(launches.shown)
-            results = launches.whole(results[:count], results[count:])
-        return _pulled(ctx, leaves, results, given)
+            count = len(replay.shown)
+            results = replay.join(results[:count], results[count:])
+        return _pull(ctx, leaves, results, given)
 
 
-# ``apply`` without its look at transforms, for what is known to have none
-_frozen: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Frozen).apply
+# ``apply`` without its check for transforms, for what is known to have none
+_replay_pass: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _ReplayedPass).apply
 
 
-class _Traced(torch.autograd.Function):
+class _TracedPass(torch.autograd.Function):
     """The same pass through the registered operator, for whoever traces or transforms it."""
 
     @staticmethod
-    def forward(context: Context, *leaves: Any) -> tuple[Tensor, ...]:
+    def forward(context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         return tuple(torch_operator.call(context.fold, context.engine, leaves, context.sizes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         context, *leaves = inputs
-        _keep(ctx, context, leaves, output)
+        _save(ctx, context, leaves, output)
         ctx.save_for_forward(*(v for v in leaves if isinstance(v, Tensor)), *output)
 
     @staticmethod
@@ -196,7 +370,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple:
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
-        context, leaves, results = _kept(ctx, len(ctx.context.fold.outputs))[:3]
+        context, leaves, results = _saved(ctx, len(ctx.context.fold.outputs))[:3]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
         moving = [k for k, f in enumerate(constant_results(context.fold)) if not f]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
@@ -208,7 +382,7 @@ class _Traced(torch.autograd.Function):
             cotangents: list[Tensor | None] = [None] * len(results)
             for k, value in zip(moving, g, strict=True):
                 cotangents[k] = value
-            return tuple(t for t in _gradients(context, leaves, results, wanted, cotangents) if t is not None)
+            return tuple(t for t in _pass_gradients(context, leaves, results, wanted, cotangents) if t is not None)
 
         with forward_ad._set_fwd_grad_enabled(True):  # an outer level's tangents go on, this level's were taken off
             pull: Any = torch.func.vjp(pulled, *(torch.zeros_like(results[k]) for k in moving))[1]
@@ -216,11 +390,11 @@ class _Traced(torch.autograd.Function):
         return tuple(next(found) if k in moving else None for k in range(len(results)))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, context: Context, *leaves: Any) -> tuple:
+    def vmap(info: Any, in_dims: tuple, context: PassContext, *leaves: Any) -> tuple:
         """A mapped dimension is one more batch dimension, in front; leaves that do not have it broadcast."""
         moved = torch_operator.in_front(context.fold, leaves, in_dims[1:], info.batch_size)
         sizes = replace(context.sizes, batch=(info.batch_size, *context.sizes.batch))
-        results = _Traced.apply(replace(context, sizes=sizes, gradients={}), *moved)
+        results = _TracedPass.apply(replace(context, sizes=sizes, gradients={}), *moved)
         return tuple(results), (0,) * len(results)
 
 
@@ -229,24 +403,24 @@ def _primal(value: Any) -> Any:
     return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
 
-def _keep(
+def _save(
     ctx: Any,
-    context: Context,
+    context: PassContext,
     leaves: Sequence[Any],
     output: tuple[Tensor, ...],
     form: Early | None = None,
     more: tuple[Tensor, ...] = (),
 ) -> None:
     ctx.context, ctx.form = context, form
-    ctx.asked = forward_settings.now()
+    ctx.settings = current_settings()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
     ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
 
-def _kept(ctx: Any, count: int) -> tuple[Context, list[Any], list[Tensor], bool]:
-    """The context, the leaves and the results; what was kept beside them for gradients comes after these.
+def _saved(ctx: Any, count: int) -> tuple[PassContext, list[Any], list[Tensor], bool]:
+    """The context, the leaves and the results; what was saved beside them for gradients comes after these.
 
     ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
     first = ctx.constants.count(None)  # tensors among the leaves
@@ -257,32 +431,29 @@ def _kept(ctx: Any, count: int) -> tuple[Context, list[Any], list[Tensor], bool]
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple:
-    context, leaves, results, unchanged = _kept(ctx, len(cotangents))
+    context, leaves, results, unchanged = _saved(ctx, len(cotangents))
     if not unchanged:
-        with forward_settings.again(ctx.asked):
-            results = list(run(context, leaves))
+        with apply_settings(ctx.settings):
+            results = list(run_pass(context, leaves))
         ctx.form = None  # the results alone: the gradients are the usual program of these
-    return _pulled(ctx, leaves, results, cotangents)
+    return _pull(ctx, leaves, results, cotangents)
 
 
-def _pulled(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
-    """The gradients of a pass, as it was asked for."""
-    refuse_batched(cotangents)
+def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequence[Tensor | None]) -> tuple:
+    """The gradients of a pass, with the settings of its forward."""
+    _refuse_batched(cotangents)
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
         return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
-    region, given = autocast.region(results), (context, leaves, results, wanted, cotangents, ctx.form)
-    if region is None and ctx.asked == forward_settings.now():
-        return None, *oom_retry.run_with_typed_error(_gradients, given, context.sizes)
-    with (
-        forward_settings.again(ctx.asked),
-        torch.autocast(region, enabled=False) if region else contextlib.nullcontext(),
-    ):
-        return None, *oom_retry.run_with_typed_error(_gradients, given, context.sizes)
+    given = (context, leaves, results, wanted, cotangents, ctx.form)
+    if call_context.autocast_device(results) is None and ctx.settings == current_settings():
+        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
+    with apply_settings(ctx.settings), call_context.without_autocast(results):
+        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
 
 
-def _gradients(
-    context: Context,
+def _pass_gradients(
+    context: PassContext,
     leaves: list[Any],
     results: list[Tensor],
     wanted: tuple[bool, ...],
@@ -293,19 +464,87 @@ def _gradients(
     form = None if torch.is_grad_enabled() else form  # a second derivative asks for the first as a program of leaves
     count, numbers = len(cotangents), tuple([not isinstance(v, Tensor) for v in leaves])
     key = (form, wanted, tuple([g is not None for g in cotangents]), numbers)
-    made = context.gradients.get(key)
-    if made is None:
-        ready, frozen = _gradient_program(context.fold, *key), freezes(context.engine, context.sizes)
-        made = Gradient(ready, context.fold.leaves, functools.partial(walked, context.engine), frozen)
-        context.gradients[key] = made
-    return made(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
+    runner = context.gradients.get(key)
+    if runner is None:
+        program, records = _pass_gradient_program(context.fold, *key), can_record(context.engine, context.sizes)
+        runner = context.gradients[key] = GradientRunner(program, context.engine, records)
+    return runner(context.sizes, leaves, [*results[:count], *cotangents, *results[count:]])
 
 
 @functools.lru_cache(maxsize=4096)
-def _gradient_program(
+def _pass_gradient_program(
     fold: Fold, form: Early | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> GradientProgram:
     if form is None:
         return build_gradient_program(fold, wanted, given, numbers)
     saved = tuple((k, e) for k, e in gradients(form, given) if wanted[k])
     return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names))
+
+
+# The arithmetic of one side
+
+SideRun = Callable[[Sequence[Any]], list[Tensor]]
+
+
+class Arithmetic:
+    """The arithmetic of one side (``one_sided.py``) on leaves of one kind, as one differentiable step: a kernel, or
+    torch where there is none."""
+
+    def __init__(self, side: Side, leaves: Sequence[Any], sizes: Sizes, engine: str):
+        self.side, self.sizes, self.engine = side, sizes, engine
+        self.numbers = tuple(not isinstance(v, Tensor) for v in leaves)
+        self.fixed = tuple(k for k, e in enumerate(side.outputs) if e.dtype != "float")
+        self.gradients: dict[tuple, GradientRunner] = {}
+        self.run: SideRun = self._launch(leaves) or self._by_torch()
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
+        """Its outputs, differentiably where a leaf asks for it."""
+        return _run_side(self, *leaves) if torch.is_grad_enabled() and need_gradient(leaves) else self.run(leaves)
+
+    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
+        return triton.side(self.side, leaves, self.sizes)
+
+    def _by_torch(self) -> SideRun:
+        names = {e.attrs[0]: k for k, e in enumerate(self.side.leaves)}
+        numbers = frozenset(n for n, k in names.items() if self.numbers[k])
+        made = script(Lowered((), self.side.outputs), numbers, False, fused_expressions.row_dot)
+        return lambda leaves: made.run(self.sizes, None, *(leaves[names[n]] for n in made.inputs))
+
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> GradientRunner:
+        """What computes the gradients that are wanted from the cotangents that are given."""
+        found = self.gradients.get((wanted, given))
+        if found is None:
+            cotangents, outputs = one_sided.differentiate_side(self.side, wanted, given)
+            names = [e.attrs[0] for e in cotangents]
+            made = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
+            found = self.gradients[wanted, given] = GradientRunner(made, self.engine, True)
+        return found
+
+
+ARITHMETIC: dict[str, type[Arithmetic]] = {}  # by engine, where it has its own
+
+
+class _OneSide(torch.autograd.Function):
+    """The arithmetic of one side; its backward is arithmetic of the same side."""
+
+    @staticmethod
+    def forward(ctx: Any, arithmetic: Arithmetic, *leaves: Any) -> tuple[Tensor, ...]:
+        output = tuple(arithmetic.run(leaves))
+        ctx.arithmetic = arithmetic
+        ctx.set_materialize_grads(False)
+        if arithmetic.fixed:
+            ctx.mark_non_differentiable(*[output[k] for k in arithmetic.fixed])
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
+        ctx.save_for_backward(*[v for v in leaves if isinstance(v, Tensor)])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        tensors = iter(ctx.saved_tensors)
+        leaves = [c if c is not None else next(tensors) for c in ctx.constants]
+        runner = ctx.arithmetic.gradient(ctx.needs_input_grad[1:], tuple([g is not None for g in cotangents]))
+        return None, *runner(ctx.arithmetic.sizes, leaves, cotangents)
+
+
+# ``apply`` without its check for transforms: all calls are on plain tensors, and nothing traces them
+_run_side: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OneSide).apply

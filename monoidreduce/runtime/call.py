@@ -30,17 +30,14 @@ from ..program.lower import lower
 from ..program.trace import Traced
 from . import gradient_in_forward as known
 from . import layer_replay, logit_rounding, registry
-from .autograd import walk, walked
-from .backward_replay import totals
+from .autograd import make_walk, sum_rows, with_replay
 from .bind import padded
-from .dense_or_tiled import Roads
-from .forward_replay import Program
-from .frozen_pass import freezes
-from .gradient_programs import asks, straight
-from .replay_steps import Steps
+from .call_context import is_untraced, need_gradient
+from .dense_or_tiled import DenseOrTiled
+from .replay import ProgramSteps, can_record
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """How calls with so many values by position and the same names for the others are read."""
 
     order: tuple[str, ...]  # the names of all values
@@ -77,7 +74,7 @@ class Plan:
         alike = order is not None
         oracle = engine == "reference"
         names, run, calm = _oracle(traced, sizes) if oracle else _walk(traced, values, sizes, engine, alike, total)
-        run = (lambda *given, rows=run: totals(rows(*given), sizes)) if oracle and total else run
+        run = (lambda *given, rows=run: sum_rows(rows(*given), sizes)) if oracle and total else run
         copied = _copied(traced.outputs)
         run = (lambda *given, shared=run: _apart(shared(*given), copied)) if copied else run
         return Plan(
@@ -106,8 +103,8 @@ class Plan:
         return True
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        watched = layer_replay.watching.get()
-        return self.traced.pack(self.results(values)) if watched is None else watched.ran(self, values)
+        recorder = layer_replay.recording.get()
+        return self.traced.pack(self.results(values)) if recorder is None else recorder.run_plan(self, values)
 
     def results(self, values: Sequence[Any]) -> list[Tensor]:
         """The results in order, before the body's own form is put on them."""
@@ -138,7 +135,7 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
     one = Sizes(sizes.rows, sizes.cols, (), sizes.letters, sizes.device, sizes.compute)
     kinds = {v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()}
     folds = [p.fold for p in lower(traced.outputs).passes]
-    if torch.is_grad_enabled() and asks(inputs):
+    if torch.is_grad_enabled() and need_gradient(inputs):
         for fold in list(folds):
             asked = tuple(e.dtype == "float" for e in fold.leaves)
             with contextlib.suppress(NoGradientError):
@@ -146,7 +143,7 @@ def _enough(error: BudgetError, traced: Traced, inputs: Sequence[Any], sizes: Si
                 folds += [p.fold for p in lower(tuple(e for e in outputs if e is not None)).passes]
     folds = [f for f in folds if not panel.writes_pairs(f)]  # tiles do those
     bytes = max([own, *(panel.least_bytes(as_program(f), one, maker, kinds) for f in folds)])
-    return BudgetError(given=error.details["given"], least=budget.shown(bytes), bytes=bytes)
+    return BudgetError(given=error.details["given"], least=budget.format_ceil(bytes), bytes=bytes)
 
 
 def _walk(
@@ -154,18 +151,18 @@ def _walk(
 ) -> tuple[tuple[str, ...], Callable, list[str]]:
     """By passes: the names of the inputs, what runs on them, and which of them must not ask for a gradient."""
     program = lower(traced.outputs)
-    names, frozen = inputs(program), alike and freezes(engine, sizes)
+    names, frozen = inputs(program), alike and can_record(engine, sizes)
     numbers = frozenset(n for n in names if not isinstance(values[n], Tensor))
     asking = logit_rounding.asking(values)
     program = logit_rounding.marked(program, asking, sizes)
     calm = [n for n in names if program.exact and n not in {*numbers, *asking} and values[n].is_floating_point()]
-    passes: Callable = functools.partial(walk(engine, program, numbers, frozen), sizes)
-    rows = Roads(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
-    run = _taped(Steps(engine, program, numbers), rows, sizes) if frozen else rows
+    passes: Callable = functools.partial(make_walk(engine, program, numbers, frozen), sizes)
+    rows = DenseOrTiled(program, names, sizes, numbers, passes, frozen) if engine == "auto" else passes
+    run = _with_replay(ProgramSteps(engine, program, numbers), rows, sizes) if frozen else rows
     if not total:
         return names, run, calm
-    sums: Callable = lambda *given: totals(run(*given), sizes)
-    sums = _taped(Steps(engine, program, numbers, total), sums, sizes) if frozen else sums
+    sums: Callable = lambda *given: sum_rows(run(*given), sizes)
+    sums = _with_replay(ProgramSteps(engine, program, numbers, total), sums, sizes) if frozen else sums
     given = all(n in names for n in known.inputs_of(traced.outputs))
     if not alike or not given or not known.is_wide(traced.outputs, sizes):
         return names, sums, calm
@@ -173,13 +170,9 @@ def _walk(
     return names, known.Road(traced.outputs, names, sizes, engine, make, sums), calm
 
 
-def _taped(steps: Steps, run: Callable, sizes: Sizes) -> Callable:
-    """What runs, by launches one behind the other where it is nothing else."""
-    if not steps.launches:
-        return run
-    return functools.partial(
-        Program(steps, lambda _, *given: run(*given), functools.partial(walked, steps.engine)), sizes
-    )
+def _with_replay(steps: ProgramSteps, run: Callable, sizes: Sizes) -> Callable:
+    """``run``, replaced by recorded launches where the program is nothing else."""
+    return functools.partial(with_replay(steps, lambda _, *given: run(*given)), sizes) if steps.are_launches else run
 
 
 def _oracle(traced: Traced, sizes: Sizes) -> tuple[tuple[str, ...], Callable, list[str]]:
@@ -248,6 +241,6 @@ def _as_given(value: Any, output: tuple[tuple[int, ...], torch.dtype], sizes: Si
         return torch.full(shape, value, dtype=dtype, device=sizes.device)
     if value.shape != shape:
         value = value.expand(shape).clone(memory_format=torch.contiguous_format)
-    if value._base is not None and not value.requires_grad and straight():
+    if value._base is not None and not value.requires_grad and is_untraced():
         value = value.detach()
     return value if value.dtype == dtype else value.to(dtype)

@@ -1,4 +1,9 @@
-"""The plans of an op: which of them serves a call, found by how the call is written and by the kind of its values."""
+"""The calls of an op that were made before: the program and the plan that serve a call like them.
+
+Two things are cached: the traced program, which is the same for all shapes (:class:`Programs`), and the plan
+(``call.py``), which is made for one key (``call_key.py``). A call that is found goes straight to its plan; a wrong one
+finds none, and is explained by the checks of binding.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,24 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..program.declarations import Parameter
-from .call import Form, Plan
-from .call_key import NUMBER, STATIC, WHOLE, Readers
+import torch
+from torch import Tensor
 
-_PLANS = 1024
-_CHOICES = 32  # plans of one kind of call, by the numbers they were traced with
+from ..engines.common.bounded_cache import BoundedCache
+from ..program.closure import watch
+from ..program.declarations import Parameter
+from ..program.trace import Traced, trace
+from .bind import number_class
+from .call import CallForm, Plan
+from .call_key import NUMBER, STATIC, WHOLE, CallKeys
+
+_PLANS = 1024  # kinds of calls of one op
+_FIXED = 32  # plans or programs of one kind of call, by the numbers they were traced with
+_TRACES = 256
 
 
 class Plans:
-    """Of an op with these parameters and this signature."""
+    """The plans of an op with these parameters and this signature."""
 
     def __init__(self, parameters: Mapping[str, Parameter], signature: inspect.Signature):
         self.parameters, given = parameters, list(parameters.values())
@@ -26,15 +39,14 @@ class Plans:
         self.places = {name: at for at, name in enumerate(parameters) if named[at]}
         self.needed = tuple(at for at, p in enumerate(given) if p.default is ...)
         self.kinds = tuple(STATIC if p.axis == "static" else WHOLE if p.python is int else NUMBER for p in given)
-        self.readers = Readers(self._declared)
-        self.kept: dict[tuple, tuple[Plan, ...]] = {}
-        self._lock = threading.Lock()
+        self.keys = CallKeys(self._declared)
+        self.known: BoundedCache[tuple, tuple[Plan, ...]] = BoundedCache(_PLANS)
 
     def __len__(self) -> int:
         """How many kinds of calls are known."""
-        return len(self.kept)
+        return len(self.known)
 
-    def form(self, count: int, names: Iterable[str]) -> Form | None:
+    def form(self, count: int, names: Iterable[str]) -> CallForm | None:
         """How a call with so many values by position, and these by name, is read; None where it does not fit, which
         binding explains."""
         places = [*range(count), *(self.places.get(n, -1) for n in names)]
@@ -43,7 +55,7 @@ class Plans:
             return None
         order = tuple(list(self.parameters)[at] for at in places)
         vectors = tuple(k for k, name in enumerate(order) if self.parameters[name].feature is not None)
-        return Form(order, tuple(self.kinds[at] for at in places), vectors)
+        return CallForm(order, tuple(self.kinds[at] for at in places), vectors)
 
     def _declared(self, count: int, names: Iterable[str]) -> Sequence[str] | None:
         form = self.form(count, names)
@@ -52,15 +64,71 @@ class Plans:
     def find(
         self, count: int, names: Mapping[str, Any], values: Sequence[Any], asked: str = ""
     ) -> tuple[tuple | None, Plan | None]:
-        """The key of an ordinary call, and its plan where there is one; no key for what is out of the ordinary."""
-        key = self.readers.key(count, names, values, asked)
-        for plan in () if key is None else self.kept.get(key, ()):
+        """The key of a call, None if it is out of the ordinary; and the plan that serves it, if there is one."""
+        key = self.keys.key(count, names, values, asked)
+        for plan in () if key is None else self.known.find(key, ()):
             if plan.serves(values):
                 return key, plan
         return key, None
 
     def keep(self, key: tuple, plan: Plan) -> None:
+        """Cache a plan in front of others with its key, which were made for other numbers."""
+        self.known.keep(key, (plan, *self.known.get(key, ())[: _FIXED - 1]))
+
+
+TracedFor = tuple[Traced, dict[str, Any]]  # a program, and the numbers that it was traced with
+
+
+class Programs:
+    """The traced programs of an op.
+
+    A new shape is the same program; a new number class, a fixed choice, a left-out argument or the value of a number
+    that the body looked at is another one. So is a new value of something that the body, or a function given as a
+    choice, reads besides its arguments (``program/closure.py``)."""
+
+    def __init__(self, function: Any, parameters: dict[str, Parameter]):
+        self.function, self.parameters = function, parameters
+        self.traces: BoundedCache[tuple, list[TracedFor]] = BoundedCache(_TRACES)
+        self._lock = threading.Lock()
+
+    def trace(self, values: dict[str, Any]) -> Traced:
+        """The program for these arguments; whole numbers among them become ``int``."""
+        dtypes, plain = self._kinds(values)
+        choices = tuple((n, v) for n, v in plain.items() if n not in dtypes)
+        key = (tuple(sorted(dtypes.items())), choices)
+        for found in self.traces.get(key, ()):
+            traced, fixed = found
+            same = all(n in plain and plain[n] == v and type(plain[n]) is type(v) for n, v in fixed.items())
+            if same and (traced.watched is None or traced.watched.holds()):
+                self._keep(key, found)
+                return traced
+        watched = watch(self.function, *(v for _, v in choices if callable(v)))
+        traced = trace(self.function, self.parameters, dtypes, plain, watched)
+        self._keep(key, (traced, {n: plain[n] for n in traced.fixed}))
+        return traced
+
+    def _keep(self, key: tuple, used: TracedFor) -> None:
+        """Put a program, new or found, in front of all others."""
         with self._lock:
-            while len(self.kept) >= _PLANS:
-                del self.kept[next(iter(self.kept))]
-            self.kept[key] = (plan, *self.kept.get(key, ())[: _CHOICES - 1])
+            known = [one for one in self.traces.get(key, ()) if one is not used]
+            self.traces.keep(key, [used, *known[: _FIXED - 1]])
+
+    def _kinds(self, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+        """The number class of each argument, and the Python values of those that are no tensors."""
+        dtypes: dict[str, str] = {}
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            p = self.parameters[name]
+            if p.axis == "static" or value is None:
+                plain[name] = value
+            elif isinstance(value, Tensor):
+                dtypes[name] = number_class(value.dtype)
+            elif isinstance(value, torch.SymInt):  # a length that the compiler leaves open
+                dtypes[name] = "float" if p.python is float else "int"
+            else:
+                plain[name] = value.item() if hasattr(value, "item") else value
+                if p.python is int and not isinstance(plain[name], bool):
+                    plain[name] = values[name] = int(plain[name])
+                as_float = p.python is float and not isinstance(plain[name], bool)
+                dtypes[name] = "bool" if isinstance(plain[name], bool) else "float" if as_float else "int"
+        return dtypes, plain

@@ -1,7 +1,7 @@
-"""Which road a call takes under the engine ``auto``: by passes over the pairs, or whole where that is small and faster.
+"""Dense or tiled: whether a call under the engine ``auto`` builds its matrix of pairs or runs by passes over tiles.
 
-Decided once for a call's shapes, types and budget. Never silently: a matrix of pairs is built only up to a fixed size
-(``costs.DENSE``), or up to the budget that was given, and ``op.explain`` says so.
+Decided once for a call's shapes, types and budget. A matrix of pairs is built only up to a fixed size
+(``call_cost.DENSE_LIMIT``), or up to the budget that was given, and ``op.explain`` says so.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..engines import dense, triton
-from ..engines.auto import tuned_plans
+from ..engines.auto import planner
 from ..engines.common import oom_retry
 from ..engines.common.evaluate import Sizes
 from ..plan import budget, plan_records, schedule
 from ..program.lower import Lowered
 from ..tuning import tuner
-from . import call_cost, gradient_programs
+from . import call_context, call_cost
 
 
 @dataclass
-class Roads:
-    """One program on arguments of one kind; ``names`` are those of its inputs, in order."""
+class DenseOrTiled:
+    """A call of one program on arguments of one kind, by either path; ``names``: those of its inputs, in order."""
 
     program: Lowered
     names: tuple[str, ...]
     sizes: Sizes
-    numbers: frozenset[str]  # the inputs that are Python numbers
-    passes: Callable[..., list[Any]]  # runs by passes
-    frozen: bool  # whether passes are launches: a matrix of pairs is then built only where that is asked for
+    numbers: frozenset[str]  # inputs that are Python numbers
+    passes: Callable[..., list[Any]]  # runs by passes over tiles
+    frozen: bool  # the passes are recorded launches: dense then runs only if a followed choice says so
     decided: dict[tuple, bool] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> list[Any]:
-        if self.frozen and schedule.followed.get() is None and not tuner.recording():
+        if self.frozen and schedule.followed.get() is None and not tuner.is_recording():
             return self.passes(*given)
-        asks = torch.is_grad_enabled() and gradient_programs.asks(given)
-        tuner.note(self, given, asks)
+        asks = torch.is_grad_enabled() and call_context.need_gradient(given)
+        tuner.note_call(self, given, asks)
         if not self._is_dense(given, asks):
             return self.passes(*given)
         try:
@@ -55,38 +55,43 @@ class Roads:
         return may_be_dense(self.program, self.sizes)
 
     def _is_dense(self, given: Sequence[Any], asks: bool) -> bool:
-        if not _untouched(given):
+        if not _are_plain(given):
             return False
-        told = schedule.followed.get()
-        key = (asks, budget.asked(), budget.parts(), plan_records.generation())
+        followed = schedule.followed.get()
+        key = (asks, budget.requested(), budget.shrink_factor(), plan_records.generation())
         found = self.decided.get(key)
-        if found is None or told is not None:
-            found = is_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
-            if told is None:
+        if found is None or followed is not None:
+            found = runs_dense(self.program, dict(zip(self.names, given, strict=True)), self.sizes, asks)
+            if followed is None:
                 self.decided[key] = found
         return found
 
 
 def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
-    """Whether the matrix of pairs is small enough to be built, and the program has a dense form. Not where kernels run:
-    a fold is one launch there, the dense form many, and at these sizes launches are what is waited for."""
+    """True if the matrix of pairs is small enough to be built, and the program has a dense form.
+
+    Never on a GPU with kernels: at small sizes launches dominate, and a fold is one launch, the dense form many."""
     if triton.launches_on(sizes.device):
         return False
-    size = call_cost.matrix(sizes)
-    return 0 < size <= (budget.asked() or call_cost.DENSE) and budget.parts() == 1 and dense.has_dense_form(program)
+    size = call_cost.count_matrix_bytes(sizes)
+    return (
+        0 < size <= (budget.requested() or call_cost.DENSE_LIMIT)
+        and budget.shrink_factor() == 1
+        and dense.has_dense_form(program)
+    )
 
 
-def is_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
-    """Whether a call runs whole: as followed, else where it is allowed to and was measured, or is thought, faster."""
+def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> bool:
+    """True if a call runs dense: as followed, else if that is allowed and was tuned, or is predicted, to be faster."""
     if schedule.followed.get() is not None:
-        told = schedule.told("call")
-        return told is not None and told.schedule == "dense" and dense.has_dense_form(program)
+        followed = schedule.get_followed("call")
+        return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not may_be_dense(program, sizes):
         return False
-    tuned = tuned_plans.found(tuned_plans.key_of_call(program, inputs.values(), sizes, backward))
+    tuned = plan_records.recall_choice(planner.call_key(program, inputs.values(), sizes, backward))
     if tuned is not None:
         return tuned.schedule == "dense"
-    found = call_cost.of_program(program, inputs, sizes, backward, closely=False)
+    found = call_cost.estimate_program(program, inputs, sizes, backward, closely=False)
     return found.chosen.schedule == "dense"
 
 
@@ -94,10 +99,10 @@ _KEYS = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
-def _untouched(given: Sequence[Any]) -> bool:
-    """Whether these are plain tensors and nothing transforms or traces them: compilers and transforms see folds."""
+def _are_plain(given: Sequence[Any]) -> bool:
+    """True if these are plain tensors and no transform or tracer is active, which must see folds."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS):
         return False
-    return all(type(v) in gradient_programs.PLAIN for v in given if isinstance(v, Tensor))
+    return all(type(v) in call_context.PLAIN for v in given if isinstance(v, Tensor))

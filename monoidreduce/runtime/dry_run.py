@@ -1,99 +1,188 @@
-"""A call gone through in small: every operation that torch would run is noted, at the sizes that it would have.
+"""Dry runs: execute a call without its numbers, and count what it would compute, move and allocate.
 
-Every axis gets a prime length of its own, so that any size that turns up says of itself which axes it is made of, and
-what it would be in the real call. (Meta tensors would say the same after a second of imports.) Counted are floating
-operations of matrix products, bytes read and written, launches, and the bytes alive at once; folds are noted with the
-leaves they are fed, for the cost model to judge.
+Two ways to run without numbers, both under a :class:`LiveMemory` mode that sees every torch operation:
+
+- **small tensors** (:class:`Scale`): every axis gets a prime length of its own, so any size that turns up factors into
+  the axes it is made of and can be scaled back to the real call. Used for whatever torch runs on real numbers. (Meta
+  tensors would do as well, after a second of imports.)
+- **meta tensors** (:class:`MetaMemory`): real shapes, no storage, kernels not launched. Used for GPU engines.
+
+:func:`dry_run` goes through a whole call, forward and backward: floating operations of matrix products, bytes read and
+written, launches, peak memory; folds are not executed but listed with their leaves, for the cost model
+(``call_cost.py``) and the memory estimate (``memory_estimate.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ..engines import triton
-from ..engines.common import matmul
+from ..engines.common import matmul, tile_counter
 from ..engines.common.evaluate import Form, Sizes
 from ..engines.common.saved_tensors import private_graphs
-from ..plan.device_rates import Ceilings
+from ..plan.device_rates import DeviceRates
 from ..plan.op_counts import SPECIAL
 from ..program.lower import Fold
 from ..reductions import KINDS, kind_of
 from . import registry, torch_operator
-from .autograd import REHEARSAL
-from .live_memory import Alive
-from .one_sided_function import ARITHMETIC, Arithmetic, Run
+from .autograd import ARITHMETIC, DRY_RUN, Arithmetic, SideRun
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+# Memory alive at once -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """True for an operator that only calls other operators. Cached: asking the dispatcher costs more than most ops."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+_DIVISIONS = ("aten::floor_divide", "aten::remainder", "aten::div")
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of storages created inside the block; ``peak`` is the most that were alive at once.
+
+    Storages of ``given`` (the inputs) are not counted. Memory that an operator allocates and frees before it returns
+    is not seen.
+    """
+
+    def __init__(self, given: Sequence[Tensor] = ()):
+        super().__init__()
+        self.given = {id(t.untyped_storage()): t.untyped_storage() for t in given}
+        self.live: dict[int, int] = {}
+        self.total = self.peak = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here, and torch's guard against it would import Dynamo, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.name == "monoidreduce::fold":  # count what our operator does inside
+            with self:
+                result = torch_operator._run(*args, **(kwargs or {}))
+        elif _is_composite(func):  # a mode receives composite operators whole
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+        else:
+            result = self.run_operation(func, args, kwargs or {})
+            self.on_operation(func, args, kwargs or {}, result)
+        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(t, Tensor):
+                self._track(t)
+        return result
+
+    def run_operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Execute one operator. A dry run's numbers are made up: integer divisors that are 0 become 1."""
+        divides = func._schema.name in _DIVISIONS and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        return (
+            func(args[0], args[1].masked_fill(args[1] == 0, 1), *args[2:], **kwargs)
+            if divides
+            else func(*args, **kwargs)
+        )
+
+    def on_operation(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Called after every operator; for subclasses."""
+
+    def on_growth(self, t: Tensor, size: int) -> None:
+        """Called when a storage is new, or larger than it was; for subclasses."""
+
+    def size(self, t: Tensor) -> int:
+        """Bytes of a tensor's storage."""
+        return 0 if t.is_meta else t.untyped_storage().nbytes()
+
+    def _track(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key, size = id(storage), self.size(t)
+        if key in self.given or self.live.get(key, -1) >= size:
+            return
+        if key not in self.live:
+            weakref.finalize(storage, self._release, key).atexit = False
+        self.total += size - self.live.get(key, 0)
+        self.live[key] = size
+        self.peak = max(self.peak, self.total)
+        self.on_growth(t, size)
+
+    def _release(self, key: int) -> None:
+        self.total -= self.live.pop(key, 0)
+
+
+class MetaMemory(LiveMemory):
+    """Bytes that meta tensors would take.
+
+    For most operators torch computes meta results in Python and imports its compiler to do so, which takes seconds. So
+    an operator that writes in place is skipped, and of a pointwise operator only the result's shape and type are made.
+    """
+
+    def __init__(self, leaves: Sequence[Any]):
+        super().__init__([v for v in leaves if isinstance(v, Tensor)])
+
+    def run_operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not any(t.is_meta for t in given):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return kwargs.get("out", args[0])
+        if torch.Tag.pointwise not in func.tags:
+            return func(*args, **kwargs)
+        one = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype, device="cpu"), (args, kwargs))
+        made: Tensor = func(*one[0], **one[1])
+        return torch.empty(_broadcast_shape(given), dtype=made.dtype, device=_META)
+
+    def size(self, t: Tensor) -> int:
+        return t.untyped_storage().nbytes() if t.is_meta else 0
+
+
+def _broadcast_shape(given: list[Tensor]) -> tuple[int, ...]:
+    """The shape of a pointwise operator's result."""
+    longest = max(t.dim() for t in given)
+    shapes = [(1,) * (longest - t.dim()) + tuple(t.shape) for t in given]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*shapes, strict=True))
+
+
+# Small lengths that stand for real ones -----------------------------------------------------------------------
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
 _MANY = (257,)
-_LITERAL = 16  # lengths up to here stay as they are: a body may ask for a feature by its number
-_FREE = (
-    "view",
-    "expand",
-    "transpose",
-    "squeeze",
-    "select",
-    "slice",
-    "detach",
-    "alias",
-    "permute",
-    "t.",
-    "unbind",
-    "empty",
-)
-
-
-@dataclass(frozen=True)
-class Noted:
-    """One fold of a call: what it is given, and how many bytes the call holds beside it."""
-
-    fold: Fold
-    leaves: tuple[Any, ...]
-    sizes: Sizes
-    backward: bool
-    beside: int  # bytes alive when it begins
-
-
-@dataclass
-class Rehearsal:
-    """What a call would do: torch's own operations added up, folds listed."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
-    launches: int = 0
-    peak: int = 0
-    folds: list[Noted] = field(default_factory=list)
+_LITERAL = 16  # lengths up to here stay as they are: a body may index a feature by its number
 
 
 class Scale:
-    """Small lengths for the axes of a call, and back: what a small number would be at the real lengths.
+    """Maps the lengths of a call to small primes, and products of small lengths back to real ones.
 
-    ``most``: what all must exceed; ``tiles``: the lengths of tiles, which stay shorter than what they are cut from.
+    ``most``: a length that every small axis must exceed (the k of a top-k); ``tiles``: tile lengths, which get primes
+    smaller than those of the axes they are cut from.
     """
 
     def __init__(self, sizes: Sizes, most: int = 0, tiles: Sequence[int] = ()):
         lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
         primes = iter(p for p in _PRIMES if p > most)
         self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
-        if not tiles and sizes.rows > matmul._SMALL_ROWS:  # torch's products of so many rows are done in another way
+        if not tiles and sizes.rows > matmul._SMALL_ROWS:  # a product of more rows takes another path in matmul.py
             self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
 
     def down(self, length: int) -> int:
+        """The small length of an axis."""
         return self.small.get(length, length)
 
     def up(self, number: float) -> int:
-        """The product of lengths that a small product stands for."""
+        """The product of real lengths that a product of small lengths stands for."""
         rest, found = int(number), 1
         if not rest:
             return 0
@@ -104,29 +193,37 @@ class Scale:
         return found * rest
 
     def sizes(self, sizes: Sizes) -> Sizes:
+        """The small sizes of a call, on the CPU."""
         letters = {k: self.down(n) for k, n in sizes.letters.items()}
         batch = tuple(map(self.down, sizes.batch))
         rows, cols = self.down(sizes.rows), self.down(sizes.cols)
         return replace(sizes, rows=rows, cols=cols, batch=batch, letters=letters, device=_CPU)
 
-    def tensor(self, t: Tensor, backward: bool) -> Tensor:
-        """A small tensor in the place of a real one: numbers small enough for every index and logarithm."""
+    def constant_tensor(self, t: Tensor, backward: bool) -> Tensor:
+        """A small tensor of one number, which every index and logarithm accepts: 0.5, or 0 for integers."""
         shape = [self.down(n) for n in t.shape]
         made = torch.full(shape, 0.5 if t.is_floating_point() else 0, dtype=t.dtype)
         return made.requires_grad_(backward and t.requires_grad)
 
-    def leaf(self, v: Any) -> Any:
-        """A leaf as large as it would be, without numbers."""
+    def varied_leaf(self, v: Any) -> Any:
+        """A small leaf of many different numbers: distances of 0 would take another path. Numbers stay as they are."""
+        if not isinstance(v, Tensor):
+            return v
+        shape = [self.down(n) for n in v.shape]
+        if not v.is_floating_point():
+            return torch.zeros(shape, dtype=v.dtype, device="cpu")
+        count = torch.Size(shape).numel()
+        return torch.arange(count, dtype=torch.float64, device="cpu").mul_(0.6180339887).frac_().to(v.dtype).view(shape)
+
+    def real_leaf(self, v: Any) -> Any:
+        """A meta tensor of the real shape that a small leaf stands for. Numbers stay as they are."""
         if not isinstance(v, Tensor):
             return v
         return torch.empty([self.up(n) for n in v.shape], dtype=v.dtype, device="meta")
 
 
-_CPU = torch.device("cpu")
-
-
-class Enlarged(Alive):
-    """Bytes alive at once, as they would be at the real lengths."""
+class ScaledMemory(LiveMemory):
+    """Bytes alive at once in a run on small tensors, scaled to the real lengths."""
 
     def __init__(self, scale: Scale, given: Sequence[Tensor]):
         super().__init__(given)
@@ -136,52 +233,146 @@ class Enlarged(Alive):
         return self.scale.up(t.untyped_storage().nbytes() // t.element_size()) * t.element_size()
 
 
-class _Stage(Enlarged):
-    """Notes every operation inside the block."""
+@contextlib.contextmanager
+def track_small_run(scale: Scale, leaves: Sequence[Any] = ()) -> Iterator[ScaledMemory]:
+    """Count the memory that a run on small ``leaves`` allocates inside the block, unseen by other modes and tallies."""
+    given = [v for v in leaves if isinstance(v, Tensor)]
+    with _disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), ScaledMemory(scale, given) as memory:
+        yield memory
 
-    def __init__(self, sizes: Sizes, scale: Scale, roof: Ceilings, given: Sequence[Tensor]):
+
+@contextlib.contextmanager
+def track_meta_run(leaves: Sequence[Any], sizes: Sizes) -> Iterator[MetaMemory]:
+    """Count the memory that a run on meta ``leaves`` allocates inside the block; ``sizes``: those of the real call.
+
+    Kernels are not launched, and matrix products take the path that they take on a GPU."""
+    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), triton.resting())
+    with contextlib.ExitStack() as stack:
+        for context in (_standing_for(sizes), *unseen):
+            stack.enter_context(context)
+        yield stack.enter_context(MetaMemory(leaves))
+
+
+@contextlib.contextmanager
+def _standing_for(sizes: Sizes | None) -> Iterator[None]:
+    """Inside the block, CPU or meta tensors stand for those of a call of ``sizes`` on a GPU (unless None)."""
+    token = matmul.dry_run_sizes.set(sizes)
+    try:
+        yield
+    finally:
+        matmul.dry_run_sizes.reset(token)
+
+
+# A whole call -------------------------------------------------------------------------------------------------
+
+# operators that neither compute nor move numbers, by the beginning of their names
+_VIEWS = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "t.", "unbind")
+_FREE_OPERATORS = (*_VIEWS, "empty")
+
+
+@dataclass(frozen=True)
+class FoldCall:
+    """One fold of a call: the program, its leaves as meta tensors, and the bytes that the call holds beside it."""
+
+    fold: Fold
+    leaves: tuple[Any, ...]
+    sizes: Sizes
+    backward: bool
+    beside: int  # bytes alive when it begins
+
+
+@dataclass
+class DryRun:
+    """What a call would do: torch's own operators added up, folds listed."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    launches: int = 0
+    peak: int = 0
+    folds: list[FoldCall] = field(default_factory=list)
+
+
+def dry_run(
+    call: Callable[..., Sequence[Any]],
+    inputs: Mapping[str, Any],
+    sizes: Sizes,
+    rates: DeviceRates,
+    most: int = 0,
+    *,
+    backward: bool,
+) -> DryRun:
+    """Go through ``call(inputs, sizes)`` on small tensors, and its backward if an input requires a gradient.
+
+    ``inputs`` by name, Python numbers as they are. Cotangents are ones, expanded. ``most``: a length that every axis
+    must exceed (the k of a top-k).
+    """
+    scale = Scale(sizes, most)
+    with torch.set_grad_enabled(backward), _disable_current_modes(), private_graphs():
+        given = {n: scale.constant_tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+        tensors = [v for v in given.values() if isinstance(v, Tensor)]
+        on_gpu = sizes if sizes.device.type == "cuda" else None
+        with _CallCounter(sizes, scale, rates, tensors) as counter, _use_counter(counter), _standing_for(on_gpu):
+            found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
+            values = [v for v in found if v.requires_grad]
+            if backward and values:
+                counter.backward = True
+                wanted = [t for t in tensors if t.requires_grad]
+                ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in values]
+                _run_backward(values, wanted, ones)
+                del ones
+            del found, values
+    counter.found.peak = counter.peak
+    return counter.found
+
+
+class _CallCounter(ScaledMemory):
+    """Adds up every operator inside the block, at the real lengths; lists folds instead of running them."""
+
+    def __init__(self, sizes: Sizes, scale: Scale, rates: DeviceRates, given: Sequence[Tensor]):
         super().__init__(scale, given)
-        self.sizes, self.roof = sizes, roof
+        self.sizes, self.rates = sizes, rates
         self.backward = False
-        self.found = Rehearsal()
+        self.found = DryRun()
 
-    def note(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
-        """An engine that computes nothing."""
+    def list_fold(self, fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor]:
+        """The engine of a dry run: lists a fold and returns results that hold no numbers of interest."""
         with _disable_current_modes():
-            given = tuple(map(self.scale.leaf, leaves))
-        self.found.folds.append(Noted(fold, given, self.sizes, self.backward, self.total))
-        made = forms(fold, leaves, sizes, self.sizes.device)
+            given = tuple(map(self.scale.real_leaf, leaves))
+        self.found.folds.append(FoldCall(fold, given, self.sizes, self.backward, self.total))
+        made = result_forms(fold, leaves, sizes, self.sizes.device)
         return [torch.full(shape, 0.5 if dtype.is_floating_point else 0, dtype=dtype) for shape, dtype in made]
 
-    def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_operation(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = func.__name__
-        if name.startswith(_FREE) or func._overloadpacket is torch.ops.aten.t:
+        if name.startswith(_FREE_OPERATORS) or func._overloadpacket is torch.ops.aten.t:
             return
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         up = self.scale.up
-        moved = sum(up(_span(t)) * t.element_size() for t in tensors)
+        moved = sum(up(_numbers_read(t)) * t.element_size() for t in tensors)
         made = max((up(t.numel()) for t in tensors), default=0)
         packet = func._overloadpacket
-        found, roof = self.found, self.roof
+        found, rates = self.found, self.rates
         found.bytes += moved
         found.launches += 1
-        time = moved / (roof.bandwidth if moved > roof.near else max(roof.bandwidth, roof.plain * 4))
+        time = moved / (rates.bandwidth if moved > rates.near else max(rates.bandwidth, rates.plain * 4))
         if packet in flop_registry:
             flops = up(flop_registry[packet](*args, **kwargs, out_val=result))
             found.flops += flops
             sides = [up(n) for t in tensors[-3:] for n in t.shape[-2:]]  # two operands and the result: each side twice
-            share = roof.efficiency(*sorted(sides)[::2])
-            time = max(time, flops / (roof.rate(str(tensors[-1].dtype)[6:]) * share))
-        elif (weight := _exponentials(name, args)) > 0:
-            time = max(time, made * weight / roof.special)
+            share = rates.efficiency(*sorted(sides)[::2])
+            time = max(time, flops / (rates.rate(str(tensors[-1].dtype)[6:]) * share))
+        elif (weight := _count_exponentials(name, args)) > 0:
+            time = max(time, made * weight / rates.special)
         else:
-            time = max(time, made * _plain(name, tensors) / roof.plain)
+            time = max(time, made * _count_plain(name, tensors) / rates.plain)
         new = sum(up(t.numel()) * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor))
-        found.seconds += time + roof.launch + (new * roof.fresh if new > roof.near and not name.endswith("_") else 0.0)
+        fresh = new * rates.fresh if new > rates.near and not name.endswith("_") else 0.0
+        found.seconds += time + rates.launch + fresh
 
 
-def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
-    """Shape and type of a fold's results: on a GPU sums of 16-bit vectors come as their caller will hold them."""
+def result_forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device) -> list[Form]:
+    """Shape and type of a fold's results: on a GPU, sums of 16-bit vectors are stored in 16 bits."""
     made = torch_operator.shapes(fold, list(leaves), sizes)
     vectors = [v.dtype for e, v in zip(fold.leaves, leaves, strict=True) if e.feature is not None]
     narrow = next((d for d in vectors if d in matmul.SIXTEEN), None)
@@ -192,100 +383,59 @@ def forms(fold: Fold, leaves: Sequence[Any], sizes: Sizes, device: torch.device)
     return [(shape, narrow if summed else dtype) for (shape, dtype), summed in zip(made, sums, strict=True)]
 
 
-def _exponentials(name: str, args: tuple) -> float:
-    """How many exponentials a torch operation takes for each number; a whole power takes none."""
+def _count_exponentials(name: str, args: tuple) -> float:
+    """How many exponentials a torch operator computes per number; a small integer power computes none."""
     plain = name.split(".")[0].removesuffix("_backward").rstrip("_")
     whole = plain == "pow" and not isinstance(args[1], Tensor) and args[1] in (0, 1, 2, 3)
     return 0.0 if whole else SPECIAL.get(plain, 0.0)
 
 
-def _plain(name: str, tensors: Sequence[Tensor]) -> float:
-    """How many plain operations a torch operation takes for each number; loops over few features are short ones."""
+def _count_plain(name: str, tensors: Sequence[Tensor]) -> float:
+    """How many plain operations a torch operator takes per number; inner loops over few features cost five times."""
     if name.startswith(("argmax", "argmin", "topk", "sort")):
         return KINDS["best"].plain_ops
     short = max((t.dim() for t in tensors), default=0) > 2 and tensors[-1].dim() and tensors[-1].shape[-1] <= _LITERAL
     return 5.0 if short else 1.0
 
 
-def _span(t: Tensor) -> int:
-    """How many numbers reading a tensor touches: what is broadcast is read once."""
+def _numbers_read(t: Tensor) -> int:
+    """How many numbers reading a tensor touches: a broadcast dimension is read once."""
     count = 1
     for length, stride in zip(t.shape, t.stride(), strict=True):
         count *= length if stride else 1
     return count
 
 
-def rehearse(
-    call: Callable[..., Sequence[Any]],
-    inputs: Mapping[str, Any],
-    sizes: Sizes,
-    roof: Ceilings,
-    most: int = 0,
-    *,
-    backward: bool,
-) -> Rehearsal:
-    """Go through ``call(inputs, sizes)``, and its backward where one of the inputs asks for a gradient.
-
-    ``inputs`` by name, numbers as they are; cotangents are ones, expanded. ``most``: a length that an axis must exceed
-    (the k of a top-k).
-    """
-    scale = Scale(sizes, most)
-    with torch.set_grad_enabled(backward), _disable_current_modes(), private_graphs():
-        given = {n: scale.tensor(v, backward) if isinstance(v, Tensor) else v for n, v in inputs.items()}
-        tensors = [v for v in given.values() if isinstance(v, Tensor)]
-        with _Stage(sizes, scale, roof, tensors) as stage, _on(stage), _standing(sizes):
-            found = [v for v in call(given, scale.sizes(sizes)) if isinstance(v, Tensor)]
-            values = [v for v in found if v.requires_grad]
-            if backward and values:
-                stage.backward = True
-                wanted = [t for t in tensors if t.requires_grad]
-                ones = [torch.ones((), dtype=v.dtype).expand(v.shape) for v in values]
-                _backward(values, wanted, ones)
-                del ones
-            del found, values
-    stage.found.peak = stage.peak
-    return stage.found
-
-
-def _backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-    """``torch.autograd.grad`` without its look at the shapes, for which torch imports a computer algebra: 0.5 s."""
+def _run_backward(values: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    """``torch.autograd.grad`` without its check of shapes, for which torch imports sympy: 0.5 s."""
     run = torch.autograd.Variable._execution_engine.run_backward
     run(tuple(values), tuple(cotangents), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False)
 
 
-class _Arithmetic(Arithmetic):
-    """The arithmetic of one side: where it would be a kernel, of all that it takes only the results are seen."""
+class _DryArithmetic(Arithmetic):
+    """One-sided arithmetic in a dry run: where a kernel would compute it, only the results are counted."""
 
-    def _launch(self, leaves: Sequence[Any]) -> Run | None:
-        stage = _stage.get()
+    def _launch(self, leaves: Sequence[Any]) -> SideRun | None:
+        counter = _counter.get()
         with _disable_current_modes():
-            found = triton.side(self.side, [stage.scale.leaf(v) for v in leaves], stage.sizes)
-        return None if found is None else self._unseen
+            found = triton.side(self.side, [counter.scale.real_leaf(v) for v in leaves], counter.sizes)
+        return None if found is None else self._run_uncounted
 
-    def _unseen(self, leaves: Sequence[Any]) -> list[Tensor]:
+    def _run_uncounted(self, leaves: Sequence[Any]) -> list[Tensor]:
         with _disable_current_modes():
             found = self._by_torch()(leaves)
         return [t.clone() for t in found]
 
 
-ARITHMETIC[REHEARSAL] = _Arithmetic
-_stage: contextvars.ContextVar[_Stage] = contextvars.ContextVar("stage")
-registry.FOLDERS[REHEARSAL] = lambda fold, leaves, sizes: _stage.get().note(fold, leaves, sizes)
+_counter: contextvars.ContextVar[_CallCounter] = contextvars.ContextVar("counter")
+ARITHMETIC[DRY_RUN] = _DryArithmetic
+registry.FOLDERS[DRY_RUN] = lambda fold, leaves, sizes: _counter.get().list_fold(fold, leaves, sizes)
 
 
 @contextlib.contextmanager
-def _standing(sizes: Sizes) -> Iterator[None]:
-    token = matmul.rehearsed.set(sizes if sizes.device.type == "cuda" else None)
+def _use_counter(counter: _CallCounter) -> Iterator[None]:
+    token = _counter.set(counter)
     try:
         yield
     finally:
-        matmul.rehearsed.reset(token)
-
-
-@contextlib.contextmanager
-def _on(stage: _Stage) -> Iterator[None]:
-    token = _stage.set(stage)
-    try:
-        yield
-    finally:
-        _stage.reset(token)
+        _counter.reset(token)

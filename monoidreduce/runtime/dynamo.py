@@ -20,7 +20,7 @@ from torch import Tensor
 from ..algebra import Monoid
 from ..errors import TraceError
 from ..program.declarations import Parameter
-from . import autocast, registry
+from . import call_context, registry
 
 Choices = tuple[tuple[str, Any], ...]
 Run = Callable[..., tuple[list[Tensor], Any]]  # (choices, *args, **kwargs) -> results, their form
@@ -148,9 +148,11 @@ class Compiled:
         chosen = dict(choices)
         values = [chosen.pop(n) if n in chosen else v for n, v in zip(self.parameters, args, strict=False)]
         given, named = (*values, *args[len(values) :]), kwargs | chosen
-        device = autocast.region((*given, *named.values()))
+        device = call_context.autocast_device((*given, *named.values()))
         if device is not None:
-            return autocast.run(functools.partial(self._run_in_graph, ()), self.parameters, device, given, named)
+            return call_context.call_in_autocast(
+                functools.partial(self._run_in_graph, ()), self.parameters, device, given, named
+            )
         try:
             plan, bound = self._planned(*opened(given, named), registry.engine())
         except TraceError:  # the body asks for a number's value: then it is fixed in the compiled code too

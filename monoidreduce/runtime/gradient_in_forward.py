@@ -30,8 +30,8 @@ from ..plan import budget, panel_layout
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import Total, total
 from ..program.lower import lower
-from . import autograd, logit_rounding
-from . import forward_settings as asked
+from . import autograd, fused_expressions, logit_rounding
+from .call_context import apply_settings, current_settings
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
 
@@ -116,7 +116,7 @@ class _Plan:
 
     def pays(self) -> bool:
         """Whether the budget holds panels of enough rows."""
-        room = budget.limit(lambda: matmul.free_memory(self.sizes.device))
+        room = budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device))
         found = self.known.get(room)
         if found is None:
             held = self.step.choose_layout(room)
@@ -176,7 +176,7 @@ class _Sum(torch.autograd.Function):
             made = as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
-        ctx.context, ctx.asked = context, asked.now()
+        ctx.context, ctx.settings = context, current_settings()
         ctx.mark_non_differentiable(*(s for k, s in enumerate(sums) if k != context.program.moving))
         ctx.save_for_backward(*tensors)
         return sums
@@ -187,12 +187,12 @@ class _Sum(torch.autograd.Function):
         g = cotangents[context.program.moving]
         waiting, context.waiting = context.waiting, None
         if waiting is None or torch.is_grad_enabled():
-            with asked.again(ctx.asked):
+            with apply_settings(ctx.settings):
                 return None, *_again(context, ctx.saved_tensors, ctx.needs_input_grad[1:], g)
         found: list[Tensor | None] = []
         for name, t in zip(context.names, ctx.saved_tensors, strict=True):
             grad = waiting.get(name)
-            found.append(None if grad is None else matmul.scale_(grad, g).to(t.dtype))
+            found.append(None if grad is None else fused_expressions.scale_(grad, g).to(t.dtype))
         return None, *found
 
 
@@ -220,7 +220,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         inputs = context.numbers | dict(zip(context.names, given, strict=True))
         usual = lower((context.outputs[context.program.moving],))
         usual = logit_rounding.marked(usual, logit_rounding.asking(inputs), context.sizes)
-        made = script(usual, frozenset(context.numbers))
+        made = script(usual, frozenset(context.numbers), False, fused_expressions.row_dot)
         (rows,) = made.run(context.sizes, autograd.Walk(context.engine), *(inputs[n] for n in made.inputs))
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))

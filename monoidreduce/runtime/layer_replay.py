@@ -1,17 +1,18 @@
-"""A layer's own Python, done once for calls of one kind.
+"""A layer's own Python, recorded once for calls of one kind and replayed.
 
 Between a layer's arguments and its ops stand checks, defaults and views, all of them decided by types, shapes and
-choices, none by the numbers in a tensor. So a call that is met for the second time is watched: what it asks of torch
-and of its ops is written down as one function, straight from the arguments to the result, and the calls after it run
-that. A layer that does anything else (it looks at a number, draws a seed, takes gradients off) has no outline, and is
-called as it is.
+choices, none by the numbers in a tensor. So the second call of a kind is recorded: what it asks of torch and of its ops
+is written as one function, straight from the arguments to the result, and later calls run that. A layer that does
+anything else (it reads a number, draws a seed, takes gradients off) cannot be recorded, and is called as it is.
+
+Unlike ``engines/triton/launch/replay.py``, which records storages and addresses under autograd, this records the calls
+that autograd sees: the replay is differentiable.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,21 +21,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .call_key import CHOICE, Readers
+from ..engines.common.bounded_cache import BoundedCache
+from ..engines.common.generated_code import FunctionWriter, define, tuple_text
+from .call_key import CHOICE, CallKeys
 
 _MOST = 256  # kinds of calls of a layer
-_LONGEST = 32  # steps of an outline: what takes more is no plain layer
+_LONGEST = 32  # steps of a recording: what takes more is no plain layer
 _got = lambda *names: {getattr(Tensor, name).__get__ for name in names}
 _methods = lambda *names: {getattr(Tensor, name) for name in names}
 
-# What is decided by the kind of a tensor
-_ASKED = frozenset(
+# Functions whose answer is decided by the kind of a tensor
+_READS = frozenset(
     _got("device", "dtype", "is_cuda", "layout", "ndim", "shape")
     | _methods("__len__", "dim", "is_complex", "is_floating_point", "numel", "size")
-    | _methods("data_ptr", "stride")  # asked for an op's key, which holds them where they decide anything
+    | _methods("data_ptr", "stride")  # read for an op's key, which holds them where they decide anything
 )
-# What makes a tensor of tensors, in a form that their kinds decide
-_DONE = frozenset(
+# Functions that make a tensor of tensors, in a form that their kinds decide
+_MAKES = frozenset(
     _methods("__add__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__radd__")
     | _methods("__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "add", "div", "mul", "sub")
     | _methods("argmax", "clamp", "detach", "double", "expand", "flatten", "float", "log", "long", "mean", "neg")
@@ -53,64 +56,61 @@ class Planned(Protocol):
     def of(self, *inputs: Any) -> list[Tensor]: ...
 
 
-class Outline(TorchFunctionMode):
-    """Watches one call of a layer with these values."""
+class LayerRecorder(TorchFunctionMode):
+    """Records one call of a layer with these values."""
 
     def __init__(self, values: Sequence[Any]):
         super().__init__()
         tensors = [v for v in values if isinstance(v, Tensor)]
         self.values, self.names = values, {id(v): f"v{k}" for k, v in enumerate(values) if isinstance(v, Tensor)}
-        self.broken = len(self.names) < len(tensors)  # of one given twice it is not known which is which
-        self.met: list[Any] = []  # held, so that ids stay their own
-        self.lines: list[str] = []
-        self.scope: dict[str, Any] = {}
+        self.failed = len(self.names) < len(tensors)  # a tensor given twice: it is not known which is which
+        self.held: list[Any] = []  # results, so that ids stay their own
+        self.writer = FunctionWriter()
         self.grads, self.inside = torch.is_grad_enabled(), False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not self.inside and func not in _ASKED:
-            if func in _DONE and isinstance(found, Tensor):
-                self.named(found, self._write(func, args, kwargs or {}))
+        if not self.inside and func not in _READS:
+            if func in _MAKES and isinstance(found, Tensor):
+                self._name(found, self._write(func, args, kwargs or {}))
             else:
-                self.broken = True
+                self.failed = True
         return found
 
-    def ran(self, plan: Planned, values: Sequence[Any]) -> Any:
-        """An op's plan is run: one step, whatever it does; what it reads besides its values is looked at each time."""
-        self.broken = self.broken or plan.traced.watched is not None
-        inputs = [values[at] if view is None else self.done(view, (values[at],)) for at, view in plan.given]
+    def run_plan(self, plan: Planned, values: Sequence[Any]) -> Any:
+        """Run an op's plan: one step, whatever it does. What it reads besides its values is checked in each call."""
+        self.failed = self.failed or plan.traced.watched is not None
+        inputs = [values[at] if view is None else self.run_step(view, (values[at],)) for at, view in plan.given]
         with self._apart():
             found = plan.of(*inputs)
         name = self._write(plan.of, inputs, {})
         for k, result in enumerate(found):
-            self.named(result, f"{name}[{k}]")
+            self._name(result, f"{name}[{k}]")
         return plan.traced.pack(found)
 
-    def done(self, run: Callable[..., Any], given: Sequence[Any], ready: Ready | None = None) -> Any:
-        """A function of ours is called: one step likewise, unless it makes no tensor. ``ready``: see :func:`step`."""
+    def run_step(self, run: Callable[..., Any], given: Sequence[Any], faster: Faster | None = None) -> Any:
+        """Run a function of ours: one step likewise, unless it makes no tensor. ``faster``: see :func:`step`."""
         with self._apart():
             found = run(*given)
-            again = None if ready is None else ready(*given)
+            again = None if faster is None else faster(*given)
         if isinstance(found, Tensor):
-            self.named(found, self._write(again or run, given, {}))
+            self._name(found, self._write(again or run, given, {}))
         return found
 
     def function(self, result: Any) -> Callable[..., Any] | None:
-        """The call as a function of its values; None where it is no outline."""
-        closing = f"    return {self._said(result)}"
-        if self.broken or len(self.lines) > _LONGEST:
+        """The call as a function of its values; None where it cannot be replayed."""
+        lines = [*self.writer.lines, f"return {self._text(result)}"]
+        if self.failed or len(self.writer.lines) > _LONGEST:
             return None
-        given = ", ".join(f"v{k}" for k in range(len(self.values)))
-        exec("\n".join([f"def call({given}):", *self.lines, closing]), self.scope)
-        return self.scope["call"]
+        return define("call", [f"v{k}" for k in range(len(self.values))], lines, self.writer.scope)
 
-    def named(self, found: Tensor, name: str) -> None:
+    def _name(self, found: Tensor, name: str) -> None:
         self.names[id(found)] = name
-        self.met.append(found)
+        self.held.append(found)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """What happens inside is not written."""
+        """What happens inside is not recorded."""
         self.inside, before = True, self.inside
         try:
             yield
@@ -118,99 +118,87 @@ class Outline(TorchFunctionMode):
             self.inside = before
 
     def _write(self, run: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        self.broken = self.broken or torch.is_grad_enabled() != self.grads
-        name = f"r{len(self.lines)}"
-        given = [*map(self._said, args), *(f"{key}={self._said(value)}" for key, value in kwargs.items())]
-        self.lines.append(f"    {name} = {self._held(run)}({', '.join(given)})")
+        self.failed = self.failed or torch.is_grad_enabled() != self.grads
+        name = f"r{len(self.writer.lines)}"
+        given = [*map(self._text, args), *(f"{key}={self._text(value)}" for key, value in kwargs.items())]
+        self.writer.lines.append(f"{name} = {self.writer.hold(run)}({', '.join(given)})")
         return name
 
-    def _said(self, value: Any) -> str:
-        """A value in the text: what is known by name, or put together of such, or fixed."""
+    def _text(self, value: Any) -> str:
+        """A value in the text: known by name, or put together of such, or fixed."""
         if isinstance(value, Tensor):
-            self.broken = self.broken or id(value) not in self.names
+            self.failed = self.failed or id(value) not in self.names
             return self.names.get(id(value), "None")
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{self._held(k)}: {self._said(v)}' for k, v in value.items())}}}"
+            return f"{{{', '.join(f'{self.writer.hold(k)}: {self._text(v)}' for k, v in value.items())}}}"
         if isinstance(value, tuple | list):
-            parts = "".join(f"{self._said(v)}, " for v in value)
+            parts = tuple_text(map(self._text, value))
             named = isinstance(value, tuple) and hasattr(value, "_fields")
             if named:
-                return f"{self._held(type(value))}({parts})"
-            return f"[{parts}]" if isinstance(value, list) else f"({parts})"
-        return self._held(value)
-
-    def _held(self, thing: Any) -> str:
-        name = f"k{len(self.scope)}"
-        self.scope[name] = thing
-        return name
+                return f"{self.writer.hold(type(value))}{parts}"
+            return f"[{parts[1:-1]}]" if isinstance(value, list) else parts
+        return self.writer.hold(value)
 
 
-watching: contextvars.ContextVar[Outline | None] = contextvars.ContextVar("watching", default=None)
+recording: contextvars.ContextVar[LayerRecorder | None] = contextvars.ContextVar("recording", default=None)
 
 
-def spoil() -> None:
-    """What is done now depends on more than the kind of a call."""
-    watched = watching.get()
-    if watched is not None:
-        watched.broken = True
+def fail_recording() -> None:
+    """Say that what is done now depends on more than the kind of a call."""
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.failed = True
 
 
-Ready = Callable[..., Callable[..., Tensor] | None]
+Faster = Callable[..., Callable[..., Tensor] | None]
 
 
-def step(run: Callable[..., Tensor], ready: Ready | None = None) -> Callable[..., Tensor]:
-    """A function of ours that makes a tensor, of a form that the kind of its arguments decides. ``ready`` says of some
-    arguments what does the same for others like them, if anything does it faster."""
+def step(run: Callable[..., Tensor], faster: Faster | None = None) -> Callable[..., Tensor]:
+    """A function of ours that makes a tensor, in a form that the kind of its arguments decides: recorded as one step.
+
+    ``faster(*arguments)`` is a function that does the same for arguments like these, or None."""
 
     @functools.wraps(run)
-    def noted(*given: Any) -> Tensor:
-        watched = None if torch.compiler.is_dynamo_compiling() else watching.get()
-        return run(*given) if watched is None else watched.done(run, given, ready)
+    def recorded(*given: Any) -> Tensor:
+        recorder = None if torch.compiler.is_dynamo_compiling() else recording.get()
+        return run(*given) if recorder is None else recorder.run_step(run, given, faster)
 
-    return noted
+    return recorded
 
 
-class Outlines:
-    """The outlines of a layer, by the keys of its calls."""
+class LayerReplay:
+    """A layer, with the recordings of its calls by their keys."""
 
     def __init__(self, layer: Callable[..., Any]):
         self.layer = layer
-        self.readers = Readers(lambda count, names: (CHOICE,) * (count + len([*names])))
-        self.seen: set[tuple] = set()  # once: numbers that change in every call are not worth an outline
-        self.kept: dict[tuple, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self.keys = CallKeys(lambda count, names: (CHOICE,) * (count + len([*names])))
+        self.seen: BoundedCache[tuple, bool] = BoundedCache(_MOST)  # once: a number that always changes is no kind
+        self.known: BoundedCache[tuple, Callable[..., Any]] = BoundedCache(_MOST)
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         values = (*args, *kwargs.values()) if kwargs else args
-        key = self.readers.key(len(args), kwargs, values)
+        key = self.keys.key(len(args), kwargs, values)
         if key is None:
             return self.layer(*args, **kwargs)
-        call = self.kept.get(key)
-        return self._met(key, args, kwargs) if call is None else call(*values)
+        call = self.known.find(key)
+        return self._record(key, args, kwargs) if call is None else call(*values)
 
-    def _met(self, key: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """A call of a kind that has no outline yet; one that is wrong leaves nothing behind."""
+    def _record(self, key: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Record the second call of a kind; one that raises leaves nothing behind."""
         if key not in self.seen:
             result = self.layer(*args, **kwargs)
-            with self._lock:
-                if len(self.seen) >= _MOST:
-                    self.seen.clear()
-                self.seen.add(key)
+            self.seen.keep(key, True)
             return result
-        outline = Outline((*args, *kwargs.values()))
-        token = watching.set(outline)
+        recorder = LayerRecorder((*args, *kwargs.values()))
+        token = recording.set(recorder)
         try:
-            with outline:
+            with recorder:
                 result = self.layer(*args, **kwargs)
         finally:
-            watching.reset(token)
-        call = outline.function(result) or self._plainly(len(args), tuple(kwargs))
-        with self._lock:
-            while len(self.kept) >= _MOST:
-                del self.kept[next(iter(self.kept))]
-            self.kept[key] = call
+            recording.reset(token)
+        self.known.keep(key, recorder.function(result) or self._call_layer(len(args), tuple(kwargs)))
         return result
 
-    def _plainly(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    def _call_layer(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:
         """The layer itself, called as it was."""
         return lambda *values: self.layer(*values[:count], **dict(zip(names, values[count:], strict=True)))

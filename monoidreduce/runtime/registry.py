@@ -22,7 +22,7 @@ from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.ranks import distributed_fold
 from ..errors import EngineError
 from ..plan import budget as limits
-from ..plan.environment import Variable
+from ..plan.environment import EnvironmentVariable
 from ..tuning import tuner
 
 _triton = functools.partial(triton.run, fallback=eager.run)
@@ -58,7 +58,7 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
 ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
 FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
-_process = Variable("MONOIDREDUCE_ENGINE")
+_process = EnvironmentVariable("MONOIDREDUCE_ENGINE")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
 
 
@@ -83,7 +83,7 @@ def engine() -> str:
     found = _settings.get()
     if found is not None and found.engine is not None:
         return found.engine
-    asked = _process.said()
+    asked = _process.read()
     return _checked(asked, _process.name) if asked else "auto"
 
 
@@ -149,7 +149,7 @@ def use(
     said = zip((precision, strict, tune), matmul.asked.get(), strict=True)
     before = matmul.asked.set(tuple(old if new is None else new for new, old in said))  # type: ignore[arg-type]
     try:
-        with limits.kept(None if budget is None else limits.parse(budget)), skip_small_tiles.restore(skipped):
+        with limits.restore(None if budget is None else limits.parse(budget)), skip_small_tiles.restore(skipped):
             yield
     finally:
         matmul.asked.reset(before)

@@ -37,13 +37,13 @@ def may_keep(fold: Fold) -> bool:
 
 
 def form(fold: Fold, leaves: Sequence[Any], sizes: Sizes, engine: str) -> Early | None:
-    """How a fold keeps what its rows' gradients need, where that pays; as the call that is rehearsed would."""
-    real = matmul.rehearsed.get()
+    """How a fold keeps what its rows' gradients need, where that pays; in a dry run, as the real call would."""
+    real = matmul.dry_run_sizes.get()
     sizes = sizes if real is None else real
     kernels = engine == "triton" or (sizes.device.type == "cuda" and (engine == "auto" or real is not None))
     if not kernels or not many(sizes):
         return None
-    if budget.asked() is not None or not triton.runs_on(sizes.device):
+    if budget.requested() is not None or not triton.runs_on(sizes.device):
         return None
     found = early(fold, tuple(isinstance(v, Tensor) and v.requires_grad for v in leaves))
     if found is None or (found.target is not None and any(e.op == "leaf" for e in topological([found.target]))):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .gradient_programs import straight
+from .call_context import is_untraced
 
 Pull = Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 
@@ -26,7 +26,7 @@ def vjp(function: Callable[..., tuple[tuple[Tensor, ...], Any]], *leaves: Tensor
     >>> pull((torch.tensor(1.0),)), twice
     ((tensor(6.),), tensor(6.))
     """
-    if not straight():
+    if not is_untraced():
         _, pull, rest = torch.func.vjp(function, *leaves, has_aux=True)  # type: ignore[misc]
         return pull, rest
     fresh = tuple(x.detach().requires_grad_() for x in leaves)

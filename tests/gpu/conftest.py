@@ -1,4 +1,4 @@
-"""What tests of kernels by turns share: what was launched, and how few pairs get the kernels of many."""
+"""Fixtures of the GPU tests: the launches of a test, and kernels for many pairs on small problems."""
 
 import pytest
 

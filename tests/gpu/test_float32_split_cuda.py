@@ -1,4 +1,4 @@
-"""float32 vectors multiplied in pieces on a GPU: no less exact than plain torch, also over long walks."""
+"""float32 operands split into bfloat16 parts, on a GPU: no less exact than plain torch, also over many columns."""
 
 import pytest
 import torch

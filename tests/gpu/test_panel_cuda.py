@@ -108,12 +108,12 @@ def test_a_walk_that_was_met_before_is_run_as_it_was_written_down(limit, monkeyp
         for again, same in zip(pulled(loss, x, w), first, strict=True):
             assert torch.equal(again, same)
     kinds = list(panel_replay._KINDS.values())
-    assert kinds and all(kind.reels and not kind.lost for kind in kinds)
+    assert kinds and all(kind.recordings and not kind.failed for kind in kinds)
     assert extra(lambda: pulled(loss, x, w)) <= bytes_walked
     other = x.flip(0).contiguous()
     for got, want in zip(pulled(loss, other, w), walked(other, w)[1], strict=True):
         assert torch.equal(got, want)
-    assert [kind.reels for kind in panel_replay._KINDS.values()] == [kind.reels for kind in kinds]
+    assert [kind.recordings for kind in panel_replay._KINDS.values()] == [kind.recordings for kind in kinds]
 
 
 @mr.op

@@ -1,4 +1,4 @@
-"""Frozen passes on a GPU: launched again by address, with what a backward needs in one allocation."""
+"""Replay of single passes on a GPU: relaunched by address, with all that a backward needs in one allocation."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import ops
-from monoidreduce.engines.common import matmul
-from monoidreduce.runtime import forward_replay
+from monoidreduce.runtime import fused_expressions, replay
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -61,7 +60,8 @@ def test_cross_entropy(reduction, smoothing):
 @pytest.mark.parametrize("count", [1, 1000, 2**16, 2**16 + 1])
 def test_the_share_of_a_row(count):
     labels = torch.randint(0, 3, (count,), device="cuda")
-    assert torch.equal(matmul.share(labels, 1, torch.float32), (labels != 1).sum().float().reciprocal())
+    share = fused_expressions.label_share(labels, 1, torch.float32)
+    assert torch.equal(share, (labels != 1).sum().float().reciprocal())
 
 
 def test_a_captured_graph_is_played_with_other_numbers():
@@ -131,7 +131,7 @@ def test_many_pairs_are_a_tape(kind, width, monkeypatch):
     for _ in range(3):
         y, found = step()
     assert "Replayed" in type(y.grad_fn).__name__
-    monkeypatch.setattr(forward_replay.Program, "_replay", lambda *_: None)
+    monkeypatch.setattr(replay.ForwardReplays, "find", lambda *_: None)
     y, wanted = step()
     assert "Replayed" not in type(y.grad_fn).__name__
     assert_equal(found, wanted)

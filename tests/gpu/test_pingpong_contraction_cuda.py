@@ -1,16 +1,16 @@
-"""Contractions by turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one, larger
-ones, and a head whose column gradients are added up over panels."""
+"""Ping-pong contraction kernels (Gluon) on a Hopper GPU: the simulator's cases, larger ones, and a vocabulary head
+whose column gradients are added up over panels."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import monoidreduce as mr
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.support import internals
 from tests.support.pingpong_contraction_cases import KINDS, SIZES, check
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 

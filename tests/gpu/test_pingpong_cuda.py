@@ -1,4 +1,4 @@
-"""Products by turns (Gluon, on Hopper), where they are meant to run: the cases of the machine without one, and larger.
+"""Ping-pong GEMM kernels (Gluon) on a Hopper GPU: the simulator's cases, and larger ones.
 
 ``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the sizes, so that twelve processes share the compiling.
 """
@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines.triton import use_plan
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.support import internals
 from tests.support.pingpong_cases import (
     SIZES,
@@ -24,7 +24,7 @@ from tests.support.pingpong_cases import (
     made,
 )
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))

@@ -25,7 +25,7 @@ HANDED_OUT = ("def ", "tl.warp_specialize(")
 # numbers that a warp stores into a ring, and pairs that a group of four sends to another: a barrier of those who
 # store, an arrival of one for all and a wait are between them and who reads, as the PTX shows; the checker reports them
 # all the same
-RINGED = ("_ring.index(slot).store(", "ring.index(turn % 2).load(LAYOUT)", "_here = ", "sent0.index(", "sent1.index(")
+RINGED = ("_ring.index(slot).store(", "ring.index(step % 2).load(LAYOUT)", "_here = ", "sent0.index(", "sent1.index(")
 
 
 def all_shares(*before: str) -> list[tuple[int, str]]:
@@ -47,7 +47,7 @@ def races(said: str) -> list[str]:
     found = []
     for access in re.findall(r"(?:Read|Write) access at .*", said):
         named = re.search(r" in (k\w+\.py):(\d+)", access)
-        path = (disk.folder(TEXTS) or disk.temporary()) / named[1] if named else None
+        path = (disk.open_folder(TEXTS) or disk.temporary_folder()) / named[1] if named else None
         text = path.read_text().splitlines()[int(named[2]) - 1] if path and named and path.exists() else ""
         if not (text.strip().startswith(HANDED_OUT) or any(words in text for words in RINGED)):
             found.append(f"{access}: {text}")

@@ -1,4 +1,4 @@
-"""Column gradients by an instance of four warps (Gluon, on Hopper), where they are meant to run: the machine's cases.
+"""Column-gradient kernels of one warp group (Gluon) on a Hopper GPU: the simulator's cases.
 
 ``MONOIDREDUCE_TEST_SHARD=3/9`` runs a ninth of them, so that nine processes share the compiling.
 """
@@ -10,10 +10,10 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.support.single_warpgroup_cases import DROPPED, OPTIONS, SIZES, check, pulled
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 

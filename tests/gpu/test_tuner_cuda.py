@@ -9,10 +9,10 @@ import torch
 import monoidreduce as mr
 from benchmarks.measure import captured
 from monoidreduce import Col, Row, autotune, explain
-from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.auto import planner
 from monoidreduce.engines.triton import KernelPlan
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.plan import plan_records, tiles
+from monoidreduce.plan import candidates, plan_records, tiles
 from monoidreduce.plan.schedule import Choice
 from monoidreduce.tuning import trial, tuner
 from tests.support import internals
@@ -53,10 +53,11 @@ def test_winners_are_right_and_found_again():
     q, k, v = (a.double() for a in args)  # logits of 16 bits alone would be off by more than the limit
     truth = torch.softmax(q @ k.mT, -1) @ v
     assert errors(attention(*args), truth).max() < 0.05
-    met = autotune.recorded(attention, [a[:, :-7] for a in args], {}, backward=True).folds
+    met = autotune.record_call(attention, [a[:, :-7] for a in args], {}, backward=True).folds
     assert len(met) == 2  # the second in two directions
     for (fold, leaves, sizes), tuned in zip(met, found.folds, strict=True):
-        assert tuned_plans.recalled(planner.case_of(fold, leaves, sizes), sizes.device) == tuned.winner
+        case = planner.make_case(fold, leaves, sizes)
+        assert candidates.find_tuned(case, planner.fold_key(case, sizes.device)) == tuned.winner
 
 
 @pytest.mark.parametrize("when", ["tuned before", "tuned on the way"])
@@ -89,7 +90,7 @@ def test_the_hosts_time_is_not_timed():
             time.sleep(3e-4)
             x.add_(1)
 
-    assert trial.seconds(run, x.device) < 2e-4
+    assert trial.measure_seconds(run, x.device) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["attention", "split", "loss"])

@@ -1,4 +1,4 @@
-"""Kernels that groups of warps share (Gluon, on Hopper), where they are meant to run: the cases of the machine.
+"""Warp-specialised MLP kernels (Gluon) on a Hopper GPU: the simulator's cases.
 
 ``MONOIDREDUCE_TEST_SHARD=3/12`` runs a twelfth of the cases, so that twelve processes share the compiling.
 """
@@ -10,7 +10,7 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.support.warp_specialised_mlp_cases import (
     CASES,
     FUNCTIONS,
@@ -23,7 +23,7 @@ from tests.support.warp_specialised_mlp_cases import (
     torchs,
 )
 
-HOPPER = torch.cuda.is_available() and attention.on(torch.device("cuda"))
+HOPPER = torch.cuda.is_available() and hopper.runs_warp_specialized(torch.device("cuda"))
 PART, PARTS = map(int, os.environ.get("MONOIDREDUCE_TEST_SHARD", "0/1").split("/"))
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, and Triton 3.6")
 

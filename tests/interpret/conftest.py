@@ -18,7 +18,8 @@ from monoidreduce.engines.triton.codegen import k_loop, kernel_text
 from monoidreduce.engines.triton.kernels import exponent_shift, row_kernels, split_combine, topk_rows
 from monoidreduce.engines.triton.launch import encoded_descriptors, launch_cache
 from monoidreduce.engines.triton.panel import epilogue, epilogue_kernels, row_factor, sparse_contraction
-from monoidreduce.engines.triton.schedules import float32_split, pingpong
+from monoidreduce.engines.triton.schedules import float32_split
+from monoidreduce.engines.triton.schedules.pingpong import gemm_fold
 from tests.support import internals
 from tests.support.fast_interpreter import quicken
 
@@ -58,7 +59,7 @@ def exact_products(monkeypatch):
         kernel_text.kernel,
         epilogue_kernels.write_kernel,
         epilogue.fuse_epilogue,
-        pingpong.kernel,
+        gemm_fold.write_kernel,
         epilogue.pingpong_epilogue.write_kernel,
     )
     for one in written:
@@ -93,7 +94,7 @@ def by_address(monkeypatch):
     internals.replace_fixed_kernel_launch(monkeypatch, first)
     small_ones = (row_factor, sparse_contraction, float32_split, row_kernels, exponent_shift, topk_rows, split_combine)
     for kernels in (module._kernels for module in small_ones):
-        monkeypatch.setattr(kernels, "kept", launch_cache.Kept())
+        monkeypatch.setattr(kernels, "kept", launch_cache.LaunchCache())
     internals.forget_panel_recordings(monkeypatch)
     # all of it is memory of this machine: to copy it there and back would mix up tensors that begin at one address
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (list(args), kwargs))

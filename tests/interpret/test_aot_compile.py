@@ -129,7 +129,7 @@ def test_the_tiles_that_ship_fit_as_they_are_counted(capability):
     family = FAMILIES[capability]
     for case in (c for c in CASES if c.lean and c.dtype.itemsize == 2 and not c.name.startswith(("wide", "handmade"))):
         for call in (c for c in calls(case, capability) if c.kernel.name != "side"):
-            assert kernel_plan.shared(call.plan, call.kernel, 2, family) <= family.shared * family.spare, (
+            assert kernel_plan.shared_bytes(call.plan, call.kernel, 2, family) <= family.shared * family.spare, (
                 case.name,
                 call.plan,
             )

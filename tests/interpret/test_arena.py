@@ -1,5 +1,4 @@
-"""Weights stored in the memory of column gradients, in the interpreter: what is folded of rows, what is computed again,
-and what stands in their own columns all come out as if whole rows had been there."""
+"""Softmax weights kept in the memory of the column gradients: results and gradients are those of whole rows."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Products that write weights, in the interpreter: known ones, guessed ones, and guesses that were no good."""
+"""GEMMs whose epilogue writes softmax weights, in the interpreter: with a known maximum, with a guessed one, and with
+a guess that was too low."""
 
 import math
 

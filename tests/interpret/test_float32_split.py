@@ -1,4 +1,4 @@
-"""float32 vectors multiplied in pieces: values and gradients keep the error rule, and what is infinite stays so."""
+"""float32 operands split into bfloat16 parts: values and gradients keep the error rule; infinities stay infinite."""
 
 import pytest
 import torch

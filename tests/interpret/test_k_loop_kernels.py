@@ -168,7 +168,7 @@ SHAPES = [(64, 1000), (8, 501), (1, 501), (71, 1000), (200, 40), (3, 1), (1, 1)]
 @pytest.mark.parametrize("beside", [1000, 20, 8])
 @pytest.mark.parametrize(("instances", "tiles"), SHAPES)
 def test_no_processor_is_idle_for_long(instances, tiles, beside):
-    count = kernel_plan.parts(KernelPlan(128, 256), instances, tiles, 132, beside)
+    count = kernel_plan.count_splits(KernelPlan(128, 256), instances, tiles, 132, beside)
     longest = -(-tiles * -(-instances * count // 132) // count)
     assert count * 2 <= max(2, tiles) and (instances * tiles / (longest * 132) > 0.75 or tiles < 4 * 132 // instances)
     if beside < instances and 4 * count < tiles:
@@ -176,7 +176,7 @@ def test_no_processor_is_idle_for_long(instances, tiles, beside):
 
 
 def test_a_few_rows_take_all_processors():
-    assert kernel_plan.parts(KernelPlan(128, 256), 8, 501, 132, 1000) == 33
+    assert kernel_plan.count_splits(KernelPlan(128, 256), 8, 501, 132, 1000) == 33
 
 
 def test_parts_differ_by_one_tile():

@@ -1,4 +1,4 @@
-"""Products that are not rounded: whose they are, and that whoever runs a gradient sees the forward's own logits."""
+"""Logits that are not rounded to 16 bits: which folds keep them, and that every backward sees the forward's logits."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def hopper(monkeypatch, tmp_path_factory, exact_products):
     internals.set_panel_sizes(monkeypatch, MULTIPLE=4)
     monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path_factory.getbasetemp() / "kernels"))
     for one in (head, biased, two, meant, best):  # what other tests' devices planned
-        one._plans.kept.clear()
+        one._plans.known.clear()
     logit_rounding._stays.cache_clear()
 
 
@@ -97,7 +97,7 @@ def test_a_plan_is_made_anew_where_a_number_asks_for_a_gradient():
     with mr.use(engine="triton"):
         for asks in (False, True, False, True):
             biased(x, w, label, b.detach().requires_grad_(asks), 0.5).sum().backward()
-    (plans,) = biased._plans.kept.values()
+    (plans,) = biased._plans.known.values()
     assert sorted(len(plan.calm) for plan in plans) == [0, 1]
 
 
@@ -228,7 +228,7 @@ def test_texts_differ_by_the_rounding_alone(monkeypatch):
         with monkeypatch.context() as patch:
             texts[marks] = internals.watch_launches(patch, lambda call: call.kernel)
             internals.pretend_device(patch, epilogue=marks)
-            head._plans.kept.clear()
+            head._plans.known.clear()
             with mr.use(engine="triton"), torch.no_grad():
                 head(x, w, target)
     exactly, rounded = (next(k.text for k in texts[marks] if k.name == "fold_over_cols") for marks in (True, False))

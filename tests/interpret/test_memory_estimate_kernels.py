@@ -1,4 +1,4 @@
-"""What calls are predicted to hold at once on a GPU, against what their road allocates: kernels and products at rest.
+"""The memory estimate of a call on a GPU against what the call allocates; kernels and GEMMs are not run.
 
 On an H200 the count is what its allocator counts (``benchmarks/pretend.py``); so the promise is kept without one."""
 

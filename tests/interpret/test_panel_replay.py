@@ -1,15 +1,15 @@
-"""Walks over panels as they were written down: the same launches, bit for bit the same numbers, no more memory."""
+"""Replay of panel programs: the same launches, bit for bit the same numbers, no more memory."""
 
 import pytest
 import torch
 
 import monoidreduce as mr
+from monoidreduce.engines.common.bounded_cache import BoundedCache
 from monoidreduce.engines.triton import KernelPlan
-from monoidreduce.engines.triton.launch import jit_module, launch_cache, operation_recorder
-from monoidreduce.engines.triton.launch import operation_replay as reel
+from monoidreduce.engines.triton.launch import jit_module, launch_cache, replay
 from monoidreduce.engines.triton.panel import panel_replay
 from monoidreduce.plan import budget, panel_layout
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.interpret.test_epilogue_kernels import SMALL
 from tests.support import internals
 
@@ -39,7 +39,7 @@ def small(monkeypatch, tmp_path_factory, exact_products):
 
 @pytest.fixture
 def ran(monkeypatch, by_address):
-    """The reels that were run."""
+    """The replays that were run."""
     found = []
     internals.watch_panel_replays(monkeypatch, lambda run, reel, *given: found.append(reel) or run(*given))
     return found
@@ -119,7 +119,7 @@ def test_no_more_memory_is_held(by_address, monkeypatch):
     peaks = {"walked": [], "run": []}
 
     def watched(name, run, given):
-        with Alive(given) as alive:
+        with LiveMemory(given) as alive:
             found = run()
         peaks[name].append(alive.peak)
         return found
@@ -176,7 +176,7 @@ def test_without_a_budget_panels_are_chosen_each_time(ran, monkeypatch):
             found = op(*given, 0.7)
             return [*found, *torch.autograd.grad([y.sum() for y in found], given)]
 
-    kinds = lambda: [len(kind.reels) for kind in panel_replay._KINDS.values()]
+    kinds = lambda: [len(kind.recordings) for kind in panel_replay._KINDS.values()]
     for size in (limit, 2**20, limit, 2**20):
         free(size)
         for _ in range(2):
@@ -195,14 +195,14 @@ def test_memory_that_runs_out_in_a_reel(ran, monkeypatch):
         ran.append("ran out")
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    kind.reels[0].reel.run = out
+    kind.recordings[0].replay.run = out
     for a, b in zip(pulled(op, args, limit, 0.7), wanted, strict=True):
         torch.testing.assert_close(a, b)
     assert ran.count("ran out") == 1
 
 
 def test_so_many_kinds_are_kept(ran, monkeypatch):
-    monkeypatch.setattr(panel_replay, "_MOST", 2)
+    monkeypatch.setattr(panel_replay, "_KINDS", BoundedCache(2))
     op, sizes, limit = SWEPT
     for scale in (0.5, 0.6, 0.6, 0.7):  # what is met once pushes nothing out
         pulled(op, vectors(*sizes), limit, scale)
@@ -217,18 +217,18 @@ def test_so_many_kinds_are_kept(ran, monkeypatch):
 
 
 def heard(function, *args):
-    listener = operation_recorder.Listener({f"x{k}": t for k, t in enumerate(args)})
+    listener = replay.Recorder({f"x{k}": t for k, t in enumerate(args)})
     with listener, torch.no_grad():
         found = function(*args)
     return listener, found
 
 
 def written(function, *args):
-    """A function of tensors as a reel."""
+    """A function of tensors as a replay."""
     listener, found = heard(function, *args)
-    assert not listener.lost
-    given = {f"x{k}": reel.whole(f"x{k}", t) for k, t in enumerate(args)}
-    return reel.Reel(listener.steps, given, listener.noted(found), listener.held, args[0].device)
+    assert not listener.failure
+    given = {f"x{k}": replay.Place.whole(f"x{k}", t) for k, t in enumerate(args)}
+    return replay.Replay(listener.steps, given, listener.symbolic(found), listener.constants, args[0].device)
 
 
 def shared(x, y):
@@ -258,7 +258,7 @@ def test_written_down_it_is_the_same_function():
 def test_what_is_let_go_after_its_last_use():
     made = written(lambda x: (((x + 1).exp() * 2).sum(0),), torch.randn(300, 200))
     x = torch.randn(300, 200)
-    with Alive([x]) as alive:
+    with LiveMemory([x]) as alive:
         made.run(x)
     assert x.nbytes < alive.peak <= 2 * x.nbytes + 200 * 4
 
@@ -278,25 +278,25 @@ ELSEWHERE = torch.zeros(64)
 )
 def test_what_cannot_be_done_again_is_said(function, reason):
     listener, found = heard(function, torch.ones(4, 4))
-    assert reason in listener.lost and found.numel() >= 4  # and it was done all the same
+    assert reason in listener.failure and found.numel() >= 4  # and it was done all the same
 
 
 def test_an_input_read_as_another_type_is_not_written_down():
-    with pytest.raises(operation_recorder.Unheard, match="another type"):
+    with pytest.raises(replay.NotRecordable, match="another type"):
         written(lambda x: (x.view(torch.int32) + 1,), torch.ones(4, 4))
 
 
 def test_parts_of_one_tensor_are_told_apart():
     x = torch.zeros(8, 4)
-    assert "one tensor" in operation_recorder.Listener({"a": x[:4], "b": x[4:]}).lost
-    assert not operation_recorder.Listener({"a": x, "b": x}).lost
+    assert "one tensor" in replay.Recorder({"a": x[:4], "b": x[4:]}).failure
+    assert not replay.Recorder({"a": x, "b": x}).failure
 
 
 def test_a_kernel_that_is_not_launched_again_is_not_written_down():
-    listener = operation_recorder.Listener({})
+    listener = replay.Recorder({})
     with listener:
-        launch_cache.tell(None, ())
-    assert "not launched again" in listener.lost
+        launch_cache.report(None, ())
+    assert "not launched again" in listener.failure
 
 
 class Compiled:
@@ -322,7 +322,7 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 
     def launch(x):
         out = torch.empty(5)
-        launch_cache.tell(again, (out[1:], x[2:], 4, 0.5))
+        launch_cache.report(again, (out[1:], x[2:], 4, 0.5))
         return (out,)
 
     made = written(launch, x)
@@ -335,7 +335,7 @@ def test_kernels_are_started_with_addresses(monkeypatch):
 
 
 def test_launchers_are_kept_by_their_keys():
-    made, keeper = [], launch_cache.Kept(most=2)
+    made, keeper = [], launch_cache.LaunchCache(most=2)
 
     def first(name):
         made.append(name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from monoidreduce.engines.triton.launch import jit_module, parallel_compile
-from monoidreduce.engines.triton.launch.launch_cache import Kept
+from monoidreduce.engines.triton.launch.launch_cache import LaunchCache
 from tests.support import internals
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def test_one_kernel_compiles_where_it_is_launched(waits):
 def test_what_is_kept_is_not_launched_where_launches_are_looked_at(waits):
     """It would run on what nobody made yet."""
     said = []
-    kept, a, b = Kept(), Kernel(said, "a"), Kernel(said, "b")
+    kept, a, b = LaunchCache(), Kernel(said, "a"), Kernel(said, "b")
     again = lambda *arguments: said.append(("again", *arguments))
     first = lambda kernel: lambda: parallel_compile.launched(kernel, (1,), ("x",), {}) or again
 

@@ -1,4 +1,4 @@
-"""Frozen passes: the same results as by the engine's own road, found again only for calls of the same kind."""
+"""Replay of single passes: the results of the uncached path, and reuse only for calls of the same kind."""
 
 import threading
 
@@ -11,12 +11,11 @@ from triton.runtime import interpreter
 import monoidreduce as mr
 from monoidreduce import Batch, Col, Row, ops
 from monoidreduce.engines import triton
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton.kernels import row_kernels
 from monoidreduce.plan import budget
-from monoidreduce.plan.environment import Variable
+from monoidreduce.plan.environment import EnvironmentVariable
 from monoidreduce.plan.schedule import follow
-from monoidreduce.runtime import frozen_pass, gradient_programs
+from monoidreduce.runtime import autograd, call_context, fused_expressions, replay
 from tests.support import internals
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -204,22 +203,22 @@ def test_grad_mode_and_who_asks():
 
 def test_what_is_asked_decides_again(monkeypatch):
     """Budgets, precision, plans and engines are other situations; one that is out of the ordinary is none."""
-    seen = {frozen_pass.situation()}
+    seen = {call_context.launch_key()}
     with mr.budget("64MB"):
-        seen.add(frozen_pass.situation())
+        seen.add(call_context.launch_key())
     with mr.use(precision="tf32"):
-        seen.add(frozen_pass.situation())
+        seen.add(call_context.launch_key())
     with mr.use(strict=True):
-        seen.add(frozen_pass.situation())
+        seen.add(call_context.launch_key())
     with triton.use_plan({"cols": triton.KernelPlan(16, 32)}):
-        seen.add(frozen_pass.situation())
+        seen.add(call_context.launch_key())
     monkeypatch.setenv("MONOIDREDUCE_BUDGET", "32MB")
-    seen.add(frozen_pass.situation())
+    seen.add(call_context.launch_key())
     assert len(seen) == 6 and None not in seen
     with mr.use(tune=True):
-        assert frozen_pass.situation() is None
-    with follow({}), budget.less():
-        assert frozen_pass.situation() is None
+        assert call_context.launch_key() is None
+    with follow({}), budget.shrink():
+        assert call_context.launch_key() is None
 
 
 def test_another_engine_is_another_plan():
@@ -335,11 +334,11 @@ def test_results_that_share_an_allocation():
     with mr.use(engine="triton"):
         attention(*heads(), 0.3)
     program = attention.program(*heads(), 0.3)
-    one = frozen_pass.Pass(program.passes[0].fold, None, "triton", (1,))
+    one = replay.PassReplay(program.passes[0].fold, None, "triton", (1,))
     values, rest = torch.ones(2, 7, 5), torch.arange(42.0).view(3, 2, 7)
-    found = one.whole([values], [rest])
+    found = one.join([values], [rest])
     assert found[1] is values and [int(t[0, 0]) for t in (found[0], *found[2:])] == [0, 14, 28]
-    assert all(a is b for a, b in zip(one.whole([values], list(rest)), found, strict=True) if b is values)
+    assert all(a is b for a, b in zip(one.join([values], list(rest)), found, strict=True) if b is values)
 
 
 @pytest.mark.parametrize("count", [1, 59, 1024, 1025])
@@ -348,7 +347,7 @@ def test_the_share_of_a_row(count, by_address):
     labels[1::3] = -100
     share, others = row_kernels.sharer(labels, -100), labels.flip(0).clamp(max=3)
     for given in (labels, others, labels):
-        assert torch.equal(share(given, -100), matmul.share(given, -100, torch.float32))
+        assert torch.equal(share(given, -100), fused_expressions.label_share(given, -100, torch.float32))
     nothing = torch.full((3,), -100)
     assert row_kernels.sharer(nothing, -100)(nothing, -100) == torch.inf
     assert (
@@ -358,16 +357,16 @@ def test_the_share_of_a_row(count, by_address):
 
 
 def test_variables_are_read_as_they_are_now(monkeypatch):
-    one = Variable("MONOIDREDUCE_TRIED_HERE")
-    assert one.said() is None
+    one = EnvironmentVariable("MONOIDREDUCE_TRIED_HERE")
+    assert one.read() is None
     monkeypatch.setenv(one.name, "yes")
-    assert one.said() == "yes"
+    assert one.read() == "yes"
     monkeypatch.delenv(one.name)
-    assert one.said() is None
+    assert one.read() is None
 
 
 def test_a_program_keeps_so_many_kinds(monkeypatch):
-    monkeypatch.setattr(gradient_programs, "_MOST", 2)
+    monkeypatch.setattr(autograd, "_KINDS", 2)
     args = heads()
     with mr.use(engine="triton"):
         wanted = torch.autograd.grad(attention(*args, 0.3), args, torch.ones(2, 7, 5))

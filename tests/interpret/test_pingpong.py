@@ -42,7 +42,7 @@ def test_a_fold_against_float64(M, N, D, wide, seen):
         with use_plan(by_turns(parts, wide)):
             check_fold(M, N, D)
     assert [call.kernel.name for call in seen] == ["fold_over_cols"] * 2
-    assert all(("others_box" in call.kernel.text) == wide for call in seen)
+    assert all(("extra_box" in call.kernel.text) == wide for call in seen)
 
 
 @pytest.mark.parametrize("wide", [False, True])

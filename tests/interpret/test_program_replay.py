@@ -1,4 +1,4 @@
-"""Programs replayed as tapes of launches: the same results and gradients, whatever is asked and however tensors lie."""
+"""Replay of whole programs: the same results and gradients, for any gradients asked for and any strides."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton.launch import jit_module
-from monoidreduce.runtime import backward_replay, forward_replay
+from monoidreduce.runtime import replay
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FORWARD, BACKWARD = ["fold_over_cols"], ["side", "fold_over_cols", "fold_over_rows"]
@@ -250,20 +250,19 @@ def test_memory_that_runs_out(by_address, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    monkeypatch.setattr(one.tape, "run", full)
+    monkeypatch.setattr(one.launches, "run", full)
     y = attention(*args)
     assert_close([y, *grads(y, args)], wanted)
     monkeypatch.undo()
     with mr.use(engine="triton"):
         y = attention(*args)
-        for tape in one.rewind.tapes.values():
+        for tape in one.backwards.known.values():
             monkeypatch.setattr(tape, "run", full)
         assert_close([y, *grads(y, args)], wanted)
 
 
 def test_so_many_kinds_are_kept(by_address, monkeypatch):
-    monkeypatch.setattr(backward_replay, "_MOST", 1)
-    monkeypatch.setattr(forward_replay, "_MOST", 1)
+    monkeypatch.setattr(replay, "MOST", 1)
     args = drawn((2, 6, 16), (2, 9, 16), (2, 9, 5))
     _, *wanted = by_torch(*args)
     for precision in ("ieee", "tf32x3"):

@@ -1,4 +1,4 @@
-"""Tapes of problems whose kernels are those of many pairs in 16 bits: tiles passed over, shifts made before.
+"""Replay of programs with the kernels for many 16-bit pairs: skipped tiles, and exponent shifts computed beforehand.
 
 What is found from leaves at every launch must follow them: other windows, other documents in the same tensor.
 """
@@ -11,7 +11,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton.kernels import exponent_shift
-from monoidreduce.runtime import forward_replay
+from monoidreduce.runtime import replay
 from tests.interpret.test_program_replay import FORWARD, assert_close, attention, by_torch, drawn, grads, heads
 from tests.support import internals
 
@@ -121,7 +121,7 @@ def test_a_loss_that_keeps_its_row_gradients_is_no_tape(by_address):
 
 
 def test_a_tape_is_not_worth_its_first_run_where_pairs_are_too_many(by_address, monkeypatch):
-    monkeypatch.setattr(forward_replay, "_PAIRS", 0)
+    monkeypatch.setattr(replay, "_PAIRS", 0)
     args = heads()
     y = attention(*args)
     assert_close([y, *grads(y, args)], by_torch(*args), 5e-5)

@@ -1,6 +1,5 @@
-"""What the Triton engine does with the same program in different circumstances: split walks, guessed maxima, tensor
-descriptors, the k best, picks computed where they point, launches made once and used again. In the interpreter, with
-small tiles."""
+"""One program under different schedules: split columns, guessed maxima, tensor descriptors, top-k, label gathers, and
+launches that are prepared once. In the interpreter, with small tiles."""
 
 import math
 import re
@@ -74,7 +73,7 @@ def test_several_kernels_of_a_direction_keep_their_tiles_in_other_parts(monkeypa
     """A plan has room for one tile: that of the last kernel stands for each one's own, another is for all of them."""
     x, *weights = (torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     with planned(), mr.use(engine="triton"):
-        *_, (fold, leaves, sizes) = autotune.recorded(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
+        *_, (fold, leaves, sizes) = autotune.record_call(BY_NAME["swiglu"].op, [x, *weights], {}, backward=True).folds
     internals.pretend_device(monkeypatch, descriptors=True)
     internals.set_pair_thresholds(monkeypatch, very_many=0)
     monkeypatch.setitem(kernel_plan.COPIED, (128, 2, "plain"), (64, 32, 4, 2))
@@ -119,10 +118,10 @@ def test_a_split_walk_gives_the_whole(name, parts):
 
 
 def test_few_rows_are_split_and_many_are_not():
-    assert kernel_plan.parts(SMALL, instances=2, tiles=1000, processors=132) == 64
-    assert kernel_plan.parts(SMALL, instances=20, tiles=1000, processors=132) == 13
-    assert kernel_plan.parts(SMALL, instances=2, tiles=9, processors=132) == 1
-    assert kernel_plan.parts(SMALL, instances=100, tiles=1000, processors=132) == 1
+    assert kernel_plan.count_splits(SMALL, instances=2, tiles=1000, processors=132) == 64
+    assert kernel_plan.count_splits(SMALL, instances=20, tiles=1000, processors=132) == 13
+    assert kernel_plan.count_splits(SMALL, instances=2, tiles=9, processors=132) == 1
+    assert kernel_plan.count_splits(SMALL, instances=100, tiles=1000, processors=132) == 1
 
 
 @mr.op

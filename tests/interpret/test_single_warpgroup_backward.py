@@ -14,7 +14,7 @@ from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.codegen.dropout import parted, tossed
 from monoidreduce.engines.triton.kernels import fold_kernel
-from monoidreduce.engines.triton.schedules import warp_group_split
+from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
 from tests.support import gluon_simulator
 from tests.support.aot_compile import Case, calls
@@ -60,30 +60,30 @@ def test_the_text_is_the_same_in_every_run():
 
 
 def test_the_first_sum_needs_one_score():
-    (part,) = warp_group_split.parts(staged_spec())
+    (part,) = work_split.divide_work(staged_spec())
     first, second = part.products
-    assert part.alone and warp_group_split.owned((part,)) == 64
-    assert part.dots[1] not in warp_group_split.topological([first.weight])
-    assert set(part.dots) <= set(warp_group_split.topological([second.weight]))
+    assert part.alone and work_split.count_kept((part,)) == 64
+    assert part.dots[1] not in work_split.topological([first.weight])
+    assert set(part.dots) <= set(work_split.topological([second.weight]))
 
 
 def staged_spec(**options):
     """The spec of the column gradients."""
-    seen, real = [], fold_kernel.sum_of_products.taken
+    seen, real = [], fold_kernel.sum_of_products.write_kernel_for_plan
 
     def taken(spec, *given):
         seen.append(spec)
         return real(spec, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fold_kernel.sum_of_products, "taken", taken)
+        patch.setattr(fold_kernel.sum_of_products, "write_kernel_for_plan", taken)
         columns(**options)
     return next(s for s in seen if s.over == "rows")
 
 
 def test_weights_that_coins_decide_on():
     spec = staged_spec(**DROPPED)
-    first, second = (p.weight for p in warp_group_split.parts(spec)[0].products)
+    first, second = (p.weight for p in work_split.divide_work(spec)[0].products)
     one, other = parted(first, spec), parted(second, spec)
     assert one.toss == other.toss and one.weight is other.weight and one.pair is None
     assert other.pair.op == "dot" and other.number.op == "leaf"
@@ -112,8 +112,8 @@ def test_against_float64(options, rows, cols, alone):
 @pytest.mark.parametrize(
     ("text", "instead", "message"),
     [
-        (r"\(turn // 2\) & 1\)", "((turn // 2) & 1) ^ 1)", "nobody ends"),  # a block is waited for in the wrong round
-        (r"if turn \+ 1 < visits:\n", "if turn + 2 < visits:\n", "nobody ends"),  # a block is not asked for
+        (r"\(step // 2\) & 1\)", "((step // 2) & 1) ^ 1)", "nobody ends"),  # a block is waited for in the wrong round
+        (r"if step \+ 1 < steps:\n", "if step + 2 < steps:\n", "nobody ends"),  # a block is not asked for
         (r"score1 = warpgroup_mma_wait\(1, deps=\[score1\]\)", "pass", "Product"),  # a product is not waited for
     ],
     ids=["phase", "copy", "wait"],

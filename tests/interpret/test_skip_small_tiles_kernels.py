@@ -155,7 +155,7 @@ def test_the_k_best_products_some_rows_at_a_time(dtype, limit, monkeypatch):
 
 def test_the_k_best_products_again_go_straight_to_them(monkeypatch):
     """The planner is asked once for products of one kind: then the host does only what finds them."""
-    asked, original = [], planner.perform
+    asked, original = [], planner.run_choice
     internals.replace_planned_run(monkeypatch, lambda *a: asked.append(a) or original(*a))
     internals.plan_panels(monkeypatch)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Results from those of parts, in one kernel: what torch's operations make of them."""
+"""The kernel that combines the results of splits: equal to combining them with torch's operations."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Kernels on parts of a problem: folds moved to their place, run by generated kernels, then combined."""
+"""Generated kernels on blocks of a problem, offset to their place and then combined."""
 
 import pytest
 import torch

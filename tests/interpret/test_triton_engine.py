@@ -250,7 +250,7 @@ def test_what_the_operator_remembers_is_made_in_another_thread(name, monkeypatch
         return [t for call in folds for t in run_fold(*call)]
 
     with kernels():
-        folds = autotune.recorded(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
+        folds = autotune.record_call(layer.op, draw(layer, 70, 150, 0), {}, backward=True).folds
         wanted = folded(triton.run)
         assert threads and set(threads) == {here}
         found = folded(lambda fold, *given: torch_operator.call(fold, "triton", *given))
@@ -298,7 +298,7 @@ def _text(op, f):
     fold = op.program(q, k, v).passes[0].fold
     sizes = Sizes(16, 32, (), {"f": f, "d": f}, torch.device("cpu"), torch.float32)
     values = dict(zip(fold.leaves, (t.unsqueeze(0) for t in (q, k, v)), strict=True))
-    return kernel_text.kernel(launch.spec_from_tensors.describe(fold, "cols", values, (1,), sizes)[0]).text
+    return kernel_text.kernel(launch.spec_from_tensors.describe_fold(fold, "cols", values, (1,), sizes)[0]).text
 
 
 def test_kernels_lie_in_a_private_folder(tmp_path, monkeypatch):

@@ -13,9 +13,8 @@ from monoidreduce.engines.common.evaluate import Sizes
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.launch import jit_module
 from monoidreduce.plan.schedule import Choice
-from monoidreduce.runtime import kernel_memory_estimate
-from monoidreduce.runtime.dry_run import Noted
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime import memory_estimate
+from monoidreduce.runtime.dry_run import FoldCall, LiveMemory
 from monoidreduce.tuning import trial
 from tests.support import internals
 from tests.support.wrong_kernels import CHANGES, GUESSED, wrong
@@ -49,7 +48,7 @@ def call(rows=75, cols=90, d=16, dtype=torch.float32):
 
 def test_a_right_kernel_passes():
     given = call()
-    assert trial.wrong(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
+    assert trial.find_error(perform, CANDIDATE, SAFE, *given, perform(SAFE, *given)) == ""
 
 
 WRONG = [*((change, torch.float32) for change in CHANGES), *((change, torch.float16) for change in GUESSED)]
@@ -61,7 +60,7 @@ def test_a_wrong_kernel_does_not(change, dtype, monkeypatch):
     given = call(dtype=dtype)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), change) as made:
-        assert "wrong in" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)
+        assert "wrong in" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
     assert made
 
 
@@ -70,9 +69,9 @@ def test_a_kernel_that_is_wrong_at_other_lengths_only():
     given = call(cols=128)
     truth = perform(SAFE, *given)
     with wrong(KernelPlan(16, 32), "forgets the ragged end"):
-        assert trial.differs(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
+        assert trial.describe_difference(perform(CANDIDATE, *given), truth, 2.0**-12) == ""
         triton._READY.clear()
-        assert "at 35 × 67, result" in trial.wrong(perform, CANDIDATE, SAFE, *given, truth)
+        assert "at 35 × 67, result" in trial.find_error(perform, CANDIDATE, SAFE, *given, truth)
 
 
 @pytest.mark.parametrize("many", [100 * 90, 100 * 90 + 1])
@@ -81,12 +80,12 @@ def test_the_short_call_runs_the_kernels_of_the_long_one(many, monkeypatch):
     internals.set_pair_thresholds(monkeypatch, many=many)
     args = [a.half() for a in call(100)[1]]
     with mr.use(engine="auto"):
-        fold, leaves, sizes = autotune.recorded(attention, args, {}, backward=True).folds[-1]
+        fold, leaves, sizes = autotune.record_call(attention, args, {}, backward=True).folds[-1]
     plans = {over: (16, 16, 4, 1, 1) for over in ("cols", "rows")}
     loaded, load = [], jit_module.load
     monkeypatch.setattr(jit_module, "load", lambda text, *rest: loaded.append(text) or load(text, *rest))
     choice = Choice("flash", tuple(plans.items()))
-    assert trial.wrong(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
+    assert trial.find_error(perform, choice, choice, fold, leaves, sizes, perform(choice, fold, leaves, sizes)) == ""
     assert len(loaded) > 2 == len(set(loaded))
 
 
@@ -110,11 +109,11 @@ def test_kernels_hold_what_they_were_predicted_to(op, columns, monkeypatch):
     args = [torch.randn(n, 128, requires_grad=True) for n in (67, *[70] * columns)]
     cut = Choice("split", tuple((over, (16, 16, 4, 1, 3)) for over in ("cols", "rows")))
     with mr.use(engine="triton"):
-        folds = autotune.recorded(op, args, {}, backward=True).folds
+        folds = autotune.record_call(op, args, {}, backward=True).folds
     assert len(folds) == 2
     for fold, leaves, sizes in folds:
-        noted = Noted(fold, tuple(leaves), sizes, True, 0)
-        with torch.no_grad(), Alive([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
+        call = FoldCall(fold, tuple(leaves), sizes, True, 0)
+        with torch.no_grad(), LiveMemory([v for v in leaves if isinstance(v, torch.Tensor)]) as alive:
             found = perform(cut, fold, leaves, sizes)
-        predicted = kernel_memory_estimate.peak(noted, cut)
+        predicted = memory_estimate.estimate_gpu_peak(call, cut)
         assert found and predicted == pytest.approx(alive.peak, rel=0.05)

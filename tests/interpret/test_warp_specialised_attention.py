@@ -1,4 +1,4 @@
-"""Warp-specialised attention kernels: which folds get one, the kernel's text, and what it computes.
+"""Warp-specialised attention kernels: which folds get one, the kernel's text, and what it consumer.
 
 They run on the CPU in ``tests/support/gluon_simulator.py``; ``test_aot_compile.py`` compiles them for a GPU, and
 ``tests/gpu`` runs the same cases there.
@@ -16,8 +16,8 @@ import monoidreduce as mr
 from benchmarks.accuracy import DATA
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.schedules import attention
-from monoidreduce.plan.default_tiles import STAGED
+from monoidreduce.engines.triton.schedules import spec_from_tensors
+from monoidreduce.engines.triton.schedules.resident import attention
 from tests.support import gluon_simulator, internals
 from tests.support.aot_compile import CASES, Case, calls
 from tests.support.golden_files import compare
@@ -37,8 +37,8 @@ DOCUMENTS = torch.arange(300) // 60
 
 def described(**options):
     """The spec of an attention's forward."""
-    seen, real = [], attention.kernel
-    with mock.patch.object(attention, "kernel", lambda spec, *a, **k: seen.append(spec) or real(spec, *a, **k)):
+    seen, real = [], attention.write_kernel
+    with mock.patch.object(attention, "write_kernel", lambda spec, *a, **k: seen.append(spec) or real(spec, *a, **k)):
         first(**options)
     return seen[0]
 
@@ -101,9 +101,9 @@ def test_words_are_made_by_a_kernel_a_side_and_come_through_a_ring():
     )
     rows, cols, fold = calls(case, 90, BY_TURNS)[:3]
     assert (rows.kernel.name, cols.kernel.name, fold.kernel.staged) == ("side", "side", True)
-    computes = fold.kernel.text.split("def computes(")[1].split("# where a weight was out of range")[0]
-    assert "numbers(" in computes and "tossed(" in computes
-    assert computes.count("tl.load(") == 2  # the rows' vectors and words
+    consumer = fold.kernel.text.split("def consumer(")[1].split("# a weight was out of range")[0]
+    assert "load_numbers(" in consumer and "drop_pairs(" in consumer
+    assert consumer.count("tl.load(") == 2  # the rows' vectors and words
 
 
 @mr.op
@@ -121,9 +121,9 @@ def test_coins_are_tossed_two_at_once_where_columns_are_folded_and_even():
         case = Case("drops", op, lambda t: tuple(torch.zeros(3, n, 128, dtype=t) for n in sizes))
         return next(c for c in calls(case, 90, by_turns) if c.kernel.name == name).kernel.text
 
-    assert "tossed(" in text(drops, 300, "fold_over_cols")
-    assert "tossed(" not in text(drops, 301, "fold_over_cols")
-    assert "tossed(" not in text(over_rows, 300, "fold_over_rows")
+    assert "drop_pairs(" in text(drops, 300, "fold_over_cols")
+    assert "drop_pairs(" not in text(drops, 301, "fold_over_cols")
+    assert "drop_pairs(" not in text(over_rows, 300, "fold_over_rows")
 
 
 def test_a_row_of_queries_with_other_strides_has_one():
@@ -165,8 +165,8 @@ def test_a_distance_is_a_line_in_whole_tiles(options, count):
     """Said once, and used once: in the loop through whole tiles."""
     inputs = tuple(torch.zeros(3, n, 128, dtype=options.get("dtype", torch.bfloat16)) for n in (300, 400, 400))
     text = first(inputs=inputs, **options).kernel.text
-    assert text.count("slanted(") == count
-    assert not count or "slanted(" in text.split("# whole tiles")[1].split("# the others")[0]
+    assert text.count("alibi_line(") == count
+    assert not count or "alibi_line(" in text.split("# whole tiles")[1].split("# tiles that a condition")[0]
 
 
 @pytest.fixture
@@ -197,12 +197,15 @@ def test_peaked_rows_are_as_exact_as_by_a_running_maximum(kind, causal, by_turns
     check_peaked(kind, "cpu", causal=causal)
 
 
-@pytest.mark.parametrize(("length", "count", "tile"), [(4096, 64, STAGED), (4096, 8, STAGED), (64, 132, None)])
+@pytest.mark.parametrize(
+    ("length", "count", "tile"),
+    [(4096, 64, attention.SCHEDULE.tile), (4096, 8, attention.SCHEDULE.tile), (64, 132, None)],
+)
 def test_it_is_taken_where_processors_are_busy(length, count, tile, monkeypatch):
     internals.pretend_device(monkeypatch, warp_specialised=True)
-    monkeypatch.setattr(attention, "processors", lambda device: 132)
+    monkeypatch.setattr(spec_from_tensors, "processors", lambda device: 132)
     for spec in (described(softcap=30.0), described()):
-        assert attention.tile(spec, torch.device("cpu"), length, count) == tile
+        assert attention.choose_tile(spec, torch.device("cpu"), length, count) == tile
 
 
 @pytest.mark.parametrize("by_turns", [64, 128, 256], indirect=True)
@@ -220,7 +223,7 @@ def test_nan_and_infinity_stay_in_their_rows(options, by_turns):
     ("text", "instead", "message"),
     [
         (r"phase \^ 1\)", "phase)", "nobody ends"),  # the copying warp waits before it begins
-        (r"mbarrier.arrive\(x3_empty.index\(\(turn - 1\) % 2\)\)", "pass", "nobody ends"),  # a block is not given back
+        (r"mbarrier.arrive\(x3_empty.index\(\(step - 1\) % 2\)\)", "pass", "nobody ends"),  # a block is not given back
         (r"score = warpgroup_mma_wait\(1, deps=\[score\]\)", "pass", "Product"),  # a product is not waited for
     ],
     ids=["phase", "arrival", "wait"],
@@ -236,7 +239,7 @@ def test_the_machine_sees_a_broken_turn(text, instead, message, by_turns, monkey
     ("name", "pattern", "instead"),
     [
         ("200x520 softcap", r"soft0_total \+= lanes\(soft0_weight\)(?=\n.*\n +else:)", "pass"),
-        ("beyond, capped at 20", r"& \(bounded\(.*? == 0\)\)", ""),
+        ("beyond, capped at 20", r"& \(in_polynomial_range\(.*? == 0\)\)", ""),
     ],
     ids=["it runs", "beyond"],
 )

@@ -12,7 +12,7 @@ import torch
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines.triton import KernelPlan, use_plan
-from monoidreduce.engines.triton.schedules import warp_group_split
+from monoidreduce.engines.triton.schedules.resident import work_split
 from monoidreduce.program import constructors
 from monoidreduce.program.expression import node
 from tests.support import gluon_simulator, internals
@@ -143,9 +143,9 @@ def test_the_text_is_the_same_in_every_run(name, call):
 
 
 def test_one_score_is_a_factor_and_the_rest_is_sent():
-    sender, taker = launched()[-1].kernel.text.split("def group1(")
-    assert sender.count("sent0.index(turn % 2).store(") == 4 and "sum2 = " in sender and "sum0 = " not in sender
-    assert taker.count("sent0.index(turn % 2).load(") == 4 and "sum0 = " in taker and "sum2 = " not in taker
+    sender, taker = launched()[-1].kernel.text.split("def consumer1(")
+    assert sender.count("sent0.index(step % 2).store(") == 4 and "sum2 = " in sender and "sum0 = " not in sender
+    assert taker.count("sent0.index(step % 2).load(") == 4 and "sum0 = " in taker and "sum2 = " not in taker
 
 
 def number(name):
@@ -182,7 +182,7 @@ def number(name):
 )
 def test_what_a_score_is_multiplied_by(weight, factor):
     t, u = number("t"), number("u")
-    assert warp_group_split._without(weight(t, u), t) is factor(t, u)
+    assert work_split._factor_beside(weight(t, u), t) is factor(t, u)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_against_float64(case, by_groups):
 @pytest.mark.parametrize(("rows", "cols", "batch", "activation"), PLAIN)
 def test_a_plain_perceptron_against_float64(rows, cols, batch, activation, by_groups):
     check_plain(rows, cols, batch, activation, "cpu")
-    assert [c.plan for c in by_groups] == [ABREAST] * 2 and all("group0" in c.kernel.text for c in by_groups)
+    assert [c.plan for c in by_groups] == [ABREAST] * 2 and all("consumer0" in c.kernel.text for c in by_groups)
 
 
 def test_an_infinite_cotangent_stays_with_what_is_seen(by_groups):
@@ -245,7 +245,7 @@ def test_the_row_gradient_of_attention(options, heads, rows, cols, by_groups):
 
     got, exact = pulled("triton", torch.bfloat16), pulled("reference", torch.float64)
     assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
-    assert [c.plan for c in by_groups] == [ABREAST] * 2 and "group0" in by_groups[1].kernel.text
+    assert [c.plan for c in by_groups] == [ABREAST] * 2 and "consumer0" in by_groups[1].kernel.text
     text = by_groups[1].kernel.text
     assert ("_here = " in text) == ("dropout_p" in options)  # the words of coins, through a ring
     assert ("= thrown(" in text) == ("dropout_p" in options and cols % 2 == 0)  # of an odd number one has no neighbour
@@ -271,8 +271,8 @@ def test_a_score_is_made_of_what_is_summed(rows, cols, by_groups):
     ("text", "instead", "message"),
     [
         (r"& 1\) \^ 1\n", "& 1)\n", "nobody ends"),  # the copying warp waits before it begins
-        (r"mbarrier.arrive\(x0_empty.index\(\(turn - 1\) % 4\)\)", "pass", "nobody ends"),  # a block is not given back
-        (r"mbarrier.arrive\(sent_full.index\(turn % 2\)\)", "pass", "nobody ends"),  # numbers are not sent
+        (r"mbarrier.arrive\(x0_empty.index\(\(step - 1\) % 4\)\)", "pass", "nobody ends"),  # a block is not given back
+        (r"mbarrier.arrive\(sent_full.index\(step % 2\)\)", "pass", "nobody ends"),  # numbers are not sent
         (r"score2 = warpgroup_mma_wait\(2, deps=\[score2\]\)", "pass", "Product"),  # a product is not waited for
     ],
     ids=["phase", "arrival", "sent", "wait"],

@@ -37,10 +37,10 @@ def expected(which, world, rows, cols, features, slices=None, heads=1):
         for side in ("rows", "cols")
     }
     if which == "ring":
-        forward = model.sent_in_a_grid(fold, of, widths, 4, (rows, cols), world, slices, heads)
-        return forward, model.sent_in_a_grid(back.fold, of, wide, 4, (rows, cols), world, slices, heads)
+        forward = model.count_sent_in_grid(fold, of, widths, 4, (rows, cols), world, slices, heads)
+        return forward, model.count_sent_in_grid(back.fold, of, wide, 4, (rows, cols), world, slices, heads)
     ranks = {"rows": (world, 1), "cols": (1, world), "mesh": (2, world // 2)}[which]
-    return tuple(model.sent(f, of, 4, (rows, cols), ranks, heads) for f in (fold, back.fold))
+    return tuple(model.count_sent(f, of, 4, (rows, cols), ranks, heads) for f in (fold, back.fold))
 
 
 WORLDS = {"rows": (2, 7), "cols": (3, 8), "ring": (2, 3, 7, 8), "mesh": (8,)}
@@ -86,9 +86,9 @@ def test_bytes_of_a_grid_are_those_of_the_papers(pool, world, slices):
 def test_the_best_grid_sends_least():
     fold = one_fold(_scores, torch.ones(3, 8), torch.ones(4, 8), torch.ones(4, 8))
     of, widths = {"f": 8}.__getitem__, {"rows": 32, "cols": 64}
-    sent = {w: model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64, w) for w in (1, 2, 4, 8, 16, 32, 64)}
-    assert model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64, "best") == min(sent.values()) == sent[8]
-    assert sent[8] < 0.3 * model.sent_in_a_grid(fold, of, widths, 4, (4096, 4096), 64)
+    sent = {w: model.count_sent_in_grid(fold, of, widths, 4, (4096, 4096), 64, w) for w in (1, 2, 4, 8, 16, 32, 64)}
+    assert model.count_sent_in_grid(fold, of, widths, 4, (4096, 4096), 64, "best") == min(sent.values()) == sent[8]
+    assert sent[8] < 0.3 * model.count_sent_in_grid(fold, of, widths, 4, (4096, 4096), 64)
 
 
 def test_megatron_style_loss_is_the_same_and_sends_as_much(pool):

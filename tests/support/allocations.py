@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support.comparison import flatten, is_float
 
 
@@ -24,17 +24,17 @@ class Usage:
     peak: int
 
 
-class Watch(Alive):
+class Watch(LiveMemory):
     """Counts the storages made inside the block, and remembers which operation made the largest."""
 
     def __init__(self, given: Sequence[Any]):
         super().__init__([t for t in given if isinstance(t, Tensor)])
         self.largest, self.culprit, self.func = 0, "", None
 
-    def noted(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_operation(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         self.func = func
 
-    def grew(self, t: Tensor, size: int) -> None:
+    def on_growth(self, t: Tensor, size: int) -> None:
         if size > self.largest:
             self.largest, self.culprit = size, f"{self.func} -> {str(t.dtype)[6:]}{list(t.shape)}"
 

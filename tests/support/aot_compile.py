@@ -332,7 +332,7 @@ def assemble(case: Case, call: fold_kernel.Call, capability: int) -> Compiled:
     cores = len(re.findall(r"wgmma\.mma_async|mma\.sync", result.asm["ptx"]))
     tiles = (call.plan.block_kept, call.plan.block_folded, call.plan.num_warps, call.plan.num_stages)
     item = 2 if call.kernel.pieces else case.dtype.itemsize
-    counted = plan.shared(call.plan, call.kernel, item, FAMILIES[capability])
+    counted = plan.shared_bytes(call.plan, call.kernel, item, FAMILIES[capability])
     shared = result.metadata.shared
     crumbs = len(re.findall(r"ld\.global\.\w*16", result.asm["ptx"]))
     found = (registers, spills, shared, counted, cores, call.kernel.staged, crumbs, case.lean)

@@ -1,4 +1,4 @@
-"""A GPU's driver without a GPU: what is compiled and launched is written down, by whom, and nothing happens.
+"""A CUDA driver without a GPU: records what is compiled and launched, and in which thread; runs nothing.
 
 ``python -m tests.support.fake_cuda_driver LAYER ...`` calls each layer twice with its backward, as on an H200
 (``benchmarks/pretend.py``), and prints a JSON line: what each call compiled and launched. Only the compiler proper is

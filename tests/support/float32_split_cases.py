@@ -1,4 +1,4 @@
-"""Layers of float32 whose vectors are multiplied in pieces, each beside its dense form."""
+"""float32 layers whose operands are split into bfloat16 parts for the tensor cores, each beside its dense form."""
 
 import torch
 import torch.nn.functional as F

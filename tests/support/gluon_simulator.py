@@ -1,4 +1,4 @@
-"""A machine on which staged kernels run without a GPU: partitions are threads, barriers block, products are lazy.
+"""Runs warp-specialised Gluon kernels on the CPU: partitions are threads, barriers block, MMAs are lazy.
 
 It knows the words that such kernels use, and no layouts. A product is computed as late as its wait allows, so that a
 block that was given back too early shows as a wrong result; a wait that nobody ends raises.
@@ -252,13 +252,13 @@ def assembled(text):
     """What the parts of a text do that are written for the assembler, or for layouts."""
     least = re.search(r"mov.b32 l, (\d+);", text)
 
-    def tossed(weight, row, mark):
+    def drop_pairs(weight, row, mark):
         two = (row.long() * mark.long()[..., 1::2]).unsqueeze(-1)  # columns two by two: a product at the odd ones
         coins = (torch.cat([two, two >> 16], -1) & 0x7FFF).flatten(-2)
         return torch.where(coins >= int(least[1]) & 0xFFFF, weight, 0.0)
 
     def thrown(weight, pair, less, row, mark):
-        return weight * tossed(pair, row, mark) + weight * less
+        return weight * drop_pairs(pair, row, mark) + weight * less
 
     def spared(weight, row, mark):
         sixteen = lambda x: x.unflatten(0, (-1, 2, 8))  # of sixteen columns the first eight are even
@@ -273,25 +273,25 @@ def assembled(text):
     def coin(row, mark, block):
         return (blended(row, block) * mark >> 17) & 0x7FFF
 
-    def apart(at, start, like):
+    def index_distance(at, start, like):
         return (at - start).float()[:, None] - torch.arange(like.shape[1])[None, :]
 
-    def slanted(base, rise, like):
-        return base[:, None] + rise * torch.arange(like.shape[1])[None, :]
+    def alibi_line(base, slope, like):
+        return base[:, None] + slope * torch.arange(like.shape[1])[None, :]
 
     same = lambda block, *_: block
     return {
-        "weighed": same,
-        "packed": same,
-        "joined": same,
-        "parted": same,
-        "tossed": tossed,
+        "order_before_wait": same,
+        "pack_pairs": same,
+        "join_words": same,
+        "split_words": same,
+        "drop_pairs": drop_pairs,
         "thrown": thrown,
         "spared": spared,
         "blended": blended,
         "coin": coin,
-        "apart": apart,
-        "slanted": slanted,
+        "index_distance": index_distance,
+        "alibi_line": alibi_line,
         "late": lambda block, like: torch.full_like(like, torch.nan),  # nobody may look at what is added
     }
 

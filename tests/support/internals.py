@@ -64,13 +64,14 @@ def forget_tile_ranges(patch: Patch) -> None:
 
 def forget_panel_recordings(patch: Patch) -> None:
     """No panel program is recorded, nor met once."""
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._KINDS", {})
-    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._ONCE", {})
+    cache = pkgutil.resolve_name("monoidreduce.engines.common.bounded_cache.BoundedCache")
+    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._KINDS", cache(32))
+    patch.setattr("monoidreduce.engines.triton.panel.panel_replay._ONCE", cache(256))
 
 
 def forget_cache_warnings(patch: Patch) -> None:
     """No warning about the cache on disk was given yet."""
-    patch.setattr("monoidreduce.plan.disk._told", threading.Event())
+    patch.setattr("monoidreduce.plan.disk._warned", threading.Event())
 
 
 # The device
@@ -93,8 +94,8 @@ def pretend_device(
     targets = {
         "monoidreduce.engines.triton.launch.descriptors.on": descriptors,
         "monoidreduce.engines.triton.panel.epilogue.is_fast_on": epilogue,
-        "monoidreduce.engines.triton.schedules.attention.on": warp_specialised,
-        "monoidreduce.engines.triton.schedules.float32_split.on": float32_split,
+        "monoidreduce.engines.triton.schedules.hopper.runs_warp_specialized": warp_specialised,
+        "monoidreduce.engines.triton.schedules.float32_split.is_supported": float32_split,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.has_tanh": tanh,
         "monoidreduce.engines.triton.schedules.spec_from_tensors.processors": processors,
     }
@@ -208,7 +209,7 @@ def collect_launches(patch: Patch) -> list:
     replace_launch(patch, lambda launch, call: found.append(call))
     patch.setattr("monoidreduce.engines.triton.launch.jit_module.load", lambda *text: mock.MagicMock())
     patch.setattr("monoidreduce.engines.common.matmul.multiply_into_panel", nothing)
-    patch.setattr("monoidreduce.engines.common.matmul.contract_into", nothing)
+    patch.setattr("monoidreduce.engines.triton.panel.contraction.contract_into", nothing)
     return found
 
 
@@ -289,7 +290,7 @@ def replace_panel_replay(patch: Patch, repeated: Callable = lambda run, *given: 
 
 def watch_panel_replays(patch: Patch, around: Around) -> None:
     """``around(run, recording, *given)`` replays each recorded panel program."""
-    recording = pkgutil.resolve_name("monoidreduce.engines.triton.launch.operation_replay.Reel")
+    recording = pkgutil.resolve_name("monoidreduce.engines.triton.launch.replay.Replay")
 
     class Watched(recording):
         def __init__(self, *how: Any) -> None:
@@ -297,7 +298,7 @@ def watch_panel_replays(patch: Patch, around: Around) -> None:
             run = self.run
             self.run = lambda *given: around(run, self, *given)
 
-    patch.setattr("monoidreduce.engines.triton.launch.operation_replay.Reel", Watched)
+    patch.setattr("monoidreduce.engines.triton.launch.replay.Replay", Watched)
 
 
 # Engines and the planner
@@ -318,19 +319,19 @@ def set_tiles(patch: Patch, *, choose: Callable | None = None, pairs: int | None
 
 def replace_planned_run(patch: Patch, run: Callable) -> None:
     """``run(choice, fold, leaves, sizes)`` stands in for running a fold as planned."""
-    patch.setattr("monoidreduce.engines.auto.planner.perform", run)
+    patch.setattr("monoidreduce.engines.auto.planner.run_choice", run)
 
 
 def plan_panels(patch: Patch) -> None:
     """The planner chooses panels by kernels, as on a GPU."""
     choice = pkgutil.resolve_name("monoidreduce.plan.schedule.Choice")("panel")
-    patch.setattr("monoidreduce.engines.auto.planner._by_kernels", lambda device: True)
-    patch.setattr("monoidreduce.engines.auto.planner._chosen", lambda *call: (choice, choice))
+    patch.setattr("monoidreduce.engines.auto.planner._has_kernels", lambda device: True)
+    patch.setattr("monoidreduce.engines.auto.planner._choose", lambda *call: (choice, choice))
 
 
 def set_dense_limit(patch: Patch, pairs: int) -> None:
     """Calls of more pairs are never run dense."""
-    patch.setattr("monoidreduce.runtime.call_cost.DENSE", pairs)
+    patch.setattr("monoidreduce.runtime.call_cost.DENSE_LIMIT", pairs)
 
 
 def replace_dense_form(patch: Patch, whole: Callable) -> None:
@@ -340,7 +341,7 @@ def replace_dense_form(patch: Patch, whole: Callable) -> None:
 
 def set_candidates(patch: Patch, candidates: Callable) -> None:
     """``candidates(case, over=None)``: what the tuner tries beside the safe plan."""
-    patch.setattr("monoidreduce.plan.candidates.candidates", candidates)
+    patch.setattr("monoidreduce.plan.candidates.rank_candidates", candidates)
 
 
 def replace_saved_row_gradients(patch: Patch, form: Callable) -> None:

@@ -1,4 +1,4 @@
-"""What products that are not rounded are tried on, in the interpreter and on a GPU: rows sure of their label."""
+"""Cases for logits that are not rounded to 16 bits: heads whose rows are confident of their label."""
 
 import math
 

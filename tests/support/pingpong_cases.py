@@ -1,4 +1,5 @@
-"""What products by turns are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, labels, oddities."""
+"""Cases for ping-pong GEMM kernels: sizes, labels, NaN and infinities;
+run on the simulator by ``tests/interpret`` and on a GPU by ``tests/gpu``."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""What contractions by turns are tried on, by the machine of ``tests/interpret`` and on a GPU."""
+"""Cases for ping-pong contraction kernels: sizes, and sums that are added to;
+run on the simulator by ``tests/interpret`` and on a GPU by ``tests/gpu``."""
 
 import itertools
 

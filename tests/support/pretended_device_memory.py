@@ -16,7 +16,7 @@ from benchmarks.pretend import case, counted, h200, predicted
 from monoidreduce import Col, Row, autotune
 from monoidreduce.engines.triton.panel import contraction, panel_replay
 from monoidreduce.runtime import torch_operator
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
 
 B, S = torch.bfloat16, torch.float32
@@ -155,19 +155,19 @@ def again():
             with h200(repeated), mr.budget(budget), pytest.MonkeyPatch.context() as patch:
                 internals.forget_panel_recordings(patch)
                 found.append(counted(*(CASES | MANY)[name]).peak)
-                written = sum(len(kind.reels) for kind in panel_replay._KINDS.values())
+                written = sum(len(kind.recordings) for kind in panel_replay._KINDS.values())
         yield f"{name}, {budget}", (*found, written)
     assert {key[0] for key, ready in contraction._READY.items() if ready} == {False, True}  # added to, and not
 
 
-class Staying(Alive):
+class Staying(LiveMemory):
     """Storages that were made inside the block by this thread, and still have memory."""
 
     def __init__(self, given):
         super().__init__(given)
         self.made = []
 
-    def grew(self, t, size):
+    def on_growth(self, t, size):
         self.made.append(weakref.ref(t.untyped_storage()))
 
     def bytes(self):
@@ -177,7 +177,7 @@ class Staying(Alive):
 def staying():
     """Bytes that calls of the operator leave behind: of a compiler's pool, in which nothing may stay."""
     for name, (op, args) in CASES.items():
-        folds, left = autotune.recorded(op, args, {}, backward=True).folds, []
+        folds, left = autotune.record_call(op, args, {}, backward=True).folds, []
         for fold, leaves, sizes in folds:
             with pytest.MonkeyPatch.context() as patch:
                 internals.forget_launches(patch)

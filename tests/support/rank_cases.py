@@ -1,4 +1,4 @@
-"""A layer of the zoo divided over ranks: who has what, and how the parts are put together to be judged."""
+"""A layer of the zoo divided over ranks: each rank's shard, and how the shards' results are joined to be compared."""
 
 import random
 from dataclasses import dataclass, field, replace

@@ -18,7 +18,7 @@ from tests.support.comparison import flatten, is_float, use_small_tiles
 from tests.support.layers import BY_NAME
 from tests.support.rank_cases import Case, part
 
-use_small_tiles(pytest.MonkeyPatch(), 16, 32)  # never undone: for the life of the process
+use_small_tiles(pytest.MonkeyPatch(), 16, 32)  # never undone: set once, for the life of the process
 
 
 def sharded(group: Any, case: Case) -> dict[str, Tensor]:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import ops
-from monoidreduce.engines.common import matmul
 from monoidreduce.engines.triton import KernelPlan, use_plan
 from monoidreduce.engines.triton.panel import contraction
-from monoidreduce.engines.triton.schedules import attention
+from monoidreduce.engines.triton.schedules import hopper
 from tests.support.single_warpgroup_cases import ALONE
 from tests.support.warp_specialised_mlp_cases import ABREAST, BY_GROUPS
 
@@ -91,7 +90,7 @@ def thinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def contracted(weights: Tensor, vectors: Tensor) -> Tensor:
     out = torch.zeros(len(weights), vectors.shape[1], device="cuda").to(vectors)
-    if not attention.on(out.device):
+    if not hopper.runs_warp_specialized(out.device):
         return out.addmm_(weights, vectors)
     contraction.Ready(out, weights, vectors, True)(out, weights, vectors)
     return out
@@ -144,7 +143,7 @@ CASES = (  # kinds of kernels: conditions, few features, many features, lists, d
 
 def main(share: int, shares: int) -> None:
     torch.manual_seed(0)
-    with mock.patch.object(matmul, "contract_into", in_float32):
+    with mock.patch.object(contraction, "contract_into", in_float32):
         for case in CASES[share::shares]:
             print(case.name, flush=True)
             case.run()

@@ -1,4 +1,5 @@
-"""What column gradients by an instance of four warps are tried on, by the machine of ``tests/interpret`` or a GPU."""
+"""Cases for column-gradient kernels of one warp group: sizes and attention options;
+run on the simulator by ``tests/interpret`` and on a GPU by ``tests/gpu``."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""What staged kernels are tried on, by the machine of ``tests/interpret`` and on a GPU: sizes, conditions, strides."""
+"""Cases for warp-specialised attention: sizes, masks, strides, peaked rows;
+run on the simulator by ``tests/interpret`` and on a GPU by ``tests/gpu``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""What grouped kernels are tried on, by the machine of ``tests/interpret`` or a GPU: sizes, activations, strides."""
+"""Cases for warp-specialised MLP kernels: sizes, activations, strides;
+run on the simulator by ``tests/interpret`` and on a GPU by ``tests/gpu``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""The engine ``auto``: runs every fold by the schedule that the planner chose, or that a tuner measured to be best."""
+"""The engine ``auto``: runs every fold by the schedule that the cost model or a tuned plan chose."""

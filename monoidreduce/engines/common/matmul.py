@@ -80,50 +80,8 @@ def to_operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> T
     return t.to(compute)
 
 
-# the sizes of the call on a GPU that what runs stands for: see rehearse.py
-rehearsed: ContextVar[Any] = ContextVar("rehearsed", default=None)
-ROW_DOT: list[Callable[[Tensor, Tensor], Tensor | None]] = []  # the GPU engine's own, if it is there
-
-
-def row_dot(x: Tensor, y: Tensor, compute: torch.dtype) -> Tensor:
-    """⟨x_i, y_i⟩ in ``compute``; 16-bit vectors on a GPU are raised as they are read, where nothing watches."""
-    there = x.is_cuda or rehearsed.get() is not None
-    plain = type(x) is Tensor and type(y) is Tensor and there and x.dtype in SIXTEEN and compute is torch.float32
-    if plain and ROW_DOT and not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
-        found = ROW_DOT[0](x, y) if x.is_cuda else torch.zeros(x.shape[:-1])
-        if found is not None:
-            return found
-    x, y = (t if t.dtype is compute else t.to(compute) for t in (x, y))
-    return (x * y).sum(-1)
-
-
-SHARE: list[Callable[[Tensor, int], Callable[..., Tensor] | None]] = []  # the GPU engine's own, if it is there
-
-
-def sharer(labels: Tensor, ignored: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """What does the work of :func:`share` for labels like these, where the GPU engine has something."""
-    plain = labels.is_cuda and type(labels) is Tensor and not torch.compiler.is_compiling()
-    return SHARE[0](labels, ignored) if plain and dtype is torch.float32 and SHARE else None
-
-
-def share(labels: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
-    """One over the number of labels that are not ignored, a 0-dim tensor: infinite where there are none."""
-    ready = sharer(labels, ignored, dtype)
-    if ready is not None:
-        return ready(labels, ignored, dtype)
-    return (labels != ignored).sum().to(dtype).reciprocal()
-
-
-SCALE: list[Callable[[Tensor, Tensor], bool]] = []  # the GPU engine's own, if it is there
-
-
-def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x *= factor, a 0-dim tensor, in place. Where it is 1, nothing is read: gradients of a mean are large."""
-    if x.is_cuda and SCALE and SCALE[0](x, factor):
-        return x
-    if factor.device.type == "cpu" and float(factor) == 1.0:
-        return x
-    return x.mul_(factor)
+# in a dry run (``runtime/dry_run.py``): the sizes of the GPU call that CPU or meta tensors stand for
+dry_run_sizes: ContextVar[Any] = ContextVar("dry_run_sizes", default=None)
 
 
 # torch's exp takes 3.2 ns an element on a Neoverse core, exp2 2.3 and a multiplication 0.25 (benchmarks/cpu.py)
@@ -152,7 +110,7 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 
 def multiply_transposed(x: Tensor, y: Tensor) -> Tensor:
     """x[.., m, d] @ y[.., n, d]ᵀ, differentiable. Small ones of transposed operands are four times slower on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL_ROWS and rehearsed.get() is None
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL_ROWS and dry_run_sizes.get() is None
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
@@ -210,13 +168,8 @@ def _make_feature_major(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-CONTRACT: list[Callable[[Tensor, Tensor, Tensor, bool], bool]] = []  # the GPU engine's own, if it is there
-
-
 def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
-    if weights.dtype in SIXTEEN and CONTRACT and CONTRACT[0](out, weights, vectors, add):
-        return
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
     elif weights.device.type == "cuda" and _supports_float32_output():
@@ -252,7 +205,7 @@ def _query_allocated(device: torch.device) -> int:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on a device now; in a dry run, on the device that the run stands for."""
-    meant = rehearsed.get()
+    meant = dry_run_sizes.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
         return max(0, _query_available(device) - _query_allocated(device))

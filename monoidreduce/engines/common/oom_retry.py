@@ -48,7 +48,7 @@ def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fo
 
     def smaller(*given: Any) -> Any:
         try:
-            with budget.less():
+            with budget.shrink():
                 return run(*given)
         except Exception as error:
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
@@ -84,7 +84,7 @@ def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: 
 
 
 def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.shown(_result_bytes(fold, sizes))}"
+    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_result_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 

@@ -23,7 +23,7 @@ from ...program.lower import Fold, Lowered
 from ...program.primitives import PRIMITIVES
 from ...reductions import KINDS
 from .evaluate import Sizes, cast, from_layout, to_layout
-from .matmul import row_dot
+from .generated_code import FunctionWriter, function_text, run_text
 from .one_sided import Side, find_sides
 
 Value = Any  # a Tensor as users hold it, or a Python number
@@ -77,12 +77,18 @@ def inputs(program: Lowered) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def script(program: Lowered, numbers: frozenset[str] = frozenset(), gathered: bool = False) -> Script:
-    """Write a program down; ``numbers`` are the inputs that are Python numbers.
+def script(
+    program: Lowered,
+    numbers: frozenset[str] = frozenset(),
+    gathered: bool = False,
+    row_dot: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+) -> Script:
+    """Write a program as Python; ``numbers`` are the inputs that are Python numbers. ``row_dot(x, y, dtype)``
+    computes the product of two vectors of one side, summed over their features.
 
     ``gathered``: the arithmetic of one side between two passes is one step (``one_sided.py``), run by
     ``folder.side``."""
-    writer = Writer(numbers, frozenset() if gathered else _products(program))
+    writer = Writer(numbers, frozenset() if gathered or row_dot is None else _products(program), row_dot)
     for p in program.passes:
         if gathered:
             writer.gather(p.feeds)
@@ -105,13 +111,12 @@ def _products(program: Lowered) -> frozenset[Expr]:
     return frozenset(found - set(roots) - {a for e in order if e.op != "fsum" for a in e.args})
 
 
-class Writer:
+class Writer(FunctionWriter):
     """Writes one line per node, arguments first. ``v`` are values, ``r`` raised ones, ``k`` what is not text."""
 
-    def __init__(self, numbers: frozenset[str], products: frozenset[Expr]):
+    def __init__(self, numbers: frozenset[str], products: frozenset[Expr], row_dot: Any = None):
+        super().__init__(filled=_filled, number=number, row_dot=row_dot)
         self.numbers, self.products = numbers, products
-        self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"filled": _filled, "number": number, "row_dot": row_dot}
         self.names: dict[Expr, str] = {}
         self.inputs: dict[str, str] = {}
         self.plain: set[Expr] = set()  # nodes whose values are Python numbers
@@ -123,9 +128,9 @@ class Writer:
         """What was written, as a function of the inputs with these names (and of what comes before them)."""
         returned = tuple(self.of(e) for e in outputs)
         given = tuple(self.inputs.get(n, f"unused_{k}") for k, n in enumerate(names))
-        lines = [f"def run({', '.join(['S', *before, *given])}):", "C = S.compute", *self.lines]
-        text = "\n    ".join([*lines, f"return [{', '.join(returned)}]"])
-        exec(compile(text, "<script>", "exec"), self.scope)
+        lines = ["C = S.compute", *self.lines, f"return [{', '.join(returned)}]"]
+        text = function_text("run", ["S", *before, *given], lines)
+        run_text(text, self.scope)
         steps = tuple(self.steps) if self.stepped == len(self.lines) else None
         return Script(names, outputs, self.scope["run"], text, steps, given, returned)
 
@@ -138,7 +143,7 @@ class Writer:
 
     def fold(self, fold: Fold, feeds: list[str], results: Sequence[Sequence[Expr]]) -> None:
         shown, before = tuple(k for k, nodes in enumerate(results) if nodes), len(self.lines)
-        found = self._line(f"folder({self._keep(fold)}, [{', '.join(feeds)}], S, {shown})")
+        found = self._line(f"folder({self.hold(fold)}, [{', '.join(feeds)}], S, {shown})")
         for k, nodes in enumerate(results[k] for k in shown):
             for e in nodes:
                 self.names[e] = self._line(f"{found}[{k}]") if e is nodes[0] else self.names[nodes[0]]
@@ -154,7 +159,7 @@ class Writer:
         """Write what can be done together as one step each."""
         for side, fed, outputs in find_sides(roots, frozenset(self.names)):
             names, before = [self.of(e) for e in fed], len(self.lines)
-            found = self._line(f"folder.side({self._keep(side)}, [{', '.join(names)}], S)")
+            found = self._line(f"folder.side({self.hold(side)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):
                 self.names[e] = self._line(f"{found}[{k}]")
             self._step(side, names, [self.names[e] for e in outputs], before)
@@ -162,11 +167,6 @@ class Writer:
     def _line(self, expression: str) -> str:
         self.lines.append(f"v{len(self.lines)} = {expression}")
         return f"v{len(self.lines) - 1}"
-
-    def _keep(self, thing: Any) -> str:
-        name = f"k{len(self.scope)}"
-        self.scope[name] = thing
-        return name
 
     def _node(self, e: Expr) -> str:
         if e.op in ("input", "leaf"):
@@ -176,7 +176,7 @@ class Writer:
             return name
         if e.op in ("const", "nan"):
             self.plain.add(e)
-            return self._keep(e.attrs[0] if e.op == "const" else float("nan"))
+            return self.hold(e.attrs[0] if e.op == "const" else float("nan"))
         if e.op == "size":
             return self._counted(e, f"S.of({e.attrs[0]!r})")
         if e.op in PRIMITIVES:
@@ -185,13 +185,13 @@ class Writer:
             return self._line(f"row_dot({', '.join(self.names[a] for a in e.args[0].args)}, C)")
         name = e.op.removesuffix("_index")
         if name == "batch":  # the same in every call
-            found = self._line(f"{self._keep(_index(e))}(S)")
+            found = self._line(f"{self.hold(_index(e))}(S)")
             self._step(e, (), [found], len(self.lines) - 1)
             return found
         args = [self._raised(a) for a in e.args]
         if name in _TEXTS and e.args[0] not in self.plain:
             return self._line(_TEXTS[name].format(*args, *e.attrs))
-        return self._line(f"{self._keep(_OTHERS[name](e))}({', '.join(['S', *args])})")
+        return self._line(f"{self.hold(_OTHERS[name](e))}({', '.join(['S', *args])})")
 
     def _counted(self, e: Expr, text: str) -> str:
         """A number that is made of numbers."""
@@ -215,16 +215,16 @@ class Writer:
     def _primitive(self, e: Expr) -> str:
         numbers = sum(1 << k for k, a in enumerate(e.args) if a in self.plain)
         if numbers == (1 << len(e.args)) - 1:
-            return self._counted(e, f"number({self._keep(e)}, ({', '.join(self.names[a] for a in e.args)},))")
+            return self._counted(e, f"number({self.hold(e)}, ({', '.join(self.names[a] for a in e.args)},))")
         args = [self.names[a] if a in self.plain else self._fitted(a, e) for a in e.args]
         if e.op == "cast":
-            return self._line(f"{self._keep(cast)}({args[0]}, {e.attrs[0]!r}, C)")
+            return self._line(f"{self.hold(cast)}({args[0]}, {e.attrs[0]!r}, C)")
         primitive = PRIMITIVES[e.op]
         attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-        function = self._keep(functools.partial(primitive.torch, **attributes) if attributes else primitive.torch)
+        function = self.hold(functools.partial(primitive.torch, **attributes) if attributes else primitive.torch)
         direct, mirrored = _takes_numbers(e)
         if numbers == 1 and mirrored is not None:
-            return self._line(f"{self._keep(mirrored)}({args[1]}, {args[0]})")
+            return self._line(f"{self.hold(mirrored)}({args[1]}, {args[0]})")
         if numbers not in direct:
             args = [f"filled({a}, {x.dtype!r}, S)" if x in self.plain else a for a, x in zip(args, e.args, strict=True)]
         found = self._line(f"{function}({', '.join(args)})")

@@ -102,7 +102,7 @@ def run_by_distance(
 def _is_faster(fold: Fold, sizes: Sizes) -> bool:
     if sizes.device.type != "cpu" or min(sizes.rows, sizes.cols) < MIN_POINTS or not torch.Size(sizes.batch).numel():
         return False
-    if budget.asked() is not None or budget.parts() > 1:  # the order of points is memory too
+    if budget.requested() is not None or budget.shrink_factor() > 1:  # the order of points is memory too
         return False
     return all(d is not None and sizes.of(str(d.args[0].feature)) <= FEW_FEATURES for d in _find_distances(fold))
 

@@ -129,7 +129,7 @@ def _run_loops(
             runs = [_LoopRun(one, whole, needed, step_class, limit) for one in loop.split_directions()] or runs
         if not all(each.layout for each in runs):
             bytes = least_bytes(program, sizes, step_class, first.dtypes)
-            raise BudgetError(given=budget.given(first.limit), least=budget.shown(bytes), bytes=bytes)
+            raise BudgetError(given=budget.format_floor(first.limit), least=budget.format_ceil(bytes), bytes=bytes)
         for each in runs:
             each.run()
     return [whole(e) for e in program.outputs]
@@ -201,7 +201,7 @@ class _LoopRun:
         self.limit = limit
         if self.sizes.rows and self.sizes.cols:
             free = functools.partial(matmul.free_memory, self.sizes.device)
-            self.limit = limit or budget.limit(free, self.step.least_bytes())
+            self.limit = limit or budget.allowed_bytes(free, self.step.least_bytes())
             self.layout = self.step.choose_layout(self.limit)
         self.found: dict[Expr, Tensor] = {}
         self.last: tuple[slice, Evaluator, dict[Expr, Any]] | None = None

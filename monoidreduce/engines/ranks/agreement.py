@@ -55,17 +55,13 @@ class Layout:
         return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
 
 
-_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+# None where rows and columns are not divided over ranks; read as it is by what torch.compile does not trace
+layout_in_force: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
 
 
 def current_layout() -> Layout | None:
     """The current layout; None while torch.compile traces."""
-    return None if torch.compiler.is_dynamo_compiling() else _layout.get()
-
-
-def is_divided() -> bool:
-    """Whether there is a layout; for code that torch.compile does not trace."""
-    return _layout.get() is not None
+    return None if torch.compiler.is_dynamo_compiling() else layout_in_force.get()
 
 
 @contextlib.contextmanager
@@ -113,11 +109,11 @@ def check_slices(layout: Layout) -> None:
 
 @contextlib.contextmanager
 def use_layout(layout: Layout) -> Iterator[None]:
-    token = _layout.set(layout)
+    token = layout_in_force.set(layout)
     try:
         yield
     finally:
-        _layout.reset(token)
+        layout_in_force.reset(token)
 
 
 def _resolve_group(name: str, given: Any) -> Group:

@@ -53,7 +53,9 @@ class Grid:
         group = shard.rows.group
         self.me, ranks = group.rank(), group.size()
         held, item, batch = bytes_per_index(fold, leaves), sizes.compute.itemsize, torch.Size(sizes.batch).numel()
-        slices, self.stays = communication.arrange(fold, sizes.of, held, item, shard.totals, ranks, shard.slices, batch)
+        slices, self.stays = communication.choose_grid(
+            fold, sizes.of, held, item, shard.totals, ranks, shard.slices, batch
+        )
         self.travels = "cols" if self.stays == "rows" else "rows"
         line = ranks // slices
         u, v = divmod(self.me, line)

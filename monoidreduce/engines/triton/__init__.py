@@ -30,34 +30,33 @@ from ..common.label_gather import run_pick
 from ..common.one_sided import Side
 from .codegen import k_loop
 from .codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
-from .kernels import elementwise, fold_kernel, row_kernels, topk
+from .kernels import elementwise, fold_kernel, topk
 from .kernels.record_launches import Made, record
 from .launch import jit_module
 from .launch.availability import available, launches_on, runs_on
 from .launch.jit_module import resting
-from .launch.launch_replay import Buffer, Counted, Recorded, Tape
-from .panel import contraction
+from .launch.launch_recipes import Buffer, NumberArithmetic, ProgramReplay, RecordedLaunches
 from .panel.kernel_step import KernelStep
 from .schedules import spec_from_tensors
-from .schedules.kernel_plan import KernelPlan, overrides, use_plan
+from .schedules.kernel_plan import KernelPlan, overriding_plans, use_plan
 from .schedules.spec_from_tensors import as_for
 
 __all__ = [
     "Buffer",
-    "Counted",
     "KernelPlan",
     "KernelStep",
+    "NumberArithmetic",
     "Parted",
+    "ProgramReplay",
     "Ready",
-    "Recorded",
-    "Tape",
+    "RecordedLaunches",
     "Unsupported",
     "as_for",
     "available",
     "is_deep",
     "kind",
     "launches_on",
-    "overrides",
+    "overriding_plans",
     "ready",
     "ready_deep",
     "record",
@@ -76,12 +75,6 @@ __all__ = [
 
 _told: set[tuple[Fold, str]] = set()
 _READY: dict[tuple, Ready] = {}
-
-
-matmul.CONTRACT[:] = [contraction.into]
-matmul.ROW_DOT[:] = [row_kernels.dot]
-matmul.SCALE[:] = [row_kernels.scale]
-matmul.SHARE[:] = [row_kernels.sharer]
 
 
 def run(
@@ -165,7 +158,13 @@ def ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready | None:
 
 def _ready(fold: Fold, leaves: list[Any], sizes: Sizes) -> Ready:
     key: tuple = (id(fold), sizes.rows, sizes.cols, sizes.batch, sizes.compute, sizes.device)
-    key += (matmul.float32_precision(), budget.asked() is None, overrides(), spec_from_tensors.like.get(), kind(leaves))
+    key += (
+        matmul.float32_precision(),
+        budget.requested() is None,
+        overriding_plans(),
+        spec_from_tensors.like.get(),
+        kind(leaves),
+    )
     key += signs([v for v in leaves if not isinstance(v, Tensor)])
     found = _READY.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a monoid class declares, what its elements are, and the roads to a gradient."""
+"""What a monoid class declares, what its elements are, and each way to a gradient."""
 
 import copy
 import math

@@ -224,13 +224,13 @@ def test_what_is_no_budget(given):
     ("given", "expected"), [(7, 7), ("64MB", 64_000_000), ("1.5 GiB", 3 * 2**29), ("8kb", 8000), ("512", 512)]
 )
 def test_budgets_are_read(given, expected):
-    assert budget.asked() is None
+    assert budget.requested() is None
     with mr.budget(given):
-        assert budget.asked() == expected
+        assert budget.requested() == expected
         with mr.budget("1MB"):
-            assert budget.asked() == 10**6
-        assert budget.asked() == expected
-    assert budget.asked() is None
+            assert budget.requested() == 10**6
+        assert budget.requested() == expected
+    assert budget.requested() is None
 
 
 @pytest.mark.parametrize("length", [1, 59, 128, 1000, 8192])
@@ -249,8 +249,10 @@ def test_a_budget_holds_in_a_backward_in_another_thread(seed, monkeypatch):
     x, w, target = head(50, 64, 300, False, torch.float32)
     x.requires_grad_()
     seen = []
-    original = budget.limit
-    monkeypatch.setattr(budget, "limit", lambda *a: seen.append((budget.asked(), matmul.asked.get())) or original(*a))
+    original = budget.allowed_bytes
+    monkeypatch.setattr(
+        budget, "allowed_bytes", lambda *a: seen.append((budget.requested(), matmul.asked.get())) or original(*a)
+    )
     with mr.use(engine="panel", precision="tf32"), mr.budget("2MB"):
         loss = mr.ops.cross_entropy(x, w, target, reduction="none").sum()
     seen.clear()

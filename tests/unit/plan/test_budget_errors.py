@@ -71,7 +71,7 @@ def test_what_a_step_on_panels_takes_at_least_is_enough_for_it(rows, cols, dtype
         for fold in folds:
             sizes = Sizes(rows, cols, (), {"f": 300}, torch.device("cpu"), torch.float32)
             for walk in split_into_loops(split_softmax_means(as_program(fold))):
-                for each in walk.apart() or [walk]:
+                for each in walk.split_directions() or [walk]:
                     for made in (panel.TorchStep(each, sizes, {dtype}), MemoryPlan(each, sizes, {dtype})):
                         assert made.choose_layout(made.least_bytes()) is not None, (type(made), fold)
 
@@ -84,6 +84,6 @@ def backward_of(fold):
 
 def test_too_little_never_looks_like_enough():
     for size in (1, 9_999, 10_000, 63_500_001, 63_999_999, 64_000_000, 12_345_678_901):
-        assert budget.parse(budget.given(size)) <= size <= budget.parse(budget.shown(size))
-        assert size - budget.parse(budget.given(size)) <= size / 1000
-    assert budget.given(63_500_000) == "63.5MB" and budget.given(64_000_000) == "64MB"
+        assert budget.parse(budget.format_floor(size)) <= size <= budget.parse(budget.format_ceil(size))
+        assert size - budget.parse(budget.format_floor(size)) <= size / 1000
+    assert budget.format_floor(63_500_000) == "63.5MB" and budget.format_floor(64_000_000) == "64MB"

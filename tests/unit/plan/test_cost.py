@@ -9,23 +9,23 @@ from torch.utils.flop_counter import flop_registry
 
 import monoidreduce as mr
 from monoidreduce.plan import candidates, communication, cost, device_rates
-from monoidreduce.plan.op_counts import count, directions
+from monoidreduce.plan.op_counts import count_work, folded_axes
 from monoidreduce.plan.schedule import Choice, follow
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support.comparison import flatten, is_float
 from tests.support.layers import BY_NAME
 
 _FREE = ("view", "expand", "transpose", "squeeze", "select", "slice", "detach", "alias", "permute", "unbind", "empty")
 
 
-class Counter(Alive):
+class Counter(LiveMemory):
     """Counts what a run does: floating operations of products, bytes that operations read and write."""
 
     def __init__(self, given=()):
         super().__init__([t for t in given if isinstance(t, torch.Tensor)])
         self.flops = self.bytes = 0
 
-    def noted(self, func, args, kwargs, result):
+    def on_operation(self, func, args, kwargs, result):
         name = func.__name__
         if name.startswith(_FREE) or name.split(".")[0] in ("t", "unsqueeze"):
             return
@@ -225,7 +225,7 @@ def test_the_papers_count_of_a_perceptron():
 
 def test_nothing_is_allocated_for_what_would_not_fit():
     q = meta(10**7, 64)
-    with Alive() as alive:
+    with LiveMemory() as alive:
         found = attention.cost(q, q, q)
     assert found["dense"].held == 4 * 10**14
     assert alive.peak < 2e6
@@ -294,13 +294,13 @@ def test_bytes_of_kernels_are_equation_5():
     q, k = meta(1024, 64), meta(4096, 64)
     (part,) = attention.cost(q, k, k, device="cuda", backward=False)["flash"].parts  # one part: the columns are whole
     kept, folded, *_ = dict(part.choice.tiles)["cols"]
-    work = count(part.case, "cols")
+    work = count_work(part.case, "cols")
     each = work.reads["rows"], work.reads["cols"], work.writes["rows"]
     slices = 1024 // kept, 4096 // folded
     result = 1024 * work.writes["rows"]
     read = communication.forward_cost(*slices, 1024, 4096, *each, W=slices[1])
     assert part.estimate.bytes == read + result
-    assert each[:2] == (64 * 4, 2 * 64 * 4) and directions(part.case.fold) == ("cols",)
+    assert each[:2] == (64 * 4, 2 * 64 * 4) and folded_axes(part.case.fold) == ("cols",)
 
 
 def test_grouping_slices_lowers_communication_as_the_paper_says():
@@ -340,8 +340,8 @@ def test_empty_sides_cost_next_to_nothing():
 
 
 def test_this_cpus_ceilings_are_plausible_and_measured_once():
-    found = device_rates.measured(torch.get_num_threads())
-    assert found is device_rates.of(torch.device("cpu"))
+    found = device_rates.measure_cpu(torch.get_num_threads())
+    assert found is device_rates.get_rates(torch.device("cpu"))
     assert found.rate("float32") > found.plain > found.special
     assert found.rate("bfloat16") == found.rate("float32") and 1e-7 < found.launch < 1e-3
 
@@ -352,11 +352,11 @@ def test_gpus_are_scaled_to_the_processors_they_have(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found)
-    device_rates._known_gpu.cache_clear()
+    device_rates._get_gpu_rates.cache_clear()
     try:
-        found = device_rates.of(torch.device("cuda", 7))
+        found = device_rates.get_rates(torch.device("cuda", 7))
     finally:
-        device_rates._known_gpu.cache_clear()
+        device_rates._get_gpu_rates.cache_clear()
     base = device_rates.GPUS["ada"]
     assert found.processors == 128 and found.name == "RTX 4090" and found.near == base.near
     assert found.rate("bfloat16") / base.rate("bfloat16") == pytest.approx(128 / base.processors)

@@ -258,7 +258,7 @@ def test_what_killed_writers_left_is_swept_later(folder):
     for path in (old, new):
         path.write_text("half")
     os.utime(old, (time.time() - 7200,) * 2)
-    disk._sweep.cache_clear()
+    disk._remove_stale.cache_clear()
     plan_records.forget()
     plan_records.recall(record().key)
     assert not old.exists() and new.exists()
@@ -269,7 +269,7 @@ def test_kernels_take_the_same_road(folder, monkeypatch, tmp_path):
     (folder / "kernels").write_text("in the way")
     spare = tmp_path / "spare"
     spare.mkdir()
-    monkeypatch.setattr(disk, "temporary", lambda: spare)
+    monkeypatch.setattr(disk, "temporary_folder", lambda: spare)
     path, warned = told(jit_module.write, "x = 1\n")
     assert path.parent == spare and path.read_text() == "x = 1\n" and warned == [mr.CacheWarning]
 

@@ -9,13 +9,13 @@ import torch
 
 import monoidreduce as mr
 from monoidreduce.engines import dense as whole
-from monoidreduce.engines.auto import planner, tuned_plans
+from monoidreduce.engines.auto import planner
 from monoidreduce.engines.common import oom_retry
 from monoidreduce.plan import candidates, device_rates
-from monoidreduce.plan.op_counts import directions
+from monoidreduce.plan.op_counts import folded_axes
 from monoidreduce.plan.schedule import Choice, follow
 from monoidreduce.runtime import call_cost, dense_or_tiled
-from monoidreduce.runtime.live_memory import Alive
+from monoidreduce.runtime.dry_run import LiveMemory
 from tests.support import internals
 from tests.support.comparison import assert_equal, assert_error_rule, cast, flatten, is_float, named, run
 from tests.support.layers import BY_NAME, DIFFERENTIABLE, ZOO
@@ -24,7 +24,7 @@ DENSE = {"call": Choice("dense")}
 
 
 # What is chosen follows from the rates of a device: here always those of one CPU, whatever this one is busy with.
-CPU = device_rates.Ceilings(
+CPU = device_rates.DeviceRates(
     "CPU, 1 thread",
     {"float32": 3e10, "float64": 1.5e10},
     bandwidth=2e10,
@@ -41,7 +41,7 @@ CPU = device_rates.Ceilings(
 
 @pytest.fixture(autouse=True)
 def auto(monkeypatch):
-    monkeypatch.setattr(device_rates, "measured", lambda threads: CPU)
+    monkeypatch.setattr(device_rates, "measure_cpu", lambda threads: CPU)
     with mr.use(engine="auto"):
         yield
 
@@ -68,7 +68,7 @@ def qkv(M, N, d=16, **options):
 def largest(function):
     """Bytes of the largest storage that a call makes."""
 
-    class Largest(Alive):
+    class Largest(LiveMemory):
         most = 0
 
         def size(self, t):
@@ -101,7 +101,7 @@ def test_an_engine_that_was_asked_for_never_runs_dense(engine):
 
 
 def test_nothing_larger_than_the_limit_is_built_without_a_budget():
-    side = int((call_cost.DENSE / 4) ** 0.5) + 40
+    side = int((call_cost.DENSE_LIMIT / 4) ** 0.5) + 40
     args = qkv(side, side, requires_grad=True)
     assert attention.explain(*args).as_dict()["runs"] != "dense"
     most = largest(lambda: torch.autograd.grad(attention(*args).sum(), args))
@@ -229,19 +229,19 @@ def test_every_candidate_of_a_gpu_can_be_kept_and_found_again(rows):
     q, k = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, 8192))
     for part in attention.cost(q, k, k, device="cuda").chosen.parts:
         assert part.case.kernels
-        for over in (None, *directions(part.case.fold)):
-            found = candidates.candidates(part.case, over)
-            assert len(set(found)) == len(found) > 4 and candidates.default(part.case) in found
+        for over in (None, *folded_axes(part.case.fold)):
+            found = candidates.rank_candidates(part.case, over)
+            assert len(set(found)) == len(found) > 4 and candidates.default_choice(part.case) in found
             for choice in found:
                 assert Choice.from_dict(json.loads(json.dumps(choice.as_dict()))) == choice
-                assert tuned_plans.fits(part.case, choice)
+                assert candidates.can_run(part.case, choice)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 20000])
 def test_unmeasured_kernels_run_by_their_own_tiles(rows):
     x, p = (torch.empty(n, 128, dtype=torch.bfloat16, device="meta") for n in (rows, 16384))
     for part in mlp.cost(x, p, p, device="cuda").chosen.parts:
-        others = [c for c in candidates.candidates(part.case) if c not in candidates.offered(part.case)]
+        others = [c for c in candidates.rank_candidates(part.case) if c not in candidates.rank_untuned(part.case)]
         own, whole = dict(part.case.defaults), lambda tile: (*tile[:4], *tile[5:])  # all but the number of parts
         assert all(whole(t) == whole(own[way]) for way, t in part.choice.tiles) and len(others) > 4
 
@@ -323,7 +323,7 @@ def test_every_candidate_gives_the_same_numbers(name, seed):
     args = layer.args(90, 110, seed)
     expected = run(layer.dense, args)
     parts = layer.op.cost(*[a.requires_grad_() if is_float(a) else a for a in args])["flash"].parts
-    tried = {c for p in parts for c in candidates.candidates(p.case)}
+    tried = {c for p in parts for c in candidates.rank_candidates(p.case)}
     assert {c.schedule for c in tried} >= {"flash"} and len(tried) > 3
     for choice in tried:
         with follow(choice):
@@ -364,9 +364,9 @@ def test_planning_is_quick():
     args = qkv(211, 307, requires_grad=True)
     _, bound, sizes, _ = attention._prepare(tuple(args), {})
     program = mr.op(attention.function).program(*args)
-    assert calls(dense_or_tiled.is_dense, program, dict(bound), sizes, True) < 50_000
+    assert calls(dense_or_tiled.runs_dense, program, dict(bound), sizes, True) < 50_000
 
     fold = program.passes[0].fold
     leaves = [bound[str(e.attrs[0])] for e in program.passes[0].feeds]
-    assert calls(planner.chosen, fold, leaves, sizes) < 5_000
-    assert calls(planner.chosen, fold, leaves, sizes) < 100
+    assert calls(planner.choose, fold, leaves, sizes) < 5_000
+    assert calls(planner.choose, fold, leaves, sizes) < 100

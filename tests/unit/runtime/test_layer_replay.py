@@ -24,14 +24,14 @@ def drawn(*shapes, seed=0):
 
 def fresh(layer):
     """A layer without what others in this process remember of it, and its outlines."""
-    made = checks.together.__wrapped__(layer.__wrapped__)
-    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.Outlines)]
+    made = checks.together(layer.__wrapped__)
+    (found,) = [c.cell_contents for c in made.__closure__ if isinstance(c.cell_contents, layer_replay.LayerReplay)]
     return made, found
 
 
 def written(outlines):
     """Whether each kind of call that was met twice has an outline."""
-    return [call.__name__ == "call" for call in outlines.kept.values()]
+    return [call.__name__ == "call" for call in outlines.known.values()]
 
 
 def tensors(found):
@@ -166,7 +166,7 @@ def test_numbers_and_names_are_part_of_a_kind():
     assert torch.equal(made(v=v, k=k, q=q), made(q, k, v))
     for _ in range(300):  # a number that changes in every call leaves the others alone
         made(q, k, v, scale=float(torch.rand(())))
-    assert len(outlines.kept) < 10 and len(outlines.seen) <= 256
+    assert len(outlines.known) < 10 and len(outlines.seen) <= 256
 
 
 def test_who_asks_for_gradients_is_no_part_of_it():
@@ -177,7 +177,7 @@ def test_who_asks_for_gradients_is_no_part_of_it():
             assert not made(q, k, v).requires_grad
     assert len(gradients(made(q, k, v), (q, k, v))) == 3
     assert not made(q.detach(), k.detach(), v.detach()).requires_grad
-    assert len(outlines.kept) == 1
+    assert len(outlines.known) == 1
 
 
 def test_what_is_out_of_the_ordinary_takes_the_long_way():
@@ -195,7 +195,7 @@ def test_what_is_out_of_the_ordinary_takes_the_long_way():
     with torch.device("cpu"):  # a mode of torch's own
         assert torch.equal(made(q, k, v), want)
     meta = made(*(t.to("meta") for t in (q, k, v)))
-    assert meta.shape == want.shape and len(outlines.kept) == 1
+    assert meta.shape == want.shape and len(outlines.known) == 1
 
 
 def test_outlines_hold_no_tensors():
@@ -220,7 +220,7 @@ def test_a_step_that_is_ready_for_calls_of_its_kind(there):
         return (lambda x, by: -(x * by)) if there else None
 
     double = layer_replay.step(lambda x, by: x * by, ready)
-    outlines = layer_replay.Outlines(lambda x: double(x, 2.0) + 1)
+    outlines = layer_replay.LayerReplay(lambda x: double(x, 2.0) + 1)
     for turn in range(4):
         (x,) = drawn((3,), seed=turn)
         sign = -1 if there and turn > 1 else 1
@@ -234,7 +234,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
             y = x * 2
         return x + y
 
-    outlines = layer_replay.Outlines(layer)
+    outlines = layer_replay.LayerReplay(layer)
     (x,) = drawn((3,))
     for _ in range(4):
         found = outlines((x,), {})
@@ -255,7 +255,7 @@ def test_a_layer_that_takes_gradients_off_has_no_outline():
     ids=["chosen", "looked at", "from elsewhere", "unknown", "asked", "long"],
 )
 def test_what_an_outline_cannot_say(layer):
-    outlines = layer_replay.Outlines(layer)
+    outlines = layer_replay.LayerReplay(layer)
     for seed in range(4):
         (x,) = drawn((9,), seed=seed)
         x = x if seed % 2 else x.detach()

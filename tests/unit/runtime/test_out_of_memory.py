@@ -42,10 +42,10 @@ class SmallDevice(Watch):
         super().__init__(given)
         self.room, self.refused = room, 0
 
-    def _see(self, t):
+    def _track(self, t):
         if self.func is torch.ops.aten.detach.default:  # of what was kept for a backward: no allocation
             return
-        super()._see(t)
+        super()._track(t)
         if self.total > self.room:
             self.refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -61,7 +61,7 @@ def gradients(args, y):
 
 
 def settings():
-    return budget.asked(), budget.parts(), registry.settings(), torch.is_grad_enabled()
+    return budget.requested(), budget.shrink_factor(), registry.settings(), torch.is_grad_enabled()
 
 
 def close(a, b):
@@ -104,10 +104,10 @@ def test_nothing_is_held_after_the_error(seed):
     made = []
 
     class Remembering(SmallDevice):
-        def _see(self, t):
+        def _track(self, t):
             if t.untyped_storage().nbytes() > 2**18:
                 made.append(weakref.ref(t.untyped_storage()))
-            super()._see(t)
+            super()._track(t)
 
     with Remembering(2**18, args), pytest.raises(mr.OutOfMemoryError) as caught:
         attention(*args)
@@ -171,7 +171,7 @@ def failing(times, error):
         mistake = next(left, None)
         if mistake is not None:
             raise mistake
-        return budget.parts()
+        return budget.shrink_factor()
 
     return oom_retry.add_oom_retry(run)
 
@@ -186,10 +186,10 @@ def folded():
 @pytest.mark.parametrize("error", SAID, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
 def test_every_way_of_saying_it_is_understood(error, folded):
     assert failing(0, error)(*folded) == 1
-    assert failing(1, error)(*folded) == budget.LESS
+    assert failing(1, error)(*folded) == budget.SHRINK
     with pytest.raises(mr.OutOfMemoryError):
         failing(2, error)(*folded)
-    assert budget.parts() == 1
+    assert budget.shrink_factor() == 1
 
 
 @pytest.mark.parametrize(
@@ -220,33 +220,33 @@ def test_the_real_allocator():
 
 def test_less_room_makes_smaller_tiles():
     whole = tiles.choose(1, 4096, 4096)
-    with budget.less():
+    with budget.shrink():
         less = tiles.choose(1, 4096, 4096)
-    assert less.rows * less.cols * budget.LESS == whole.rows * whole.cols
+    assert less.rows * less.cols * budget.SHRINK == whole.rows * whole.cols
 
 
 def test_a_budget_is_a_block_a_decorator_and_a_default(monkeypatch):
     monkeypatch.delenv(budget.VARIABLE, raising=False)
-    assert budget.asked() is None
+    assert budget.requested() is None
     mr.budget.default("32MB")
-    assert budget.asked() == 32_000_000
+    assert budget.requested() == 32_000_000
     with mr.budget("16MB"):
-        assert budget.asked() == 16_000_000
+        assert budget.requested() == 16_000_000
 
         @mr.budget(1000)
         def inner():
-            return budget.asked()
+            return budget.requested()
 
-        assert inner() == 1000 and inner() == 1000 and budget.asked() == 16_000_000
+        assert inner() == 1000 and inner() == 1000 and budget.requested() == 16_000_000
     mr.budget.default(None)
-    assert budget.asked() is None
+    assert budget.requested() is None
     with mr.use(budget="8MB"):
-        assert budget.asked() == 8_000_000
+        assert budget.requested() == 8_000_000
     with pytest.raises(mr.ArgumentError, match="much"), mr.use(budget="much"):
         pass
-    assert budget.asked() is None and registry.settings().engine == registry.engine()
+    assert budget.requested() is None and registry.settings().engine == registry.engine()
     monkeypatch.setenv(budget.VARIABLE, "1.5 GiB")
-    assert budget.asked() == 3 * 2**29
+    assert budget.requested() == 3 * 2**29
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "much", "0MB", 1.5, None])

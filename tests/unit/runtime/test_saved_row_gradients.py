@@ -1,4 +1,4 @@
-"""Row gradients that the forward keeps: the same numbers as by the ordinary road, and when that road is taken."""
+"""Row gradients that the forward saves: the same numbers as without, and when they are saved."""
 
 import pytest
 import torch

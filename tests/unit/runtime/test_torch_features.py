@@ -1,4 +1,4 @@
-"""Ops as citizens of torch: plans, threads, copies, autocast, transforms, forward mode, checkpoints, modes."""
+"""Ops under torch's features: cached plans, threads, copies, autocast, transforms, forward mode, checkpoints, modes."""
 
 import copy
 import gc

@@ -68,10 +68,11 @@ class Kernel:
     apart: bool = False  # whether a block is summed, and in no other product
     staged: bool = False  # whether its copies and products take turns as the text says
     alone: bool = False  # whether all of its warps do the same
+    consumers: int = 0  # consumer warp groups beside a producer warp, in a warp-specialised kernel
     pieces: int = 0  # in how many pieces float32 vectors are multiplied
     near: bool = False  # whether distances of close points are computed anew
     functions: tuple[tuple[str, Any], ...] = ()  # by name, what the text calls and does not hold
-    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: of ``bent.Made``
+    made: tuple[tuple[float, tuple], ...] = ()  # arguments after all others: ``logit_forms.Coefficient``
 
 
 @functools.lru_cache(maxsize=1024)

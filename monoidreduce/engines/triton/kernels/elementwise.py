@@ -21,7 +21,7 @@ from ...common.one_sided import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec, Unsupported, padded
-from ..launch.launch_replay import Leaf, Recipe
+from ..launch.launch_recipes import Leaf, Recipe
 from ..schedules.kernel_plan import KernelPlan
 from . import fold_kernel
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....plan.default_tiles import PAIRED, Tile
+from ....plan.default_tiles import Tile
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of
@@ -26,10 +26,12 @@ from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
-from ..launch.launch_replay import Boxed, Found, Leaf, Recipe
-from ..schedules import attention, pingpong, softcap, spec_from_tensors, sum_of_products
-from ..schedules.kernel_plan import KernelPlan, choose, overrides, parts, shrink, use_plan
-from ..schedules.pingpong_template import OTHERS, TILE
+from ..launch.launch_recipes import DescriptorOf, FoundAtLaunch, Leaf, Recipe
+from ..schedules import hopper, spec_from_tensors
+from ..schedules.kernel_plan import KernelPlan, choose_plan, count_splits, overriding_plans, shrink, use_plan
+from ..schedules.pingpong import gemm_fold
+from ..schedules.pingpong.gemm_template import EXTRA, TILE
+from ..schedules.resident import attention, logit_forms, sum_of_products
 from . import exponent_shift, split_combine, topk
 
 Values = Mapping[Expr, Any]  # leaves as Python numbers or tensors [*batch, length(, features)]
@@ -65,7 +67,7 @@ def compiler_options(kernel: kernel_text.Kernel, plan: KernelPlan) -> dict[str, 
     128 registers; left alone, the compiler takes a few more (causal attention of 64 features: 20 % slower on an H200).
     """
     if kernel.staged:
-        return {} if kernel.alone else attention.options()
+        return hopper.compiler_options(kernel.consumers)
     small = plan.num_warps == 4 and plan.block_kept * plan.block_folded <= 64 * 64 and kernel.state_width <= 64
     limited = kernel.guesses and small and torch.version.hip is None  # AMD's compiler has no such option
     return {"maxnreg": 128} if limited else {}
@@ -92,9 +94,11 @@ class Launch:
 
     def __init__(self, fold: Fold, over: str, values: Values, batch: tuple[int, ...], sizes: Sizes):
         self.fold, self.over, self.batch, self.sizes = fold, over, batch, sizes
-        self.asked = tuple((e, fold.leaves.index(e)) for e in spec_from_tensors.asked(fold))  # what conditions look at
+        self.asked = tuple(
+            (e, fold.leaves.index(e)) for e in spec_from_tensors.condition_leaves(fold)
+        )  # what conditions look at
         self.lists = [at for at, (r, k) in enumerate(fold.outputs) if kind_of(r).unsorted and k == 0]
-        self.spec, self.before = spec_from_tensors.describe(fold, over, values, batch, sizes)
+        self.spec, self.before = spec_from_tensors.describe_fold(fold, over, values, batch, sizes)
         self.lengths = (sizes.rows, sizes.cols) if over == "cols" else (sizes.cols, sizes.rows)
         self.prepare(values)
 
@@ -104,21 +108,21 @@ class Launch:
         item = 2 if self.spec.pieces else getattr(torch, self.spec.narrow or self.spec.compute).itemsize
         count = torch.Size(self.batch).numel()
         plainly = kernel_text.kernel(replace(self.spec, split=False, boxes=()))
-        ready = spec_from_tensors.converted(values, self.before, self.batch, sizes)
+        ready = spec_from_tensors.convert_leaves(values, self.before, self.batch, sizes)
         boxed = (*plainly.folded, *k_loop.vectors(self.spec))
         found = descriptors.of(self.spec, boxed, ready, len(self.batch)) if descriptors.on(sizes.device) else ()
         many = plainly.deep or count * sizes.rows * sizes.cols >= spec_from_tensors.VERY_MANY
         many &= any(b is not None for b in found)
         turns = self._turns(replace(self.spec, boxes=found), count) if many else None
         family = spec_from_tensors.family(sizes.device)
-        self.plan = plan or choose(plainly, self.over, item, family, many, self.lengths[0], turns)
+        self.plan = plan or choose_plan(plainly, self.over, item, family, many, self.lengths[0], turns)
         self.tiles, folded = (-(-n // b) for n, b in zip(self.lengths, self.blocks, strict=True))
         self.beside = k_loop.beside(self.spec, self.blocks[0], self.lengths[0]) if plainly.deep else 0
-        self.parts = parts(
+        self.parts = count_splits(
             self.plan, self.tiles * count, folded, spec_from_tensors.processors(sizes.device), self.beside
         )
-        takers = (pingpong,) if plainly.deep else (attention, sum_of_products)
-        by_turns = any(taker.takes(self.plan, sizes.device) for taker in takers)
+        takers = (gemm_fold,) if plainly.deep else (attention, sum_of_products)
+        by_turns = any(taker.matches_plan(self.plan, sizes.device) for taker in takers)
         line = bool(self.plan.boxes and not by_turns and self.lengths[1] % 4 == 0 < self.lengths[1])
         found = descriptors.vectors(self.spec.fold, found) if by_turns else found if self.plan.boxes else ()
         self.spec = replace(self.spec, split=self.parts > 1, boxes=found, line=line)
@@ -138,17 +142,23 @@ class Launch:
         """The tile of a kernel whose groups of warps take turns, where it has one and gains by it."""
         device, length = self.sizes.device, self.lengths[0]
         if spec.deep:
-            return PAIRED[pingpong.wide(self.spec)] if count == 1 and pingpong.fits(spec, device, length) else None
+            return gemm_fold.choose_tile(spec, device, length) if count == 1 else None
         even = self.sizes.cols % 2 == 0
-        return attention.tile(spec, device, length, count) or sum_of_products.tile(spec, device, count * length, even)
+        return attention.choose_tile(spec, device, length, count) or sum_of_products.choose_tile(
+            spec, device, count * length, even
+        )
 
     def _by_turns(self) -> kernel_text.Kernel | None:
         if self.spec.deep:
-            return pingpong.kernel(self.spec, self.plan.block_folded > TILE)
+            return gemm_fold.write_kernel(self.spec, self.plan.block_folded > TILE)
         even = self.sizes.cols % 2 == 0
         aligned = self.plan.block_folded % self.plan.block_kept == 0
-        made = attention.kernel(self.spec, even, aligned) if attention.takes(self.plan, self.sizes.device) else None
-        return made or sum_of_products.taken(self.spec, self.plan, even)
+        made = (
+            attention.write_kernel(self.spec, even, aligned)
+            if attention.matches_plan(self.plan, self.sizes.device)
+            else None
+        )
+        return made or sum_of_products.write_kernel_for_plan(self.spec, self.plan, even)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -184,7 +194,7 @@ class Launch:
         if self.kernel.staged and self.kernel.deep and self.blocks[1] > TILE:
             e = next(e for e in k_loop.vectors(self.spec) if self.spec.folds(e))
             self.boxes.append(
-                (place(e), descriptors.template(values[e], self.spec.box_of[e], (OTHERS, k_loop.DEPTH), True))
+                (place(e), descriptors.template(values[e], self.spec.box_of[e], (EXTRA, k_loop.DEPTH), True))
             )
         self.how = (wide, matmul.float32_precision(), ragged, self.sizes.device)
 
@@ -216,7 +226,10 @@ class Launch:
             arguments += self.edges or self._bounds([leaves[leaf] for _, leaf in self.asked])
         arguments += [self._shift(given[n], given[t]) for n, t in self.shifts]
         arguments += [descriptors.filled(box, given[leaf]) for leaf, box in self.boxes]
-        arguments += [softcap.value(made, lambda e: given[self.fold.leaves.index(e)]) for made in self.kernel.made]
+        arguments += [
+            logit_forms.evaluate_coefficient(made, lambda e: given[self.fold.leaves.index(e)])
+            for made in self.kernel.made
+        ]
         if again is None:
             return self._first([*outputs, *arguments], merged)
         again(*outputs, *arguments)
@@ -231,11 +244,11 @@ class Launch:
         for at, leaf, is_tensor in self.fill:
             arguments[at] = Leaf(leaf, is_tensor)
         if self.spec.bounds:
-            arguments += self.edges or [Found(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
+            arguments += self.edges or [FoundAtLaunch(tuple(leaf for _, leaf in self.asked), self._edged, _EDGED)]
         count = len(self.fold.leaves)  # shifts come after the leaves
         for k in range(len(self.shifts)):
-            arguments.append(Leaf(count + k, True) if self.line is None else Boxed(count + k, self.line))
-        arguments += [Boxed(leaf, template) for leaf, template in self.boxes]
+            arguments.append(Leaf(count + k, True) if self.line is None else DescriptorOf(count + k, self.line))
+        arguments += [DescriptorOf(leaf, template) for leaf, template in self.boxes]
         return Recipe(self.again, tuple(self.outputs), tuple(arguments))
 
     def shifted(self, leaves: Sequence[Any]) -> list[Recipe] | None:
@@ -265,7 +278,7 @@ class Launch:
         return found
 
     def _converted(self, values: Values) -> list[Any]:
-        found = spec_from_tensors.converted(values, self.before, self.batch, self.sizes)
+        found = spec_from_tensors.convert_leaves(values, self.before, self.batch, self.sizes)
         return [found[e] for e in self.spec.fold.leaves]
 
     def _first(self, arguments: list[Any], merged: Callable[[], Values]) -> bool:
@@ -351,7 +364,7 @@ def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int,
     if len(folds) > 1 and (one := _together(over, folds, values, batch, sizes)) is not None:
         return [one]
     made = lambda: [Launch(fold, over, values, batch, sizes) for fold in folds]
-    asked = dict(overrides()).get(over)
+    asked = dict(overriding_plans()).get(over)
     if asked is None or len(folds) == 1:
         return made()
     with use_plan({}):
@@ -366,7 +379,7 @@ def launches(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int,
 
 def _together(over: str, folds: Sequence[Fold], values: Values, batch: tuple[int, ...], sizes: Sizes) -> Launch | None:
     """One launch for what would take several, where two groups of warps can divide its sums."""
-    if not attention.on(sizes.device):
+    if not hopper.runs_warp_specialized(sizes.device):
         return None
     scaled = [pair for fold in folds for pair in fold.scaled]
     whole = replace(folds[0], reductions=tuple(r for r, _ in scaled), scales=tuple(s for _, s in scaled))

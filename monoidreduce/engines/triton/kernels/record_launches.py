@@ -1,4 +1,4 @@
-"""Steps run once by the engine, for what their launches are: a tape (``launch_replay.py``) is written from it."""
+"""Steps run once by the engine, for what their launches are: a tape (``launch_recipes.py``) is written from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...common.one_sided import Side
 from ...common.torch_code import Step, batch_index
 from ..codegen.kernel_spec import Unsupported
 from ..launch import jit_module
-from ..launch.launch_replay import Counted, Launched, Recipe, Recorded
+from ..launch.launch_recipes import NumberArithmetic, ProgramLaunch, Recipe, RecordedLaunches
 from . import elementwise, fold_kernel
 from .split_combine import Joined
 
@@ -31,16 +31,16 @@ class Made(NamedTuple):
     joined: Sequence[Joined] = ()
     shifted: Sequence[Recipe] = ()
 
-    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[Launched]:
+    def launched(self, feeds: tuple[str | float, ...], names: Sequence[str]) -> Iterator[ProgramLaunch]:
         """These launches in a program, where the step's leaves and results are called so."""
         whole = tuple(names[k] for k in self.results)
         parts = tuple(f"{name}_parts" for name in whole)
         made = tuple(f"{whole[0]}_shift{k}" for k in range(len(self.shifted)))
         for name, recipe in zip(made, self.shifted, strict=True):
-            yield Launched(recipe, feeds, (name,))
-        yield Launched(self.recipe, (*feeds, *made), parts if self.joined else whole)
+            yield ProgramLaunch(recipe, feeds, (name,))
+        yield ProgramLaunch(self.recipe, (*feeds, *made), parts if self.joined else whole)
         for one in self.joined:
-            yield Launched(one.recipe, parts, tuple(whole[k] for k in one.written))
+            yield ProgramLaunch(one.recipe, parts, tuple(whole[k] for k in one.written))
 
 
 # The results of a fold, and its launches; None: something else is done
@@ -52,30 +52,30 @@ def record(
     values: dict[str, Any],
     folder: Folder,
     sizes: Sizes,
-    counted: Counted | None = None,
+    numbers: NumberArithmetic | None = None,
     total: bool = False,
-) -> Recorded | None:
+) -> RecordedLaunches | None:
     """The launches of steps on these inputs, which are run on the way; None where there is more to them.
 
-    ``counted``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
-    if counted is not None:
-        values.update(zip(counted.results, counted(*(values[name] for name in counted.names)), strict=True))
+    ``numbers``: the arithmetic of numbers among them; ``total``: of the last step's results the sums are asked for."""
+    if numbers is not None:
+        values.update(zip(numbers.results, numbers(*(values[name] for name in numbers.names)), strict=True))
     if not jit_module.repeats(sizes.device) or any(
         isinstance(v, int) and abs(v) >= fold_kernel.SMALL for v in values.values()
     ):
         return None  # (other integers of the same kind may be larger than kernels take)
-    found: list[Launched] = []
+    found: list[ProgramLaunch] = []
     given = set(values)
-    held: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     called: tuple[str, ...] = ()
     for n, step in enumerate(steps):
         if isinstance(step.what, Expr):
             if step.what.op == "batch_index":
                 if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    return None  # what is held must not lie in a graph's memory
+                    return None  # what is constants must not lie in a graph's memory
                 parts = ("batch_index", sizes.batch, sizes.device)
                 same = unchanged_tensors.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
-                held[str(step.results[0])] = values[str(step.results[0])] = same
+                constants[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]
         names = tuple(name or f"r{n}_{k}" for k, name in enumerate(step.results))
@@ -89,7 +89,7 @@ def record(
         for one in launches:
             found += one.launched(step.feeds, names)
         values.update(zip(names, results, strict=True))
-    recorded = Recorded(found, called, counted, held)
+    recorded = RecordedLaunches(found, called, numbers, constants)
     return recorded if recorded.looked <= given else None  # of what is made on the way addresses alone are known
 
 

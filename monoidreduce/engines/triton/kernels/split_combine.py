@@ -18,7 +18,7 @@ from ....reductions import KINDS
 from ....reductions.kernel_lines import CombineLaunch
 from ...common.evaluate import Form
 from ..launch.launch_cache import Kernels
-from ..launch.launch_replay import Leaf, Recipe
+from ..launch.launch_recipes import Leaf, Recipe
 
 _HEADER = '''"""The results of a whole from those of its parts."""
 

@@ -17,7 +17,7 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import matmul
 from ...common.evaluate import Sizes
-from ..launch import jit_module, operation_replay
+from ..launch import jit_module, replay
 from . import topk_rows
 
 
@@ -56,19 +56,19 @@ def straight(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Callable[[Seque
 
 
 class _Straight:
-    """The k best products for leaves of one kind: the first is heard, later ones run what was heard, in as many panels
-    as there was room for then.
+    """The k best products for leaves of one kind: the first call is recorded, later ones are replayed, in as many
+    panels as there was memory for then.
 
-    ``reels``: by whether rows and columns are the same; None: there is more to it than can be written down."""
+    ``replays``: by whether rows and columns are the same tensor; None: it cannot be recorded."""
 
     def __init__(self, fold: Fold, places: tuple[int, int], sizes: Sizes):
         self.fold, self.places, self.sizes = fold, places, sizes
-        self.reels: dict[bool, Any] = {}
+        self.replays: dict[bool, Any] = {}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         x, y = (leaves[k] for k in self.places)
         same = x.data_ptr() == y.data_ptr()
-        made = self.reels.get(same, self)
+        made = self.replays.get(same, self)
         if made is self:
             return self._met(x, y, same)
         found = None if made is None else made.run(x, y)
@@ -78,7 +78,7 @@ class _Straight:
         run = functools.partial(of_product, self.fold, sizes=self.sizes)
         if not jit_module.repeats(self.sizes.device):
             return run(x, y)
-        found, self.reels[same], _ = operation_replay.heard(run, (x, y), self.sizes.device)
+        found, self.replays[same], _ = replay.record(run, (x, y), self.sizes.device)
         return found
 
 
@@ -101,9 +101,9 @@ def of_product(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list[Tensor]:
     kind = torch.bfloat16 if x.dtype is torch.bfloat16 else sizes.compute
     held = sizes.compute if fold.raised else kind  # as the caller will hold them, where nothing is computed of them
     row = sizes.cols * kind.itemsize
-    room = budget.limit(lambda: matmul.free_memory(sizes.device), row)
+    room = budget.allowed_bytes(lambda: matmul.free_memory(sizes.device), row)
     if room < row:
-        raise BudgetError(given=budget.given(room), least=budget.shown(row))
+        raise BudgetError(given=budget.format_floor(room), least=budget.format_ceil(row))
     step = min(sizes.rows, room // row)
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:

@@ -7,9 +7,9 @@ import importlib.util
 
 import torch
 
-from ....plan.environment import Variable
+from ....plan.environment import EnvironmentVariable
 
-_interpreted = Variable("TRITON_INTERPRET")
+_interpreted = EnvironmentVariable("TRITON_INTERPRET")
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def available() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter."""
-    return (device.type == "cuda" or _interpreted.said() == "1") and available()
+    return (device.type == "cuda" or _interpreted.read() == "1") and available()
 
 
 def launches_on(device: torch.device) -> bool:

@@ -23,16 +23,17 @@ import torch
 
 from ....plan import disk
 from ....plan.cache import KERNELS
+from ...common.generated_code import run_text
 from . import encoded_descriptors
 
 
 def write(text: str) -> Path:
     """The file of a text, written whole: in the private folder or, where there is none, in a temporary one."""
     name, data = f"k{hashlib.sha256(text.encode()).hexdigest()[:24]}.py", text.encode()
-    place = disk.folder(KERNELS)
+    place = disk.open_folder(KERNELS)
     if place is not None and (disk.read(place / name) == data or disk.write(place / name, data)):
         return place / name
-    spare = disk.temporary() / name
+    spare = disk.temporary_folder() / name
     spare.write_bytes(data)
     return spare
 
@@ -51,7 +52,7 @@ def _loaded(text: str, functions: tuple[tuple[str, Any], ...]) -> Any:
     module.__file__ = path
     module.__dict__.update(functions)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    exec(compile(text, path, "exec"), module.__dict__)
+    run_text(text, module.__dict__, path)
     return module
 
 

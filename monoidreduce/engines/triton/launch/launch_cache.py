@@ -1,7 +1,7 @@
-"""Launchers, kept: what a first launch compiled is launched again without a look-up, found by all that it depends on.
+"""Launchers, cached: what a first launch compiled is launched again without a look-up, by all that it depends on.
 
-Every kernel on a panel, and every small one that no program writes, is launched through here; so here is also where
-somebody can hear of launches (``operation_replay.py``).
+Every kernel on a panel, and every small kernel whose text no program generates, is launched through this file; so this
+is also where launches are reported to a recorder (``replay.py``).
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ...common.bounded_cache import BoundedCache
 from . import jit_module, parallel_compile
 
 _MOST = 256
 Again = Callable[..., Any]
 
 
-class Hearer(Protocol):
-    """Who is told of what is done to panels."""
+class LaunchRecorder(Protocol):
+    """What launches on panels are reported to."""
 
     def launched(self, again: Again | None, arguments: Sequence[Any]) -> None:
         """A kernel was launched with these arguments; None: it cannot be launched again."""
 
-    def begun(self, chooser: Any, panels: Any) -> None:
+    def chose_panels(self, chooser: Any, panels: Any) -> None:
         """A walk over panels begins; ``chooser``: what chose them."""
 
 
-hearing: contextvars.ContextVar[Hearer | None] = contextvars.ContextVar("hearing", default=None)
+recording: contextvars.ContextVar[LaunchRecorder | None] = contextvars.ContextVar("recording", default=None)
 
 
-def tell(again: Again | None, arguments: Sequence[Any]) -> None:
-    """Say that a kernel was launched."""
-    heard = hearing.get()
-    if heard is not None:
-        heard.launched(again, arguments)
+def report(again: Again | None, arguments: Sequence[Any]) -> None:
+    """Report a launch to the recorder, if there is one."""
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.launched(again, arguments)
 
 
-class Kept:
-    """Launchers by their keys; the oldest is forgotten where they are too many."""
+class LaunchCache:
+    """Launchers by their keys; the oldest is dropped where they are too many."""
 
     def __init__(self, most: int = _MOST):
-        self.most = most
-        self.made: dict[tuple, Again] = {}
+        self.made: BoundedCache[tuple, Again] = BoundedCache(most)
 
     def __call__(self, key: tuple, first: Callable[[], Again | None], arguments: Sequence[Any]) -> Again | None:
-        """Launch: again, where a launch with this key was made before, else by ``first``, which says how again."""
+        """Launch: again, where a launch with this key was made before, else by ``first``, which gives the launcher."""
         again = self.made.get(key)
         if parallel_compile.looking():
             return again or first()
@@ -53,21 +53,16 @@ class Kept:
         else:
             again = first()
             if again is not None:
-                self._keep(key, again)
-        tell(again, arguments)
+                self.made.keep(key, again)
+        report(again, arguments)
         return again
-
-    def _keep(self, key: tuple, again: Again) -> None:
-        self.made[key] = again
-        while len(self.made) > self.most:
-            del self.made[next(iter(self.made))]
 
 
 class Kernels:
-    """The kernels of a text that no program writes."""
+    """The kernels of a text that is not generated from a program."""
 
     def __init__(self, text: str):
-        self.text, self.kept = text, Kept()
+        self.text, self.kept = text, LaunchCache()
 
     def __call__(
         self,
@@ -94,7 +89,7 @@ class Kernels:
         if again is None or parallel_compile.looking():
             return self.kept(key, lambda: self._first(name, grid, arguments, constants, options), arguments)
         again(*given)
-        tell(again, arguments)
+        report(again, arguments)
         return again
 
     def _first(

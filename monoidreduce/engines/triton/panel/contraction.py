@@ -1,10 +1,9 @@
-"""Sums of vectors with a panel's weights, as groups of warps take turns at them: Gluon, on Hopper.
+"""Contractions of a panel's weights with vectors, by ping-pong kernels where these are faster than the vendor's GEMM.
 
-The vendor's products are as fast while they multiply, and then wait for what they add to, and until sums are written:
-where few indices are folded that is a tenth of the time. Here one group writes while the other one multiplies
-(``engines/triton/schedules/contraction_template.py``). What is added to is added in float32, and rounded once; the
-vendor's products round before
-they add, and again.
+The vendor's GEMM is as fast in its K loop, and then waits for what it adds to and until results are written: where few
+indices are folded, that is a tenth of the time. Here one consumer writes while the other multiplies
+(``schedules/pingpong/contraction_kernel.py``). What is added to is added in float32 and rounded once; the vendor's GEMM
+rounds before it adds, and again.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ from torch import Tensor
 from ...common import matmul
 from ..kernels import fold_kernel
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kept
-from ..schedules import attention, contraction_template, spec_from_tensors
-from ..schedules.contraction_template import DEPTH, PIECE, RUN, TILE, WIDTH
+from ..launch.launch_cache import Again, LaunchCache
+from ..schedules import hopper, spec_from_tensors
+from ..schedules.gluon_parts import GROUP_ROWS
 from ..schedules.kernel_plan import KernelPlan
+from ..schedules.pingpong import contraction_kernel
+from ..schedules.pingpong.contraction_kernel import SCHEDULE
 
-PLAN = KernelPlan(RUN, DEPTH, 4, 1)
+PLAN = KernelPlan(GROUP_ROWS, SCHEDULE.depth, 4, 1)
 # On an H200, time ÷ the vendor's in turns with it (and each by itself), 256000 × 2304 sums that are added to: over 512
 # indices 0.76 (0.80), 1024 0.84 (0.87), 2048 0.92 (0.95), 4096 0.95 (1.01); 128256 × 4096 over 2048 0.91 (0.91), over
 # 4096 0.94 (1.11). A loss of 4096 features in 1100 MB took 0.98 of its products where it took 1.02 with the vendor's
@@ -33,6 +34,13 @@ ROUNDS = 7.5  # tiles of a processor, at least: 32768 × 768 sums have 7.8
 NARROWEST = 768  # features: over 2048 0.97 (1.02), over 1024 0.91 (0.94); 512 1.04 (1.08) and 0.97 (1.01)
 PADDED = 1.05  # features of tiles to those that there are, at most
 _MOST = 1024
+
+
+def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> None:
+    """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``: by
+    the kernel of this file where it is faster, else by the vendor's product."""
+    if weights.dtype not in matmul.SIXTEEN or not into(out, weights, vectors, add):
+        matmul.contract_into(out, weights, vectors, add)
 
 
 def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
@@ -52,9 +60,11 @@ def into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> bool:
 
 def by_turns(kept: int, features: int, *, folded: int, device: torch.device) -> bool:
     """Whether sums so large and long are faster by turns."""
-    tiles, turns = -(-kept // TILE), -(-features // WIDTH)
+    tiles, turns = -(-kept // SCHEDULE.tile), -(-features // SCHEDULE.width)
     many = tiles * turns >= ROUNDS * spec_from_tensors.processors(device)
-    return SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * WIDTH <= PADDED * features
+    return (
+        SHORTEST <= folded <= LONGEST and many and features >= NARROWEST and turns * SCHEDULE.width <= PADDED * features
+    )
 
 
 def _form(t: Tensor) -> tuple:
@@ -66,7 +76,10 @@ def _fits(out: Tensor, weights: Tensor, vectors: Tensor) -> bool:
     kinds = {t.dtype for t in (out, weights, vectors)}
     panel = weights if weights.stride(1) == 1 else weights.mT
     return (
-        len(kinds) == 1 and kinds <= set(matmul.SIXTEEN) and attention.on(out.device) and _copied(out, panel, vectors)
+        len(kinds) == 1
+        and kinds <= set(matmul.SIXTEEN)
+        and hopper.runs_warp_specialized(out.device)
+        and _copied(out, panel, vectors)
     )
 
 
@@ -79,14 +92,15 @@ class Ready:
 
     def __init__(self, out: Tensor, weights: Tensor, vectors: Tensor, add: bool):
         self.over = "cols" if weights.stride(1) == 1 else "rows"
-        self.kernel = contraction_template.kernel(str(out.dtype)[6:], self.over, add)
-        tiles, turns = -(-out.shape[0] // TILE), -(-out.shape[1] // WIDTH)
-        self.numbers = (-(-weights.shape[1] // DEPTH), tiles, turns)
+        run, depth = GROUP_ROWS, SCHEDULE.depth
+        self.kernel = contraction_kernel.write_kernel(str(out.dtype)[6:], self.over, add)
+        tiles, turns = -(-out.shape[0] // SCHEDULE.tile), -(-out.shape[1] // SCHEDULE.width)
+        self.numbers = (-(-weights.shape[1] // depth), tiles, turns)
         self.grid = min(spec_from_tensors.processors(out.device), tiles * turns)
-        panel, block = (weights, (RUN, DEPTH)) if self.over == "cols" else (weights.mT, (DEPTH, RUN))
-        forms = ((panel, block), (vectors, (DEPTH, WIDTH)), (out, (RUN, PIECE)))
+        panel, block = (weights, (run, depth)) if self.over == "cols" else (weights.mT, (depth, run))
+        forms = ((panel, block), (vectors, (depth, SCHEDULE.width)), (out, (run, SCHEDULE.piece)))
         self.boxes = [descriptors.template(t, (), block, staged=True) for t, block in forms]
-        self.kept = Kept()
+        self.kept = LaunchCache()
 
     def __call__(self, out: Tensor, weights: Tensor, vectors: Tensor) -> None:
         given = (weights if self.over == "cols" else weights.mT, vectors, out)

@@ -23,10 +23,10 @@ from ....program.philox import DRAWS
 from ...common.evaluate import Sizes
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import WIDEST, Spec
-from ..launch import descriptors, jit_module
-from ..schedules import attention, spec_from_tensors
+from ..launch import descriptors
+from ..schedules import hopper, spec_from_tensors
 from ..schedules.kernel_plan import KernelPlan
-from ..schedules.pingpong_template import DEEPEST, OTHERS, TILE
+from ..schedules.pingpong.gemm_template import DEEPEST, EXTRA, TILE
 from . import pingpong_epilogue, row_kernel
 from .epilogue_kernels import HALVES, ROW_KERNELS, Epilogue, list_reads, write_kernel
 from .fuse_stages import fuse_stages, shift_indices, split_stage
@@ -53,7 +53,7 @@ PLANS = {
     "finish_rows": KernelPlan(16, 256, 8, 1),
 }
 GEMMS = "write_weights", "write_guessed", "sum_guessed"  # the kernels with a ping-pong form
-PINGPONG = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + OTHERS, 4, 1)}  # by is_wide
+PINGPONG = {False: KernelPlan(TILE, TILE, 4, 1), True: KernelPlan(TILE, TILE + EXTRA, 4, 1)}  # by is_wide
 SHALLOW = dict.fromkeys(GEMMS, KernelPlan(128, 128, 4, 3))  # for few features
 _SHALLOW_FEATURES = 1024
 # Features above which ping-pong tiles are wide. On an H200, time ÷ GEMMs, heads of 2304 in 1100 MB took 1.03 where they
@@ -72,8 +72,8 @@ def plan_kernel(name: str, width: int, pingpong: bool = False, wide: bool = Fals
 
 def is_wide(width: int) -> bool:
     """Whether ping-pong tiles are wide, which read less and end less often: with many features, and a Triton that has
-    registers for them (3.9 spills)."""
-    return width > _WIDE_FEATURES and jit_module.version() < (3, 7)
+    registers for them."""
+    return width > _WIDE_FEATURES and hopper.has_registers_for_wide_tiles()
 
 
 def is_fast_on(device: torch.device) -> bool:
@@ -108,7 +108,8 @@ class EpilogueGemm:
         """The tiles of a kernel, where a panel is large enough for them."""
         width = sizes.of(str(self.operands[0].feature))
         wide = is_wide(width)
-        return plan_kernel(name, width, (wide or width <= DEEPEST) and attention.on(sizes.device), wide)
+        pingpong = (wide or width <= DEEPEST) and hopper.runs_warp_specialized(sizes.device)
+        return plan_kernel(name, width, pingpong, wide)
 
     def write_weights(
         self, out: Tensor, values: Mapping[Expr, Any], results: list[Tensor], here: Sizes
@@ -147,14 +148,15 @@ class PreparedGemm:
         fits = [values[e].shape[-1] > WIDEST and descriptors.fits(values[e]) for e in leaves]
         self.copied = leaves if all(fits) and descriptors.on(here.device) else ()  # by tensor descriptors
         name = "write_guessed" if gemm.guesses else "write_weights"
-        large = here.rows >= TILE and here.cols >= TILE and bool(self.copied) and attention.on(here.device)
+        large = here.rows >= TILE and here.cols >= TILE and bool(self.copied)
+        large = large and hopper.runs_warp_specialized(here.device)
         width = values[leaves[0]].shape[-1]
         self.wide = is_wide(width)
         self.pingpong = large and self._write_pingpong(name, values, PINGPONG[self.wide]) is not None
         self.plans = {name: self._plan_kernel(name, width) for name in PLANS}
         plan = self.plans[name]
         self.tiles = -(-here.cols // plan.block_folded)  # across all columns
-        block = (plan.block_kept, OTHERS if self.pingpong else plan.block_folded // HALVES)
+        block = (plan.block_kept, EXTRA if self.pingpong else plan.block_folded // HALVES)
         self.out_descriptor = descriptors.template(out, (), block, self.pingpong) if out.dim() == 2 else None
 
     def _plan_kernel(self, name: str, width: int) -> KernelPlan:
@@ -224,7 +226,7 @@ class PreparedGemm:
         order = () if name in ROW_KERNELS else tuple(e for e in kernel.leaves if e in self.copied)
         copied = [(e, plan.block_folded if e.cols else plan.block_kept) for e in order]
         if pingpong and self.wide:
-            copied = [(e, TILE) for e in order] + [(e, OTHERS) for e in order if e.cols]
+            copied = [(e, TILE) for e in order] + [(e, EXTRA) for e in order if e.cols]
         return row_kernel.PreparedKernel(kernel, plan, self.lengths, wide, tiles, self._grid(name), tuple(copied))
 
     def _make_spec(self, name: str, values: Mapping[Expr, Any]) -> Spec:

@@ -74,13 +74,13 @@ class KernelStep:
             while len(_SCALAR_LAUNCHES) > _MAX_LAUNCHES:
                 del _SCALAR_LAUNCHES[next(iter(_SCALAR_LAUNCHES))]
             found = launch(leaves)
-            launch_cache.tell(launch.again, (*found, *launch.filled(leaves)))
+            launch_cache.report(launch.again, (*found, *launch.filled(leaves)))
             whole.memo |= {e: to_layout(v, e) for e, v in zip(outputs, found, strict=True)}
 
     def begin(self, layout: PanelLayout) -> None:
-        recorder = launch_cache.hearing.get()
+        recorder = launch_cache.recording.get()
         if recorder is not None:
-            recorder.begun(self.plan, layout)
+            recorder.chose_panels(self.plan, layout)
         self.layout, plan = layout, self.plan
         self.shifted = layout.cols < self.sizes.cols  # panels may begin at another column than 0
         extra = {(n, dtype) for places in plan.weight_places for dtype, n in places if isinstance(n, int)}

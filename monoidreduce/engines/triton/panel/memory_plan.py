@@ -172,7 +172,9 @@ class MemoryPlan:
 
     def choose_default_layout(self) -> PanelLayout | None:
         """The layout that would be chosen now, without an explicit budget."""
-        return self.choose_layout(budget.limit(lambda: matmul.free_memory(self.sizes.device), self.least_bytes()))
+        return self.choose_layout(
+            budget.allowed_bytes(lambda: matmul.free_memory(self.sizes.device), self.least_bytes())
+        )
 
     def least_bytes(self) -> int:
         """Bytes in which some layout fits."""

@@ -1,13 +1,12 @@
-"""Walks over panels that were met before: run as they were written down (``operation_replay.py``).
+"""Walks over panels, replayed (``launch/replay.py``).
 
-A walk is found again by its program, its sizes, the kinds of its tensors, its numbers and what was asked for. The first
-of a kind is walked, the second is heard, from the third on it is run. Without a budget the panels depend on how
-much memory is free: they are chosen each time, and must be the same.
+A walk is found by its program, its sizes, the kinds of its tensors, its numbers and the settings. The first of a kind
+runs, the second is recorded, from the third on it is replayed. Without a budget the panels depend on how much memory is
+free: they are chosen each time, and the recording is used only where they are the same.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,70 +17,68 @@ from torch import Tensor
 from ....plan import budget
 from ....program.lower import Lowered
 from ...common import matmul, skip_small_tiles
+from ...common.bounded_cache import BoundedCache
 from ...common.evaluate import Sizes
 from ..launch import jit_module
-from ..launch.operation_replay import Reel, heard
+from ..launch.replay import Replay, record
 from . import epilogue, row_kernel
 
-_MOST = 32  # kinds of walks
-_ONCES = 256
-_FEW = 4  # of one kind, with other panels
+_FEW = 4  # recordings of one kind, with different panels
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-Walked = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
+Walk = Callable[[Lowered, Mapping[str, Any], Sizes, int], list[Any]]
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """A walk that was written down."""
+class _Recording:
+    """A recorded walk."""
 
-    reel: Reel
+    replay: Replay
     plans: tuple  # the tiles of its kernels
-    choices: tuple[tuple[Any, Any], ...]  # of every walk over panels: what chose these, and they
+    choices: tuple[tuple[Any, Any], ...]  # what chose the panels of each of its parts, and the panels
 
-    def serves(self, asked: bool) -> bool:
-        """Whether it would be the same now; ``asked``: the room is."""
+    def is_current(self, is_bounded: bool) -> bool:
+        """Whether the walk would be the same now; ``is_bounded``: the memory for it is given, not what is free."""
         return self.plans == _plans() and (
-            asked or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
+            is_bounded or all(plan.choose_default_layout() == layout for plan, layout in self.choices)
         )
 
 
 @dataclass
 class _Kind:
-    """Walks of one kind: the program is held, so that its id stays its own."""
+    """Walks of one kind. The program is held, so that its id stays its own."""
 
     program: Lowered
-    lost: bool = False  # whether there is more to it than can be written down
-    reels: list[_Heard] = field(default_factory=list)
+    failed: bool = False  # it cannot be recorded
+    recordings: list[_Recording] = field(default_factory=list)
 
 
-_KINDS: dict[tuple, _Kind] = {}
-_ONCE: dict[tuple, None] = {}  # the keys of walks that were met once: they may not be again, and push out no others
-_lock = threading.Lock()
+_KINDS: BoundedCache[tuple, _Kind] = BoundedCache(32)
+_ONCE: BoundedCache[tuple, bool] = BoundedCache(256)  # walks that ran once: they may not again, and push out no others
 
 
-def repeated(walked: Walked, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
-    """What ``walked`` returns."""
+def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
+    """What ``walk`` returns, by a replay where there is one."""
     key = _key(program, inputs, sizes, room)
-    kind = None if key is None else _KINDS.get(key) or _met(key, program)
-    if kind is None or kind.lost:
-        return walked(program, inputs, sizes, room)
-    asked = bool(room) or budget.asked() is not None
-    for known in kind.reels:
-        if known.serves(asked):
-            found = known.reel.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
-            return walked(program, inputs, sizes, room) if found is None else list(found)
-    if len(kind.reels) >= _FEW:
-        return walked(program, inputs, sizes, room)
-    return _heard(kind, walked, inputs, sizes, room)
+    kind = None if key is None else _KINDS.find(key) or _second(key, program)
+    if kind is None or kind.failed:
+        return walk(program, inputs, sizes, room)
+    is_bounded = bool(room) or budget.requested() is not None
+    for known in kind.recordings:
+        if known.is_current(is_bounded):
+            found = known.replay.run(*[v for v in inputs.values() if isinstance(v, Tensor)])
+            return walk(program, inputs, sizes, room) if found is None else list(found)
+    if len(kind.recordings) >= _FEW:
+        return walk(program, inputs, sizes, room)
+    return _record(kind, walk, inputs, sizes, room)
 
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.parts() > 1 or skip_small_tiles.active() is not None or not jit_module.repeats(sizes.device):
+    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not jit_module.repeats(sizes.device):
         return None
-    if sizes.shard is not None or matmul.rehearsed.get() or torch._C._are_functorch_transforms_active():
+    if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None
-    key: list[Any] = [id(program), room, budget.asked(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
+    key: list[Any] = [id(program), room, budget.requested(), sizes.rows, sizes.cols, sizes.device, sizes.compute]
     key += [*sizes.letters.values(), *inputs]
     grad, first = torch.is_grad_enabled(), dict[int, int]()
     for at, v in enumerate(inputs.values()):
@@ -95,30 +92,21 @@ def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -
     return tuple(key)
 
 
-def _met(key: tuple, program: Lowered) -> _Kind | None:
-    """The kind of a walk that was met before; None of one that was not."""
-    with _lock:
-        if key not in _ONCE:
-            _keep(_ONCE, key, None, _ONCES)
-            return None
-        del _ONCE[key]
-        return _keep(_KINDS, key, _Kind(program), _MOST)
+def _second(key: tuple, program: Lowered) -> _Kind | None:
+    """The kind of a walk that ran before, to be recorded; None where it did not."""
+    if _ONCE.pop(key, None) is None:
+        _ONCE.keep(key, True)
+        return None
+    return _KINDS.keep(key, _Kind(program))
 
 
-def _keep(store: Any, key: tuple, value: Any, most: int) -> Any:
-    while len(store) >= most:
-        del store[next(iter(store))]
-    return store.setdefault(key, value)
-
-
-def _heard(kind: _Kind, walked: Walked, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
-    """Walk, and write down what is done."""
+def _record(kind: _Kind, walk: Walk, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> list[Any]:
     tensors = [v for v in inputs.values() if isinstance(v, Tensor)]
-    found, reel, choices = heard(lambda *_: walked(kind.program, inputs, sizes, room), tensors, sizes.device)
-    if reel is None:
-        kind.lost = True
+    found, replay, choices = record(lambda *_: walk(kind.program, inputs, sizes, room), tensors, sizes.device)
+    if replay is None:
+        kind.failed = True
     else:
-        kind.reels.append(_Heard(reel, _plans(), choices))
+        kind.recordings.append(_Recording(replay, _plans(), choices))
     return found
 
 

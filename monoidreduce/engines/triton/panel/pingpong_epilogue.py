@@ -1,7 +1,7 @@
 """GEMMs whose epilogue writes weights, as ping-pong kernels: two warp groups alternate, in Gluon, on Hopper.
 
 The kernels of ``epilogue_kernels.py`` with the same arguments and the same arithmetic of pairs; ``tl`` is Gluon's
-language here. What the compiler would schedule is written out in ``engines/triton/schedules/pingpong_template.py``.
+language here. The template is ``engines/triton/schedules/pingpong/gemm_template.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from ..codegen import kernel_text
 from ..codegen.expressions import Values
 from ..codegen.kernel_spec import Spec
-from ..schedules import pingpong_template
-from ..schedules.pingpong_template import OTHERS, TILE
+from ..schedules.pingpong import gemm_template
+from ..schedules.pingpong.gemm_template import EXTRA, WRITES
 from . import epilogue_kernels
 from .epilogue_kernels import Epilogue, find_operands, find_product
 from .row_kernel import RowValues, list_arguments
@@ -29,22 +29,20 @@ def write_kernel(
     ``wide``: with tiles of more columns, and one more argument: the descriptor of their blocks."""
     multiplied = find_operands(find_product(epilogue))
     if epilogue_kernels.has_column_scalars(spec) or (
-        spec.width(multiplied[0].feature) > pingpong_template.DEEPEST and not wide
+        spec.width(multiplied[0].feature) > gemm_template.DEEPEST and not wide
     ):
         return None
     plain = epilogue_kernels.write_kernel(name, epilogue, spec, masked)
     v = RowValues(spec)
     v.loop(masked)
-    tile = TILE + OTHERS if wide else TILE
-    outs, lines = _WRITERS[name](v, epilogue, tile // OTHERS)
-    names, unspecialized = list_arguments(spec, outs, list(plain.leaves))
-    signature = [*names, "others_box"] if wide else names, unspecialized
-    fields = {"first": (8, v.before), "lines": (8, lines)}
-    return pingpong_template.rendered(pingpong_template.WRITES[tile], plain, spec, multiplied, signature, fields)
+    outs, lines = _WRITERS[name](v, epilogue, WRITES[wide].folded // EXTRA)
+    signature = list_arguments(spec, outs, list(plain.leaves))
+    generated = {"before": v.before, "epilogue": lines}
+    return gemm_template.write_weights(wide, plain, spec, multiplied, signature, generated)
 
 
 _HALF = ["half_at = start + tl.arange(0, HALF, tl.SliceLayout(0, PAIRS))"]
-_STORE = "written(out_box, room, tile * KEPT, start, {}.to(tl.bfloat16))"
+_STORE = "store_tile(out_box, staging, tile * KEPT, start, {}.to(tl.bfloat16))"
 
 
 def _write_weights(v: Values, epilogue: Epilogue, strips: int) -> tuple[list[str], list[str]]:
@@ -55,7 +53,7 @@ def _write_weights(v: Values, epilogue: Epilogue, strips: int) -> tuple[list[str
         v.inside.append(f"weight = {v.full(others)}")
         before, v.inside = v.inside, []
         lines = [f"weight = tl.where({v.full(hit)}, {v.number(nothing)}, weight)"]
-        met = v.bind("met", pingpong_template.met(v.outer[(epilogue.label.label, "index")]), False, "met")
+        met = v.bind("met", gemm_template.holds_label(v.outer[(epilogue.label.label, "index")]), False, "met")
         v.inside = [*before, f"if {met}:", *(f"    {line}" for line in (*v.inside, *lines))]
         return "weight"
 

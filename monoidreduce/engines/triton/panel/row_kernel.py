@@ -31,7 +31,7 @@ from ..codegen.kernel_spec import Spec
 from ..kernels import fold_kernel
 from ..kernels.fold_kernel import Call
 from ..launch import descriptors
-from ..launch.launch_cache import Again, Kept
+from ..launch.launch_cache import Again, LaunchCache
 from ..schedules.kernel_plan import KernelPlan
 from .fuse_stages import FIRST, OFFSETS
 
@@ -235,7 +235,7 @@ class PreparedKernel:
         self.kernel, self.plan, self.lengths, self.wide = kernel, plan, lengths, wide
         self.tiles = tiles or -(-lengths[0] // plan.block_kept)
         self.grid, self.copied = grid or self.tiles, copied
-        self.kept = Kept()  # by the alignment of what is pointed to
+        self.kept = LaunchCache()  # by the alignment of what is pointed to
         self.templates: list[Any] = []
 
     def __call__(

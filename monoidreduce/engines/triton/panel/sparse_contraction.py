@@ -18,6 +18,7 @@ from ...common.skip_small_tiles import TILE
 from ..codegen.kernel_spec import padded
 from ..launch import jit_module
 from ..launch.launch_cache import Kernels
+from . import contraction
 
 _TEXT = '''"""Products of a matrix of weights without its small tiles."""
 
@@ -125,7 +126,7 @@ class PanelContraction:
             self.kept[key] = _list_kept_tiles(weights)
         kept = self.kept[key]
         if kept is None:
-            matmul.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
+            contraction.contract_into(out, weights if over == "cols" else weights.mT, vectors, add)
         else:
             _contract_kept_tiles(out, weights, vectors, over, add, kept)
 

@@ -1,17 +1,17 @@
-"""float32 vectors in pieces of 16 bits, which the matrix units multiply as they are.
+"""float32 vectors split into 16-bit pieces, which the matrix units multiply.
 
-To multiply float32 numbers on these units a kernel would split both sides in every tile. What does not change is split
-once, before the launch: a vector becomes several, one behind the other, each filled up with zeros to a block's width; a
-squared distance becomes a product and two norms.
+Without this, a kernel would split both operands in every tile. Here vectors are split once, before the launch: a vector
+becomes several, one behind the other, each padded with zeros to a block's width. A squared distance becomes a product
+and two norms.
 
-- Thirds: three bfloat16 numbers add up to one of float32. Six products of thirds are as exact as float32, and cost the
-  units what three of TF32 cost; the weights of a sum of vectors are split in registers.
-- Halves: two float16 numbers, where a fold makes nothing but distances of its vectors. Three products are enough, half
-  the cost. float16 has little range: every vector is scaled by a power of two, and what it loses (of numbers 2⁴⁰ times
+- Thirds: three bfloat16 numbers add up to one float32. Six products of thirds are as exact as float32, and cost what
+  three TF32 products cost. The weights of a sum of vectors are split in registers.
+- Halves: two float16 numbers, where a fold uses its vectors for distances only. Three products are enough, half the
+  cost. float16 has little range: every vector is scaled by a power of two, and what that loses (of numbers 2⁴⁰ times
   smaller than its largest) is less than the rounding of its norm.
 
-Points are moved so that their mean is at 0: less cancels. Vectors of which more than products and distances is made are
-left whole, and so are points of which more than distances and gaps is made.
+Points are shifted so that their mean is 0: less cancels. Vectors with other uses than products and distances are not
+split, nor are points with other uses than distances and gaps.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def halves(
     tl.store(place + LANES, (v - first.to(tl.float32)).to(tl.float16), mask=there)
 '''
 _kernels = Kernels(_TEXT)
-MANY = 2**24  # pairs from which on vectors are split
+MANY = 2**24  # pairs from which on splitting pays
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Split:
     """A vector leaf that is split before the launch."""
 
     leaf: Expr
-    norm: Expr | None  # the leaf that its squared norm is
-    scale: Expr | None  # the leaf that its halves are multiplied by
-    whole: Expr | None  # the leaf that it is itself, where close points are compared
+    norm: Expr | None  # the new leaf of its squared norm
+    scale: Expr | None  # the new leaf by which its halves are multiplied
+    whole: Expr | None  # the new leaf of the vector itself, where close points are compared
     centre: Expr | None  # the leaf whose mean is subtracted
 
 
@@ -127,30 +127,30 @@ class Rewritten:
 
 
 @functools.cache
-def on(device: torch.device) -> bool:
-    """Whether the device does it without moving weights between threads: Hopper and newer."""
+def is_supported(device: torch.device) -> bool:
+    """True on Hopper and newer, which multiply split weights without moving them between threads."""
     if device.type != "cuda":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    if not torch.cuda.is_available() or torch.version.hip is not None:  # plans are also made for a device elsewhere
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # a plan for a GPU elsewhere
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def of(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
-    """A fold with products in place of distances, and what is split for it; as it is, and nothing, where that does not
-    pay, memory is bounded (thirds take 6 bytes for every 4) or its vectors are not for products alone."""
+def rewrite_fold(fold: Fold, values: Mapping[Expr, Any], sizes: Sizes, pairs: int) -> Rewritten:
+    """The fold with products in place of distances, and the vectors to split; unchanged where that does not pay, memory
+    is bounded (thirds take 6 bytes for every 4) or vectors have other uses."""
     precision = matmul.float32_precision()
     wide = frozenset(e for e in fold.leaves if e.feature is not None and sizes.of(str(e.feature)) > TINY)
     fits = all(sizes.of(str(e.feature)) <= WIDEST and values[e].dtype is torch.float32 for e in wide)
     fits = fits and sizes.compute is torch.float32 and precision in ("ieee", "tf32x3")
-    pays = pairs >= MANY and budget.asked() is None and on(sizes.device)
-    return (fits and pays and _rewritten(fold, wide, precision == "ieee")) or Rewritten(fold)
+    pays = pairs >= MANY and budget.requested() is None and is_supported(sizes.device)
+    return (fits and pays and _rewrite(fold, wide, precision == "ieee")) or Rewritten(fold)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rewritten(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | None:
+def _rewrite(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | None:
     used = [e for e in fold.leaves if e in wide and e in set(topological(fold.reductions))]
-    products, distances, gaps, others = _uses(fold)
+    products, distances, gaps, others = _find_uses(fold)
     if not used or others & wide:
         return None
     pairs = [p for p in distances if p[0] in wide]
@@ -159,7 +159,7 @@ def _rewritten(fold: Fold, wide: frozenset[Expr], exact: bool) -> Rewritten | No
     centres: dict[Expr, Expr] = {}
     if len(pairs) == 1 and not products & set(pairs[0]) and gaps <= {*pairs}:
         centres = dict.fromkeys(pairs[0], pairs[0][1])
-    elif pairs:  # infinity would be lost in a product
+    elif pairs:  # a product would lose infinities
         return None
     alone = not products & wide and not gaps
     scales = {e: _leaf(e, "scale", None) for p in pairs for e in p} if alone else {}
@@ -185,8 +185,8 @@ def _square(pair: tuple[Expr, Expr], norms: Mapping[Expr, Expr], scales: Mapping
     return apply("maximum", square, const(0.0))
 
 
-def _uses(fold: Fold) -> tuple[set[Expr], set[tuple[Expr, Expr]], set[tuple[Expr, Expr]], set[Expr]]:
-    """What is made of vector leaves: products, squared distances, gaps; and the leaves that anything else looks at."""
+def _find_uses(fold: Fold) -> tuple[set[Expr], set[tuple[Expr, Expr]], set[tuple[Expr, Expr]], set[Expr]]:
+    """The uses of vector leaves: products, squared distances, gaps; and the leaves that anything else reads."""
     products: set[Expr] = set()
     distances: set[tuple[Expr, Expr]] = set()
     gaps: set[tuple[Expr, Expr]] = set()
@@ -212,15 +212,15 @@ def _is_product(e: Expr) -> bool:
     return e.op in ("dot", "sqdist") and all(a.op == "leaf" for a in e.args)
 
 
-def made(splits: Iterable[Split], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Any]:
-    """The values with vectors in pieces and their norms; ``batch``: how many dimensions are that."""
+def split_leaves(splits: Iterable[Split], values: Mapping[Expr, Any], batch: int) -> dict[Expr, Any]:
+    """The leaves with vectors split and their norms; ``batch``: how many leading dimensions are batch."""
     found = dict(values)
     middles: dict[Expr, Tensor] = {}
     for s in splits:
         centre = None
         if s.centre is not None:
             if s.centre not in middles:
-                own = _own(values[s.centre], batch)
+                own = _drop_broadcast(values[s.centre], batch)
                 middles[s.centre] = torch.nan_to_num(own.mean(tuple(range(own.dim() - 1))), 0.0, 0.0, 0.0)
             centre = middles[s.centre]
         parts = _split(values[s.leaf], batch, centre, s.norm is not None, s.scale is not None)
@@ -229,14 +229,14 @@ def made(splits: Iterable[Split], values: Mapping[Expr, Any], batch: int) -> dic
     return found
 
 
-def _own(v: Tensor, batch: int) -> Tensor:
-    """A leaf without the dimensions that it is broadcast along."""
+def _drop_broadcast(v: Tensor, batch: int) -> Tensor:
+    """A leaf with its broadcast batch dimensions reduced to 1."""
     return v[tuple(slice(1) if s == 0 else slice(None) for s in v.stride()[:batch])]
 
 
 def _split(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: bool) -> tuple[Tensor, ...]:
-    """The pieces of vectors, their norms and their scales (each of them only where they are asked for)."""
-    own = _own(v, batch)
+    """The pieces of vectors, their norms and their scales (the latter two only where asked for)."""
+    own = _drop_broadcast(v, batch)
     width, lanes = v.shape[-1], padded(v.shape[-1])
     flat = own.reshape(-1, width)
     count, kind = (2, torch.float16) if halved else (3, torch.bfloat16)
@@ -248,7 +248,7 @@ def _split(v: Tensor, batch: int, centre: Tensor | None, normed: bool, halved: b
     constants = dict(WIDTH=width, LANES=lanes, ROWS=max(1, 2048 // lanes), CENTRED=centre is not None, NORMED=normed)
     given = (flat, norms if centre is None else centre, len(flat), *flat.stride())
     written = (pieces, norms, scales) if halved else (pieces, norms)
-    if not v.is_meta:  # somebody only asks what would be allocated
+    if not v.is_meta:  # a dry run
         name, grid = "halves" if halved else "thirds", (-(-len(flat) // constants["ROWS"]),)
         _kernels(name, grid, (*written, *given), constants)
     numbers = (t.expand(v.shape[:-1]) if asked else t for t, asked in ((norms, normed), (scales, halved)))

@@ -1,8 +1,7 @@
-"""The tiles of a kernel: how many indices a program instance owns, how many it meets at a time, warps and stages.
+"""The plan of a kernel: how many indices a program instance owns, how many folded ones a tile has, warps, stages.
 
-The defaults stand in a table (``plan/default_tiles.py``), by what a kernel holds; here they are made to fit. Equal
-tiles
-combine in equal order: only a plan's tile sizes can change a result's last digits."""
+The defaults are in a table (``plan/default_tiles.py``), by what a kernel holds; here they are made to fit in shared
+memory. Equal tiles combine in equal order: only a plan's tile sizes can change a result's last digits."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from ....plan.default_tiles import COPIED, DEEP, FAMILIES, FEW_ROWS, Family, Tile
 from ..codegen.kernel_text import Kernel
 
-FAMILY = FAMILIES["hopper"]  # where there is no device to ask
+FAMILY = FAMILIES["hopper"]  # used when there is no device
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class KernelPlan:
     block_folded: int
     num_warps: int = 4
     num_stages: int = 2
-    parts: int = 0  # into which the folded axis is cut; 0: as many as keep the device busy
-    boxes: int = 0  # 1: tensor descriptors copy the blocks that can be copied so; 2: and by turns (``attention.py``)
+    parts: int = 0  # splits of the folded axis (as in split-K); 0: as many as keep the device busy
+    boxes: int = 0  # 1: tensor descriptors (TMA) copy blocks where they can; 2: and the kernel is hand-scheduled
 
 
 _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars.ContextVar("plan", default=None)
@@ -34,7 +33,7 @@ _override: contextvars.ContextVar[Mapping[str, KernelPlan] | None] = contextvars
 
 @contextlib.contextmanager
 def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
-    """Fix the plan of kernels over ``"cols"`` or ``"rows"`` inside the block: for tests and for tuning."""
+    """Fix the plan of kernels over ``"cols"`` or ``"rows"`` inside the block: for tests and tuning."""
     token = _override.set(plans)
     try:
         yield
@@ -42,36 +41,37 @@ def use_plan(plans: Mapping[str, KernelPlan]) -> Iterator[None]:
         _override.reset(token)
 
 
-def overrides() -> tuple:
-    """What ``use_plan`` asks for, as a key."""
+def overriding_plans() -> tuple:
+    """The plans that ``use_plan`` fixes, as a key of caches."""
     found = _override.get()
     return () if found is None else tuple(found.items())
 
 
-def choose(
+def choose_plan(
     kernel: Kernel,
     over: str,
     item: int,
     family: Family | None = None,
     boxes: bool = False,
     length: int = 0,
-    turns: Tile | None = None,
+    tile: Tile | None = None,
 ) -> KernelPlan:
-    """The plan of a kernel whose matrix products are of ``item`` bytes a number, on a family of devices.
+    """The plan of a kernel whose matrix products have ``item`` bytes a number, on a family of devices.
 
-    ``length``: of the kept axis, where a plan may depend on it; ``turns``: the tile of one that goes by turns."""
+    ``boxes``: whether tensor descriptors can copy; ``length``: of the kept axis; ``tile``: that of a hand-scheduled
+    kernel, where there is one."""
     asked = (_override.get() or {}).get(over)
     if asked:
         return asked
-    if turns is not None:  # what it holds does not depend on the plan
-        return KernelPlan(*turns, boxes=2)
+    if tile is not None:
+        return KernelPlan(*tile, boxes=2)
     if kernel.deep:
-        return _deep(kernel, length, family or FAMILY)
-    return _fitting(kernel, item, family or FAMILY, boxes)
+        return _plan_k_loop(kernel, length, family or FAMILY)
+    return _fit_shared_memory(kernel, item, family or FAMILY, boxes)
 
 
-def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
-    """The tiles of a matrix product with a fold as its epilogue."""
+def _plan_k_loop(kernel: Kernel, length: int, family: Family) -> KernelPlan:
+    """The plan of a GEMM of many features with a fold as its epilogue."""
     kind = "draws" if kernel.draws else "", length > FEW_ROWS
     own = family.own.get("product") if length > FEW_ROWS else None
     plan = KernelPlan(*(own or DEEP[kind]), boxes=True)
@@ -82,52 +82,52 @@ def _deep(kernel: Kernel, length: int, family: Family) -> KernelPlan:
     return plan
 
 
-def parts(plan: KernelPlan, instances: int, tiles: int, processors: int, beside: int = 0) -> int:
-    """Into how many parts the folded axis is cut: where kept tiles are too few to fill the device, and the walk long.
+def count_splits(plan: KernelPlan, instances: int, tiles: int, processors: int, beside: int = 0) -> int:
+    """How many splits the folded axis has: several where kept tiles are too few to fill the device and loops are long.
 
-    A part has at least eight tiles, so that combining the parts costs little beside them. ``beside``: of products of
-    many features, how many kept tiles run at the same time; their parts then fill the device.
+    A split has at least eight tiles, so that combining the splits costs little beside them. ``beside``: of GEMMs of
+    many features, how many kept tiles run at the same time; their splits then fill the device.
     """
     if plan.parts:
         return max(1, min(plan.parts, tiles))
     if beside:
-        return _even(instances, tiles, processors, -(-processors // beside) if beside < instances else 1)
+        return _count_even_splits(instances, tiles, processors, -(-processors // beside) if beside < instances else 1)
     if not instances or instances * 2 > processors:
         return 1
     return max(1, min(2 * processors // instances, tiles // 8, 64))
 
 
-def _even(instances: int, tiles: int, processors: int, least: int) -> int:
-    """The number of parts, each of at least two tiles, that leaves the fewest processors idle in the last round. Parts
-    differ by a tile at most, the first ones being the longer: a processor's add up to about as many as any other's."""
+def _count_even_splits(instances: int, tiles: int, processors: int, least: int) -> int:
+    """The number of splits, each of at least two tiles, that leaves the fewest multiprocessors idle in the last wave.
+    Splits differ by a tile at most, the first ones being the longer, so that all multiprocessors have about as much."""
     found, best = 1, 0.0
     most = max(1, min(max(2 * processors // max(1, instances), 2 * least), tiles // 2))
     for count in range(min(least, most), most + 1):
         rounds = -(-instances * count // processors)
-        longest = -(-rounds * tiles // count)  # tiles that a processor does, at most
+        longest = -(-rounds * tiles // count)  # tiles of the multiprocessor that has most
         busy = instances * tiles / (longest * processors)
         if busy > best * 1.01:
             found, best = count, busy
     return found
 
 
-def _default(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+def _look_up(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
     if kernel.pieces:
-        return KernelPlan(*family.tile(_in_pieces(kernel)), boxes=int(boxes))
-    copied = COPIED.get(_sums(kernel)) if boxes and item == 2 else None
-    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_kind(kernel, item)))
+        return KernelPlan(*family.tile(_float32_split_kind(kernel)), boxes=int(boxes))
+    copied = COPIED.get(_copied_kind(kernel)) if boxes and item == 2 else None
+    return KernelPlan(*copied, boxes=True) if copied else KernelPlan(*family.tile(_loaded_kind(kernel, item)))
 
 
-def _sums(kernel: Kernel) -> tuple[int, int, str]:
-    """The widest features, how many sums of them are held, and what the kernel does, in the words of the table."""
+def _copied_kind(kernel: Kernel) -> tuple[int, int, str]:
+    """The key of the table for copied blocks: the widest features, how many sums of them are held, what is done."""
     widest = _widest(kernel)
     alone = kernel.kept_blocks <= 1 or kernel.state_width >= 2 * widest
-    how = _does(kernel, widest)
+    how = _describe_work(kernel, widest)
     how += "" if alone else " apart" if kernel.apart and how == "plain" else " gradient"
     return widest if kernel.folded_width <= 3 * widest else 0, min(kernel.state_width // widest, 2), how
 
 
-def _does(kernel: Kernel, widest: int) -> str:
+def _describe_work(kernel: Kernel, widest: int) -> str:
     if kernel.state_width and kernel.folded_width <= widest:
         return "one block, softmax" if kernel.guesses else "one block"
     if kernel.bounds or kernel.guesses or kernel.powers:
@@ -140,8 +140,8 @@ def _widest(kernel: Kernel) -> int:
     return max(kernel.kept_width // max(kernel.kept_blocks, 1), kernel.state_width // 2, 16)
 
 
-def _kind(kernel: Kernel, item: int) -> str:
-    """What a kernel holds, in the words of the table."""
+def _loaded_kind(kernel: Kernel, item: int) -> str:
+    """The key of the table for loaded blocks: what a kernel holds."""
     if not kernel.folded_width and not kernel.state_width:
         return "few features"
     widest = _widest(kernel)
@@ -153,8 +153,8 @@ def _kind(kernel: Kernel, item: int) -> str:
     return "16 bits" if widest <= 64 or light else "16 bits, wide"
 
 
-def _in_pieces(kernel: Kernel) -> str:
-    """What a kernel does that multiplies float32 vectors in pieces, in the words of the table."""
+def _float32_split_kind(kernel: Kernel) -> str:
+    """The key of the table for float32 vectors that are multiplied in 16-bit pieces."""
     found = "float32, halves" if kernel.pieces == 2 else "float32, thirds"
     if kernel.near:
         return f"{found}, close, powers" if kernel.powers and kernel.pieces == 2 else f"{found}, close"
@@ -162,16 +162,16 @@ def _in_pieces(kernel: Kernel) -> str:
     return f"{found}, wide" if wide and kernel.pieces == 3 else f"{found}, sums" if kernel.state_width else found
 
 
-def _fitting(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
-    """The table's plan, made smaller until its blocks fit in shared memory."""
-    plan = _default(kernel, item, family, boxes)
-    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages than these hold as much
-    while (smaller := shrink(plan, least)) is not None and shared(plan, kernel, item, family) > room:
+def _fit_shared_memory(kernel: Kernel, item: int, family: Family, boxes: bool) -> KernelPlan:
+    """The table's plan, reduced until its blocks fit in shared memory."""
+    plan = _look_up(kernel, item, family, boxes)
+    room, least = family.shared * family.spare, 1 + family.ahead  # fewer stages would hold as much
+    while (smaller := shrink(plan, least)) is not None and shared_bytes(plan, kernel, item, family) > room:
         plan = smaller
     return plan
 
 
-def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
+def shared_bytes(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
     """Bytes of the blocks that a plan's kernel holds in shared memory; on Hopper weights stay in registers."""
     kept = plan.block_kept * kernel.kept_width
     folded = plan.block_folded * kernel.folded_width * max(1, plan.num_stages - family.ahead)
@@ -179,7 +179,7 @@ def shared(plan: KernelPlan, kernel: Kernel, item: int, family: Family) -> int:
 
 
 def shrink(plan: KernelPlan, stages: int = 1) -> KernelPlan | None:
-    """The next smaller plan, None at the smallest; ``stages``: how many are left."""
+    """The next smaller plan; None at the smallest. ``stages``: the fewest."""
     if plan.num_stages > stages:
         return replace(plan, num_stages=plan.num_stages - 1)
     if plan.block_folded > 16:

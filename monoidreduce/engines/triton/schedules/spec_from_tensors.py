@@ -1,4 +1,4 @@
-"""What a call's tensors say of a kernel: its spec, what must be converted first, what the device has."""
+"""From a call's tensors to the spec of its kernel: types, padding, conversions before the launch, device properties."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ..codegen.accumulators import factored
 from ..codegen.kernel_spec import TINY, WIDEST, Spec, padded
 from . import float32_split
 
-Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and to how many features to pad it
-Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...]]  # what is done to leaves before the launch
-_GUESSED = (torch.bfloat16,)  # products that bear weights of any size; float16 would lose the small ones
-MANY = 2**22  # pairs from which on saving a kernel's work is worth some of the host's
-VERY_MANY = 2**28  # and from which on it is worth more of it
+Cast = tuple[Expr, torch.dtype, int]  # a leaf to convert before the launch, and the features to pad it to
+Before = tuple[tuple[float32_split.Split, ...], tuple[Cast, ...]]  # conversions of leaves before the launch
+_GUESSED = (torch.bfloat16,)  # types with the range for weights by a guessed maximum; float16 would lose small ones
+MANY = 2**22  # pairs from which on a faster kernel is worth some host time
+VERY_MANY = 2**28  # and from which on it is worth more
 like: contextvars.ContextVar[int] = contextvars.ContextVar("like", default=0)
 
 
 @contextlib.contextmanager
 def as_for(sizes: Sizes) -> Iterator[None]:
-    """Kernels inside the block are those that as many pairs have as these sizes: a short cut tries what will run."""
+    """Inside the block kernels are chosen as for so many pairs: the tuner tries on a few rows what will run on all."""
     token = like.set(sizes.rows * sizes.cols)
     try:
         yield
@@ -42,12 +42,12 @@ def as_for(sizes: Sizes) -> Iterator[None]:
         like.reset(token)
 
 
-def describe(
+def describe_fold(
     fold: Fold, over: str, values: Mapping[Expr, Any], batch: tuple[int, ...], sizes: Sizes
 ) -> tuple[Spec, Before]:
-    """The spec of a fold on these leaves, and what is done to them before the launch."""
+    """The spec of a fold on these leaves, and the conversions before the launch."""
     pairs = like.get() or sizes.rows * sizes.cols
-    rewritten = float32_split.of(fold, values, sizes, pairs * torch.Size(batch).numel())
+    rewritten = float32_split.rewrite_fold(fold, values, sizes, pairs * torch.Size(batch).numel())
     fold, splits = rewritten.fold, rewritten.splits
     split = {s.leaf for s in splits}
     values = {**values, **{e: torch.empty(0) for e in fold.leaves if e not in values}}
@@ -63,13 +63,13 @@ def describe(
             rooms.append(padded(sizes.of(str(e.feature))))
             continue
         if kind is None and sizes.compute is torch.float64 and e.dtype == "float":
-            kind = torch.float64  # a kernel's own numbers are float32
+            kind = torch.float64  # a Python number would be float32 in a kernel
         elif e in _multiplied(fold) and isinstance(v, Tensor) and v.shape[-1] > TINY:
             if narrow and kind is torch.float32:
-                kind = narrow  # rounded once here, not in every tile
+                kind = narrow  # rounded once, not in every tile
             row = v.shape[-1] * (2 if narrow else v.element_size())
             if v.stride(-1) == 1 and row % 16 and v.shape[-1] <= WIDEST:
-                room = -(-v.shape[-1] // 16) * 16  # rows that begin on 16 bytes load four times faster
+                room = -(-v.shape[-1] // 16) * 16  # rows aligned to 16 bytes load four times faster
         if kind is not None and (room or not isinstance(v, Tensor) or kind is not v.dtype):
             casts.append((e, kind, room))
         types.append(str(kind)[6:] if kind else "positive" if e.dtype == "float" and v > 0 else "number")
@@ -98,10 +98,12 @@ def describe(
     return spec, (splits, tuple(casts))
 
 
-def converted(values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes) -> Mapping[Expr, Any]:
+def convert_leaves(
+    values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...], sizes: Sizes
+) -> Mapping[Expr, Any]:
     """The leaves as the kernel reads them."""
     splits, casts = before
-    found = float32_split.made(splits, values, len(batch))
+    found = float32_split.split_leaves(splits, values, len(batch))
     for e, dtype, room in casts:
         v = found[e]
         if not isinstance(v, Tensor):
@@ -109,22 +111,22 @@ def converted(values: Mapping[Expr, Any], before: Before, batch: tuple[int, ...]
         elif room:
             own = [1 if s == 0 else n for n, s in zip(v.shape[: len(batch)], v.stride(), strict=False)]
             kept = torch.zeros((*own, v.shape[-2], room), dtype=dtype, device=v.device)
-            kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # what is broadcast is copied once
+            kept[..., : v.shape[-1]] = v[tuple(slice(n) for n in own)]  # a broadcast leaf is copied once
             found[e] = kept.expand(*batch, -1, -1)
         else:
             found[e] = v.to(dtype)
     return found
 
 
-def _is_there(device: torch.device) -> bool:
-    """A GPU that can be asked; plans are also made for one that is elsewhere."""
+def _is_present(device: torch.device) -> bool:
+    """True for a GPU of this machine; plans are also made for GPUs elsewhere."""
     return device.type == "cuda" and torch.cuda.is_available()
 
 
 @functools.cache
 def family(device: torch.device) -> Family | None:
-    """The family of a GPU, with the shared memory that it says it has; None where there is none."""
-    if not _is_there(device):
+    """The family of a GPU, with the shared memory that it reports; None without a GPU."""
+    if not _is_present(device):
         return None
     known = torch.cuda.get_device_properties(device)
     found = default_tiles.family(known.major, known.minor)
@@ -134,25 +136,25 @@ def family(device: torch.device) -> Family | None:
 @functools.cache
 def has_tanh(device: torch.device) -> bool:
     """Whether a GPU has instructions for tanh and 1 / x: NVIDIA's, from Turing on."""
-    if not _is_there(device) or torch.version.hip is not None:
+    if not _is_present(device) or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many program instances run at a time, at least; 1 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if _is_there(device) else 1
+    """The number of multiprocessors; 1 without a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if _is_present(device) else 1
 
 
-def busy(instances: int, many: int) -> float:
-    """The share of so many processors that are busy on average, where each runs one instance at a time."""
+def busy_share(instances: int, many: int) -> float:
+    """The share of multiprocessors that are busy on average, where each runs one instance at a time."""
     return instances / (-(-instances // many) * many)
 
 
 @functools.lru_cache(maxsize=1024)
-def asked(fold: Fold) -> tuple[Expr, ...]:
-    """The leaves that the conditions look at."""
+def condition_leaves(fold: Fold) -> tuple[Expr, ...]:
+    """The leaves that a fold's conditions read."""
     return tuple(e for e in topological(tile_ranges.preferred(fold)) if e.op == "leaf")
 
 

@@ -1,0 +1,210 @@
+"""How a program's launches are repeated: a recipe for each kernel, and all of them as one replay.
+
+A program whose steps are all launches is run once by the engine (``kernels/record_launches.py``); each kernel says how
+it is launched again on other tensors of the same kind, as a :class:`Recipe`. :class:`ProgramReplay` turns these into
+the steps of ``replay.py``: one function without look-ups or loops, since at small sizes Python overhead dominates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.bounded_cache import BoundedCache
+from ...common.evaluate import Form, Sizes
+from ...common.torch_code import Step as ProgramStep
+from ...common.torch_code import number
+from .replay import Compute, Computed, Descriptor, Launch, Number, Place, Replay, Step, allocate
+
+_ALIGNED = 128  # bytes: where the tensors of a buffer begin
+_NUMBERS = 64  # sets of numbers whose results are remembered
+_LITTLE = 2**20  # bytes
+
+
+class Leaf(NamedTuple):
+    """The argument of a launch that is one of its leaves."""
+
+    at: int
+    is_tensor: bool
+
+
+class DescriptorOf(NamedTuple):
+    """The argument of a launch that is the tensor descriptor of one of its leaves."""
+
+    at: int
+    template: Any
+
+
+class FoundAtLaunch(NamedTuple):
+    """``places`` consecutive arguments, which ``find`` computes at every launch from some of the leaves: numbers, or
+    tensors that were given to the program."""
+
+    leaves: tuple[int, ...]
+    find: Callable[..., tuple]
+    places: int
+
+
+class Recipe(NamedTuple):
+    """How a kernel is launched again: what launches it, the forms of its outputs, and the arguments after them."""
+
+    again: Callable[..., None]
+    outputs: tuple[Form, ...]
+    arguments: tuple[Any, ...]
+
+
+class ProgramLaunch(NamedTuple):
+    """A launch in a program: what its leaves (names, or numbers) and its outputs are called there."""
+
+    recipe: Recipe
+    feeds: tuple[str | float, ...]
+    outputs: tuple[str, ...]
+
+
+class NumberArithmetic:
+    """A program's arithmetic of Python numbers, remembered by the numbers. ``names``: of the inputs that are numbers,
+    in their order; ``results``: what its results are called."""
+
+    def __init__(self, steps: Sequence[ProgramStep], names: Sequence[str], sizes: Sizes):
+        self.steps, self.names, self.sizes = steps, names, sizes
+        self.results = [str(step.results[0]) for step in steps]
+        self.known: BoundedCache[tuple[str, ...], tuple] = BoundedCache(_NUMBERS)
+
+    def __call__(self, *given: Any) -> tuple:
+        key = tuple(map(repr, given))  # tells -0.0 from 0.0 and 1 from True
+        found = self.known.find(key)
+        return self.known.keep(key, self._compute(given)) if found is None else found
+
+    def _compute(self, given: tuple) -> tuple:
+        known = dict(zip(self.names, given, strict=True))
+        for step, name in zip(self.steps, self.results, strict=True):
+            e: Any = step.what
+            feeds = tuple(known[feed] if isinstance(feed, str) else feed for feed in step.feeds)
+            known[name] = self.sizes.of(e.attrs[0]) if e.op == "size" else number(e, feeds)
+        return tuple(known[name] for name in self.results)
+
+
+class RecordedLaunches(NamedTuple):
+    """The launches of a program, in order; ``results``: what those of its one fold are called; ``numbers``: the
+    arithmetic that comes before them; ``constants``: tensors that are the same in every call."""
+
+    launches: list[ProgramLaunch]
+    results: tuple[str, ...]
+    numbers: NumberArithmetic | None = None
+    constants: Mapping[str, Tensor] = {}
+
+    @property
+    def looked(self) -> set[str]:
+        """The names of what is looked at at every launch."""
+        given = [(one, v) for one in self.launches for v in one.recipe.arguments if isinstance(v, FoundAtLaunch)]
+        return {name for one, v in given for k in v.leaves if isinstance(name := one.feeds[k], str)}
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """The shapes and dtypes of all outputs, by name."""
+        pairs = [zip(one.outputs, one.recipe.outputs, strict=True) for one in self.launches]
+        return {name: form for found in pairs for name, form in found}
+
+
+class Buffer:
+    """Several tensors in one allocation, one behind the other: ``places`` says at which bytes."""
+
+    def __init__(self, name: str, forms: dict[str, Form]):
+        self.name, self.forms, self.places, size = name, forms, dict[str, int](), 0
+        for tensor, (shape, dtype) in forms.items():
+            self.places[tensor] = size
+            size += -(-_bytes(shape, dtype) // _ALIGNED) * _ALIGNED
+        self.size = size
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The tensors in it. A buffer that comes back at an offset where numbers cannot begin is copied first."""
+        whole = whole.clone() if whole.storage_offset() % _ALIGNED else whole
+        return {
+            name: whole[at : at + _bytes(*self.forms[name])].view(self.forms[name][1]).view(self.forms[name][0])
+            for name, at in self.places.items()
+        }
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class ProgramReplay:
+    """The recorded launches of a program as one function, ``run``.
+
+    It allocates what is returned, one buffer for what is kept for a backward and one for intermediate results, and
+    starts each kernel with their addresses.
+
+    ``inputs``: the names of what ``run`` is given, in order; ``tensors``: those of them that are tensors and are read;
+    ``parts``: names of tensors that lie inside another, at so many bytes. ``run`` returns what ``returned`` names
+    (None: None). Where something may be ``kept`` for a backward (a sequence, perhaps empty), it also returns all that
+    one needs: the tensors, the results and the buffer of what is kept; and the inputs that are numbers."""
+
+    def __init__(
+        self,
+        recorded: RecordedLaunches,
+        inputs: Sequence[str],
+        tensors: Sequence[str],
+        returned: Sequence[str | None],
+        kept: Sequence[str] | None,
+        sizes: Sizes,
+        parts: Mapping[str, tuple[str, int]] | None = None,
+    ):
+        forms, shown = recorded.forms, [name for name in returned if name is not None]
+        self.kept = Buffer("kept", {name: forms[name] for name in kept or ()})
+        self.between = Buffer("between", {n: f for n, f in forms.items() if n not in (*shown, *(kept or ()))})
+        most = max(_LITTLE, sum(_bytes(*forms[name]) for name in shown) // 16)
+        self.lean = self.between.size <= most  # step by step, intermediate results would be released sooner
+        self.constants = dict(recorded.constants)
+        self.places = {name: Place(name, 0, None, (), ()) for name in (*tensors, *recorded.constants)}
+        self.places |= {name: Place(owner, at, None, (), ()) for name, (owner, at) in (parts or {}).items()}
+        given = {name: self.places.get(name) for name in inputs}
+        steps: list[Step] = []
+        if (arithmetic := recorded.numbers) is not None:
+            steps.append(Compute(arithmetic, tuple(map(Number, arithmetic.names)), tuple(arithmetic.results)))
+        for name in shown:
+            steps.append(self._allocated(name, *forms[name]))
+        for buffer in (self.kept, self.between):
+            if buffer.places:
+                steps.append(self._allocated(buffer.name, (buffer.size,), torch.uint8))
+                self.places |= {name: Place(buffer.name, at, None, (), ()) for name, at in buffer.places.items()}
+        steps += [Launch(one.recipe.again, self._arguments(one)) for one in recorded.launches]
+        found: tuple = tuple(None if name is None else self.places[name] for name in returned)
+        if kept is not None:
+            saved = [*tensors, *shown, *(["kept"] if self.kept.places else [])]
+            found = (
+                found,
+                tuple(self.places[name] for name in saved),
+                tuple(Number(n) for n in inputs if n not in tensors),
+            )
+        replay = Replay(steps, given, found, self.constants, sizes.device, always=True)
+        self.run: Callable[..., tuple] = replay.run
+        self.text = replay.text
+
+    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
+        step = allocate(name, shape, dtype)
+        (self.places[name],) = step.made  # type: ignore[assignment]
+        return step
+
+    def _arguments(self, one: ProgramLaunch) -> tuple[Any, ...]:
+        """What a kernel is given: places for tensors, names for numbers that may change."""
+        found: list[Any] = [self.places[name] for name in one.outputs]
+        for given in one.recipe.arguments:
+            leaf = one.feeds[given.at] if isinstance(given, Leaf | DescriptorOf) else None
+            if isinstance(given, DescriptorOf):
+                found.append(Descriptor(given.template, self.places[str(leaf)]))
+            elif isinstance(given, FoundAtLaunch):
+                found.append(Computed(given.find, tuple(self._value(one.feeds[k]) for k in given.leaves), given.places))
+            else:
+                found.append(self._value(given if leaf is None else leaf))
+        return tuple(found)
+
+    def _value(self, value: Any) -> Any:
+        """A leaf by its name, or a constant."""
+        if isinstance(value, Tensor):
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = value
+            return Place.whole(name, value)
+        return self.places.get(value, Number(value)) if isinstance(value, str) else value

@@ -1,0 +1,380 @@
+"""Parts that all warp-specialised (Gluon) kernels share: filling templates, ring buffers, tile order, partitions.
+
+A template is plain text with named holes. ``fill`` puts strings into a line and lists of lines in place of a line that
+is nothing but a hole, at that line's indentation. What both families (``resident/``, ``pingpong/``) have in common is
+here once:
+
+- imports, layouts and index lanes of a consumer warp group;
+- a **ring buffer**: blocks in shared memory that a producer warp fills by TMA, with ``full`` barriers (a block came)
+  and ``empty`` barriers (all consumers are done with it), whose phase is the parity of the round;
+- which tile of the folded axis a step of the loop computes;
+- the partitions of a kernel: consumer warp groups of four warps each, and one producer warp;
+- the last step: helpers copied in front of the kernel, and the check that Gluon has all the words.
+
+``tl`` is Gluon's language in these kernels, so that the arithmetic of pairs is the same text as in any other kernel.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ....program.expression import Expr
+from ..codegen import kernel_text
+from ..codegen.kernel_spec import Spec
+
+IMPORTS = """import triton.experimental.gluon.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""
+STORE_IMPORTS = f"""{IMPORTS}write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""
+GROUP_ROWS = 64  # kept indices of a consumer warp group: the rows of one wgmma
+CONSTANTS = ", ".join(f"{c}: tl.constexpr" for c in kernel_text.CONSTANTS)
+
+# Keeps two 16-bit weights in one register from one step to the next; the compiler would take them apart and join them
+# again in every step.
+PACK_PAIRS = """
+@gluon.jit
+def pack_pairs(weights):
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=True, pack=2)
+"""
+
+
+# Text
+
+
+def fill(template: str, **holes: str | int | Sequence[str]) -> str:
+    """The template with its holes filled.
+
+    A line that is nothing but ``{hole}`` becomes the lines of a list, indented as it is (no line for an empty list). In
+    any other line a hole is a string or a number, and ``{{`` is a brace."""
+    found = []
+    for line in template.split("\n"):
+        name = line.strip()[1:-1]
+        block = holes.get(name) if line.strip() == f"{{{name}}}" else None
+        if block is None or isinstance(block, (str, int)):
+            found.append(line.format(**holes))
+        else:
+            indent = line[: len(line) - len(line.lstrip())]
+            found += [f"{indent}{each}" if each else "" for text in block for each in text.split("\n")]
+    return "\n".join(found)
+
+
+def wrap_names(names: Sequence[str]) -> list[str]:
+    """Arguments of a function, comma after each, in lines of readable length."""
+    return textwrap.wrap(f"{', '.join(names)},", 110)
+
+
+def indent(lines: Iterable[str]) -> list[str]:
+    """The lines of an ``if`` or a loop."""
+    return [f"    {line}" for line in lines]
+
+
+def leaf_name(e: Expr) -> str:
+    """The name of a leaf in a kernel."""
+    return str(e.attrs[0])
+
+
+# Layouts and lanes of a consumer warp group
+
+
+def layouts(width: int) -> list[str]:
+    """How four warps hold scores, accumulators of ``width`` features, weights as an MMA operand, and rows as they are
+    loaded and stored."""
+    mma = "tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {}, 16])".format
+    return [
+        f"SCORES: tl.constexpr = {mma('FOLDED')}",
+        f"SUMS: tl.constexpr = {mma(width)}",
+        "WEIGHTS: tl.constexpr = tl.DotOperandLayout(0, SUMS, 2)",
+        f"WIDE: tl.constexpr = tl.BlockedLayout([1, 8], [{256 // width}, {width // 8}], [4, 1], [1, 0])",
+    ]
+
+
+def lanes(width: int, order: str = "{}") -> list[str]:
+    """The indices of a warp group's tile. ``order``: a permutation of the kept ones, as a call with a hole."""
+    kept = order.format("tl.arange(0, KEPT, tl.SliceLayout(1, SCORES))")
+    wide = order.format("tl.arange(0, KEPT, tl.SliceLayout(1, WIDE))")
+    return [
+        f"kept_lane = {kept}.to(INT)",
+        f"kept_at = tile * KEPT + {kept}",
+        "kept_in = kept_at < kept_size",
+        "folded_lane = tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES)).to(INT)",
+        f"wide_row = {wide}.to(INT)",
+        f"wide_lane = tl.arange(0, {width}, tl.SliceLayout(0, WIDE)).to(INT)",
+        "wide_in = tile * KEPT + wide_row < kept_size",
+        "out_at = tl.cast(batch, tl.int64) * kept_size + tile * KEPT",
+    ]
+
+
+def load_resident(pointer: str, e: Expr, smem: str) -> str:
+    """Load a kept tile of vectors into shared memory, where it stays."""
+    x = leaf_name(e)
+    place = f"{pointer} + wide_row[:, None] * {x}_s + wide_lane[None, :] * {x}_f"
+    return f"{smem}.store(tl.load({place}, mask=wide_in[:, None], other=0))"
+
+
+def store_vectors(out: int, width: int, smem: str, total: str, narrow: str | None) -> list[str]:
+    """Store accumulators through shared memory, so that rows are written whole."""
+    place = f"out{out} + (out_at + wide_row[:, None]) * {width} + wide_lane[None, :]"
+    return [
+        f"{smem}.store(({total}).to(tl.{narrow}))",
+        f"tl.store({place}, {smem}.load(WIDE), mask=wide_in[:, None])",
+    ]
+
+
+# Ring buffers and barriers
+
+
+def allocate(name: str, dtype: str, shape: str, layout: str) -> str:
+    """Shared memory under a name."""
+    return f"{name} = tl.allocate_shared_memory({dtype}, {shape}, {layout})"
+
+
+def allocate_barriers(name: str, count: int | str) -> str:
+    """So many ``mbarrier``\\ s under a name."""
+    return allocate(name, "tl.int64", f"[{count}, 1]", "mbarrier.MBarrierLayout()")
+
+
+def allocate_numbers(name: str, dtype: str, depth: int, size: str | int) -> str:
+    """A ring of one number per folded index of a tile."""
+    return allocate(f"{name}_ring", f"tl.{dtype}", f"[{depth}, {size}]", "tl.SwizzledSharedLayout(1, 1, 1, [0])")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring buffer of one leaf's blocks: ``{name}_ring`` and its barriers ``{name}_full`` and ``{name}_empty``.
+
+    A block is filled by one copy of a tensor descriptor, ``{name}_box``; ``corner`` are the coordinates before the
+    folded index. ``consumers``: how many warp groups arrive when they are done with it."""
+
+    name: str
+    depth: int
+    consumers: int
+    corner: str
+
+    @classmethod
+    def of(cls, e: Expr, spec: Spec, depth: int, consumers: int) -> Ring:
+        corner = "".join(f"tl.cast(b{d}, tl.int32), " for d in spec.box_of[e])
+        return cls(leaf_name(e), depth, consumers, corner)
+
+    def allocate_blocks(self, narrow: str, name: str = "", depth: int = 0) -> str:
+        """The blocks; with another name and depth, more blocks of the same shape."""
+        shape = f"[{depth or self.depth}] + {self.name}_box.block_type.shape"
+        return allocate(name or f"{self.name}_ring", narrow, shape, f"{self.name}_box.layout")
+
+    def allocate_barriers(self) -> list[str]:
+        return [allocate_barriers(f"{self.name}_{state}", self.depth) for state in ("full", "empty")]
+
+    def init_full(self) -> str:
+        return f"mbarrier.init({self.name}_full.index(k), count=1)"
+
+    def init_empty(self) -> str:
+        return f"mbarrier.init({self.name}_empty.index(k), count={self.consumers})"
+
+    def copy(self, start: str, barrier: str, block: str) -> list[str]:
+        """Begin the copy of the block at a folded index; ``barrier`` counts its bytes."""
+        return [
+            f"mbarrier.expect({barrier}, {self.name}_box.block_type.nbytes)",
+            f"copy({self.name}_box, [{self.corner}{start}, 0], {barrier}, {block})",
+        ]
+
+    def produce(self, phase: str) -> list[str]:
+        """In the producer: wait until ``slot`` is empty (the ``phase`` before this round's), and begin to fill it."""
+        wait = f"mbarrier.wait({self.name}_empty.index(slot), {phase})"
+        return [wait, *self.copy("start", f"{self.name}_full.index(slot)", f"{self.name}_ring.index(slot)")]
+
+    def wait(self, step: str = "step") -> str:
+        """In a consumer: wait for the block of a step."""
+        return f"mbarrier.wait({self.name}_full.index({step} % {self.depth}), ({step} // {self.depth}) & 1)"
+
+    def release(self, step: str = "step") -> str:
+        """In a consumer: the block of a step may be overwritten."""
+        return f"mbarrier.arrive({self.name}_empty.index({step} % {self.depth}))"
+
+    def block(self, width: int, step: str = "step") -> str:
+        """The block of a step, as ``[FOLDED, width]``."""
+        return f"{self.name}_ring.index({step} % {self.depth}).reshape([FOLDED, {width}])"
+
+
+def load_ahead(spec: Spec, leaves: Sequence[Expr], each: int) -> list[str]:
+    """In the producer: load one number per folded index of a tile, ``each`` lane as many. They are stored into their
+    rings after the blocks were waited for, so that the loads are in flight meanwhile."""
+    lane = f"folded_at = start + tl.arange(0, FOLDED, tl.BlockedLayout([{each}], [32], [1], [0]))"
+    lines = [lane, "folded_in = folded_at < folded_size"] if leaves else []
+    for x in map(leaf_name, leaves):
+        base = f"{x}_ptr" + "".join(f" + b{k} * {x}_b{k}" for k in range(spec.rank))
+        lines.append(f"{x} = tl.load({base} + folded_at.to(tl.int64) * {x}_s, mask=folded_in, other=0)")
+    return lines
+
+
+# Which tiles
+
+
+def scalar_opening(spec: Spec) -> list[str]:
+    """How any kernel begins, without the lines that need a layout or a warp group's own tile."""
+    blocks = ("KEPT", "FOLDED", "kept_in")
+    return [line for line in kernel_text._opening(spec) if not any(name in line for name in blocks)]
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The order in which a kernel computes tiles: whole ones first, then those that a condition or the end cuts.
+
+    ``opening`` are the lines that say how many: ``whole_steps`` of ``steps``. ``sloped`` kernels (ALiBi) begin at the
+    whole tile ``nearest`` to the kept indices, whose maximum is guessed from it; the others follow in order, so that
+    many program instances read the same blocks at the same time."""
+
+    spec: Spec
+    sloped: int = 0  # kept indices of an instance, where the nearest tile comes first
+
+    @property
+    def opening(self) -> list[str]:
+        if not self.spec.bounds:
+            lines = ["whole_steps = folded_size // FOLDED", "steps = tl.cdiv(folded_size, FOLDED)"]
+        else:
+            lines = [*kernel_text._range(self.spec), "whole_steps = whole + again"]
+            lines.append("steps = tl.maximum(whole_steps + before + between + last - again_last, 1)")
+        if self.sloped:
+            away = f"tile * {self.sloped} // FOLDED"
+            if self.spec.bounds:
+                lines.append(f"away = {away} - whole_first")
+                away = "away - tl.where(away < whole, 0, between)"
+            lines.append(f"nearest = tl.maximum(tl.minimum({away}, whole_steps - 1), 0)")
+        return lines
+
+    def whole(self, step: str = "step") -> str:
+        """The tile of a later step, where it is whole."""
+        return self._whole(_after_nearest(step) if self.sloped else step)
+
+    def cut(self, step: str = "step") -> str:
+        """The tile of a step, where it is not."""
+        if not self.spec.bounds:
+            return step
+        at = f"({step} - whole_steps)"
+        return f"first + {at} + tl.where({at} < before, 0, whole) + tl.where({at} < before + between, 0, again)"
+
+    def any(self, step: str = "step") -> str:
+        """The tile of a step, where it may be either."""
+        if not self.sloped and not self.spec.bounds:
+            return step
+        whole = self._whole(f"tl.where({step} > 0, {_after_nearest(step)}, nearest)" if self.sloped else step)
+        return f"tl.where({step} < whole_steps, {whole}, {self.cut(step)})"
+
+    def _whole(self, step: str) -> str:
+        return f"whole_first + {step} + tl.where({step} < whole, 0, between)" if self.spec.bounds else step
+
+
+def _after_nearest(step: str) -> str:
+    """Steps after the first skip the tile that it computed."""
+    return f"({step} - tl.where({step} > nearest, 0, 1))"
+
+
+def enter_tile(tile: str, mask: bool = True) -> list[str]:
+    """The folded indices of a tile."""
+    lines = [f"start = ({tile}) * FOLDED", "folded_at = start + tl.arange(0, FOLDED, tl.SliceLayout(0, SCORES))"]
+    return [*lines, "folded_in = folded_at < folded_size"] if mask else lines
+
+
+# Partitions
+
+
+PRODUCER = """
+
+@gluon.jit
+def producer(
+    {parameters}
+):
+    # the producer warp fills the ring buffers, step by step
+    {opening}
+    for step in range(0, steps):
+        start = ({tile}) * FOLDED
+        slot = step % {depth}
+        phase = {phase}
+        {produce}
+"""
+ENTRY = """
+
+@gluon.jit(do_not_specialize={unspecialized})
+def {name}(
+    {arguments}
+):
+    {allocate}
+    for k in tl.static_range({depth}):
+        {init}
+    {init_others}
+    fence_async_shared()
+    {specialize}
+"""
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """The functions that run beside one another, all with the same parameters: kernel arguments and shared memory.
+
+    Arguments are passed one by one: through a tuple the compiler learns neither which of them are constants nor what
+    divides them."""
+
+    arguments: Sequence[str]
+    buffers: Sequence[str]
+
+    def entry(self) -> list[str]:
+        """The parameters of the kernel."""
+        return [*wrap_names(self.arguments), f"{CONSTANTS},"]
+
+    def parameters(self) -> list[str]:
+        """The parameters of each function."""
+        return [*wrap_names(self.arguments), *wrap_names(self.buffers), f"GROUP: tl.constexpr, {CONSTANTS},"]
+
+    def specialize(self, runs: Sequence[tuple[str, int, str]], registers: str) -> list[str]:
+        """Call every function, with its GROUP and its own KEPT: consumers of four warps, then the producer of one.
+
+        The first consumer is the default partition: ``registers`` says how many a thread of each other one has."""
+        lines = ["tl.warp_specialize(["]
+        for function, group, kept in runs:
+            given = [*wrap_names(self.arguments), *wrap_names(self.buffers)]
+            last = f"{group}, {kept}, FOLDED, INT, PRECISION, RAGGED,"
+            lines += indent([f"({function}, (", *indent([*given, last]), ")),"])
+        warps = ", ".join(["4"] * (len(runs) - 2) + ["1"])
+        return [*lines, f"], [{warps}], [{registers}])"]
+
+
+# Kernels
+
+
+# Triton calls that Gluon does not have, or has only with a layout.
+_UNSUPPORTED = re.compile(
+    r"tl\.(philox|PropagateNan|dot|trans)\b|tl\.(zeros|full|arange)\((?!.*(Layout|ROWS|PAIRS|SCORES|SUMS|WIDE))"
+)
+
+
+def assemble(
+    spec: Spec,
+    plain: kernel_text.Kernel,
+    imports: str,
+    body: str,
+    generated: Iterable[str],
+    consumers: int,
+    functions: str = "",
+) -> kernel_text.Kernel | None:
+    """The kernel of a body in place of another rendering (``plain``), with the same arguments.
+
+    ``generated``: the lines of it that come from code generation; ``consumers``: its consumer warp groups, where it has
+    a producer; ``functions``: device functions that call no helpers. None when generated lines, or the helpers they
+    call, use what Gluon does not have."""
+    helpers = kernel_text._copied(body)
+    if _UNSUPPORTED.search("\n".join([*generated, *helpers])):
+        return None
+    header = kernel_text._header(spec, list(plain.leaves), imports)
+    text = "\n".join([header, *in_gluon(helpers), functions + body])
+    return replace(plain, text=text, guesses=False, staged=True, consumers=consumers)
+
+
+def in_gluon(helpers: Iterable[str]) -> list[str]:
+    """Helpers of any kernel, compiled by Gluon."""
+    return [text.replace("@triton.jit", "@gluon.jit") for text in helpers]

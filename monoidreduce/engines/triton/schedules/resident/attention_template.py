@@ -1,0 +1,161 @@
+"""The text of the warp-specialised attention kernel; ``attention.py`` fills its holes.
+
+The producer (``gluon_parts.PRODUCER``) runs in one warp. Consumers run in warp groups of four warps; consumer ``GROUP``
+has 64 kept indices. Its step overlaps two MMAs with arithmetic: it starts the scores of a tile and the sums of the tile
+before, and makes weights of the scores while the sums run.
+"""
+
+from __future__ import annotations
+
+from ..gluon_parts import PACK_PAIRS
+from .logit_forms import ALIBI_LINE, INDEX_DISTANCE, POLYNOMIAL_RANGE
+
+CONSUMER = """
+
+@gluon.jit
+def start_scores(resident, ring, full, step, zeros):
+    # first MMA: resident tile x block of a step, in the background
+    mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
+    block = ring.index(step % {ring}).reshape([zeros.shape[1], {width}])
+    return warpgroup_mma(resident, block.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_sums(weights, ring, full, step, total):
+    # second MMA: weights x block of a step, added to the accumulator in the background
+    mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
+    return warpgroup_mma(weights, ring.index(step % {ring}).reshape([weights.shape[1], {width}]), total, is_async=True)
+
+
+@gluon.jit
+def consumer(
+    {parameters}
+):
+    # a consumer warp group has its own kept indices of the tile
+    {layouts}
+    {opening}
+    tile = tile * {groups} + GROUP
+    {lanes}
+    {before}
+    resident, retry_block, retry_full = resident.index(GROUP), retry_block.index(GROUP), retry_full.index(GROUP)
+    {load}
+    fence_async_shared()
+
+    # running values
+    zeros = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+    {begin}
+    {total} = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+
+    # the first tile
+    step = 0
+    {enter_first}
+    score = warpgroup_mma_wait(0, deps=[start_scores(resident, {keys}_ring, {keys}_full, 0, zeros)])
+    mbarrier.arrive({keys}_empty.index(0))
+    if RAGGED:
+        {first_cut}
+    else:
+        {first_whole}
+    weights = {weights}
+
+    # whole tiles: the scores of each beside the sums of the one before
+    {before_whole}
+    for step in range(1, whole_steps):
+        {whole}
+    if RAGGED:
+        # tiles that a condition or the end of the folded axis cuts
+        for step in range(tl.maximum(whole_steps, 1), steps):
+            {cut}
+    {total} = warpgroup_mma_wait(0, deps=[start_sums({operand}, {values}_ring, {values}_full, steps - 1, {total})])
+    {retry}
+
+    # results
+    {results}
+"""
+
+# Where a guessed maximum stood in for the running one. A warp group retries alone, with blocks of its own: the producer
+# has ended.
+RETRY = """{n}_total = tl.convert_layout(tl.sum({n}_total, 1), tl.SliceLayout(1, SCORES))
+{rounding}
+
+# a weight was out of range, or all of a row's were too small: once more, with a running maximum (online softmax)
+if not ({near}):
+    {n}_top = tl.full([KEPT], float("-inf"), tl.float32, tl.SliceLayout(1, SCORES))
+    {n}_total = tl.zeros([KEPT], tl.float32, tl.SliceLayout(1, SCORES))
+    {no_rounding}
+    {total} = tl.zeros([KEPT, {width}], tl.float32, SUMS)
+    for step in range(0, steps):
+        {enter}
+        {copy_keys}
+        mbarrier.wait(retry_full, 0)
+        block = retry_block.reshape([FOLDED, {width}])
+        score = warpgroup_mma(resident, block.permute((1, 0)), zeros, use_acc=False)
+        {arithmetic}
+        {rescale}
+        weights = {weights}
+        {copy_values}
+        mbarrier.wait(retry_full, 1)
+        {total} = warpgroup_mma({operand}, block, {total})"""
+
+# Device functions that only some kernels call, by name.
+DEVICE_FUNCTIONS = {
+    # One number per folded index. Its slot is given back with the values' block of the same step.
+    "load_numbers": """
+@gluon.jit
+def load_numbers(ring, full, step, LAYOUT: tl.constexpr):
+    mbarrier.wait(full.index(step % {ring}), (step // {ring}) & 1)
+    return ring.index(step % {ring}).load(LAYOUT)
+""",
+    "pack_pairs": PACK_PAIRS.replace("{", "{{").replace("}", "}}"),
+    # Dropout: from one step to the next, two weights are one word. As 16-bit values the compiler would hold 64 of them
+    # and put them together again in every step.
+    "join_words": """
+@gluon.jit
+def join_words(weights):
+    low, high = tl.split(tl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, {{$1, $2}};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+""",
+    "split_words": """
+@gluon.jit
+def split_words(words, LAYOUT: tl.constexpr):
+    low, high = tl.inline_asm_elementwise(
+        "mov.b32 {{$0, $1}}, $2;", "=h,=h,r", [words], dtype=(tl.{narrow}, tl.{narrow}), is_pure=True, pack=1
+    )
+    return tl.convert_layout(tl.reshape(tl.join(low, high), [words.shape[0], words.shape[1] * 2]), LAYOUT)
+""",
+    # A conditional sleep that never fires keeps ptxas from hoisting the wait for the sums above exp2. Kernels that mask
+    # tiles do without: they have no registers for it.
+    "order_before_wait": """
+@gluon.jit
+def order_before_wait(total):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; "
+        "@p nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }}",
+        "=r,=r,r,r",
+        [total],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=2,
+    )
+""",
+    "in_polynomial_range": POLYNOMIAL_RANGE,
+    "alibi_line": ALIBI_LINE,
+    "index_distance": INDEX_DISTANCE,
+    # Dropout of two neighbouring columns at once: the halves of one product are their random bits, without their signs.
+    # Non-negative 16-bit floats are ordered as their bits are (NaN is above all). Weights are masked when they are
+    # rounded for the second MMA.
+    "drop_pairs": """
+@gluon.jit
+def drop_pairs(weight, row, mark):
+    return tl.inline_asm_elementwise(
+        "{{ .reg .b32 t, w, l; mul.lo.u32 t, $3, $6; abs.f16x2 t, t; mov.b32 l, {least}; "
+        "set.geu.u32.f16x2 t, t, l; cvt.rn.{pair}.f32 w, $2, $1; and.b32 $0, w, t; }}",
+        "=r,f,f,r,r,r,r",
+        [weight, row, mark],
+        dtype=tl.{narrow},
+        is_pure=True,
+        pack=2,
+    )
+""",
+}

@@ -1,0 +1,309 @@
+"""Two scores and two sums of the same blocks in one warp group: attention's gradients with respect to keys and values.
+
+Both sums fit beside the scores in a warp group's registers, with nothing to spare. There is no producer: two instances
+share a multiprocessor, and while one makes weights, the other multiplies. The next tile's blocks are asked for as soon
+as the MMAs that read their slots are done, and its numbers are loaded from the beginning of a step. ``full`` barriers
+say that a tile's blocks came; their phase is the parity of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .....program.constructors import ONE
+from .....program.expression import Expr, topological
+from ...codegen import kernel_text, tile_ranges
+from ...codegen.dropout import parted
+from ...codegen.exponents import literal
+from ...codegen.expressions import Values
+from ...codegen.kernel_spec import Spec
+from ...codegen.reductions import known
+from .. import gluon_parts
+from ..gluon_parts import GROUP_ROWS, PACK_PAIRS, TileOrder, enter_tile, fill, indent, leaf_name
+from .work_split import WIDTH, GroupWork, folded_numbers, kept_and_folded
+
+_IMPORTS = f"""from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
+{gluon_parts.IMPORTS}"""
+_RING = 2  # tiles of folded vectors and numbers in shared memory
+
+_KERNEL = """
+@gluon.jit(do_not_specialize={unspecialized})
+def {name}(
+    {arguments}
+):
+    # one warp group has a kept tile and all of its sums
+    {layouts}
+    LINE: tl.constexpr = tl.BlockedLayout([1], [32], [4], [0])
+    {allocate}
+    full = tl.allocate_shared_memory(tl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in tl.static_range(2):
+        mbarrier.init(full.index(k), count=1)
+    fence_async_shared()
+    {opening}
+    {lanes}
+    line = tl.arange(0, FOLDED, LINE).to(INT)
+    {before}
+
+    # the first tile
+    step = 0
+    next_step = 0
+    next_slot = 0
+    next_start = ({next_tile}) * FOLDED
+    {copy_blocks}
+    {load_numbers}
+    {store_numbers}
+    {load}
+    fence_async_shared()
+
+    # running values
+    zeros = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+    {begin}
+    # whole tiles: a sum is started when its weights are made, and runs beside what is done next
+    for step in range(0, whole_steps):
+        {whole}
+    if RAGGED:
+        # tiles that a condition or the end of the folded axis cuts
+        for step in range(whole_steps, steps):
+            {cut}
+    {wait_all}
+
+    # results
+    {results}
+"""
+
+
+def write_kernel(spec: Spec, work: GroupWork, plain: kernel_text.Kernel, even: bool) -> kernel_text.Kernel | None:
+    """Write the kernel; None where there is none. ``even``: whether there is an even number of columns, so that dropout
+    can take two at once."""
+    text = _Text(spec, work, plain)
+    if spec.line or not text.can_drop_pairs(even):
+        return None
+    body, generated = text.write()
+    if any("coin(" in line for line in generated):
+        return None
+    functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_columns())
+    made = gluon_parts.assemble(spec, plain, _IMPORTS, body, generated, 0, functions)
+    return made and replace(made, alone=True)
+
+
+class _PairValues(Values):
+    """Numbers of pairs whose scores the first MMAs made, and of folded indices that the step before loaded."""
+
+    def __init__(self, spec: Spec, dots: tuple[Expr, ...], shifts: Sequence[tuple[Expr, Expr]]):
+        super().__init__(spec)
+        self.dots, self.shifts = dots, [*shifts]
+        self.ringed = [e for e in folded_numbers(spec) if not any(e in pair for pair in shifts)]
+
+    def here(self, x: str) -> str:
+        """One number per folded index of the tile."""
+        text = f"{x}_ring.index(slot).load(tl.SliceLayout(0, SCORES))"
+        return f"{self.bind((x, 'here'), text, True, f'{x}_here')}[None, :]"
+
+    def _leaf(self, e: Expr) -> str:
+        return self.here(leaf_name(e)) if e in self.ringed else super()._leaf(e)
+
+    def _shift(self, number: Expr, total: Expr) -> str:
+        return self.here(f"shift{self.shifts.index((number, total))}")
+
+    def product(self, x: Expr, y: Expr) -> str:
+        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
+
+    def weight(self, e: Expr) -> str:
+        """A weight; with dropout, without the dropout's factor."""
+        found = parted(e, self.spec)
+        if found is None:
+            return self.full(e)
+        if e.op == "where":  # what a condition hides
+            return f"tl.where({self.number(e.args[0])}, {self.weight(e.args[1])}, 0.0)"
+        row, mark = self.here(leaf_name(found.toss.row)), self.number(found.toss.mark)
+        mark = self.bind((found.toss, "mark"), f"{mark} >> 1", False)
+        weight = self.full(found.weight)
+        left = self.bind((found.weight, "spared"), f"spared({weight}, {row}, {mark})", True)
+        if found.pair is None or found.number is None:
+            return left
+        return f"{left} * {self.full(found.pair)} - {weight} * {self.number(found.number)}"
+
+
+class _Text:
+    """The parts of one kernel's text. It has two scores and two sums, the first of which needs one score alone."""
+
+    def __init__(self, spec: Spec, work: GroupWork, plain: kernel_text.Kernel):
+        self.spec, self.work, self.plain, self.v = spec, work, plain, _PairValues(spec, work.dots, plain.shifts)
+        kept = dict.fromkeys(kept_and_folded(e, spec)[0] for e in work.dots)
+        self.residents = {e: f"resident.index({k})" for k, e in enumerate(kept)}
+        self.copied = list(dict.fromkeys(kept_and_folded(e, spec)[1] for e in work.dots))
+        self.order = TileOrder(spec)
+        self.dropped = [parted(p.weight, spec) for p in work.products]
+        self.toss = next((found.toss for found in self.dropped if found is not None), None)
+        self.load_numbers, self.store_numbers = self._number_lines()
+        self.generated: list[str] = []  # lines that come from code generation
+
+    def can_drop_pairs(self, even: bool) -> bool:
+        """True when dropout, where there is some, is of kept columns and takes two at once (there is an ``even`` number
+        of them), and what is stored for it has no other use."""
+        found = [each for each in self.dropped if each is not None]
+        rest = [p.weight for p, each in zip(self.work.products, self.dropped, strict=True) if each is None]
+        rest += [e for each in found for e in (each.weight, each.pair) if e is not None]
+        own = {e for each in found for e in (each.toss.row, each.number)}
+        one = even and self.spec.over == "rows" and len({each.toss for each in found}) == 1
+        return not found or (one and own.isdisjoint(topological(rest)))
+
+    def write(self) -> tuple[str, list[str]]:
+        """The kernel's text, and of it the lines that come from code generation."""
+        v, spec, plain = self.v, self.spec, self.plain
+        names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), len(plain.shifts))
+        whole = self._step(tile_ranges.preferred(spec.fold) if spec.bounds else {}, False, self.order.whole())
+        cut = self._step({}, True, self.order.cut())
+        load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
+        results, running = self._results(), ", ".join(self._running())
+        opening = [*gluon_parts.scalar_opening(spec), *self.order.opening]
+        begin = [
+            f"sum{p.place} = warpgroup_mma_init(tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS))"
+            for p in self.work.products
+        ]
+        begin += [f"weight{k} = pack_pairs(tl.zeros([KEPT, FOLDED], tl.{spec.narrow}, WEIGHTS))" for k in range(2)]
+        self.generated += [*opening, *v.before, *self.store_numbers]
+        text = fill(
+            _KERNEL,
+            name=plain.name,
+            unspecialized=repr(unspecialized),
+            arguments=[*gluon_parts.wrap_names(names), f"{gluon_parts.CONSTANTS},"],
+            layouts=gluon_parts.layouts(WIDTH),
+            allocate=self._allocate(),
+            opening=opening,
+            # with dropout, a thread's two columns are neighbours, which share random bits
+            lanes=gluon_parts.lanes(WIDTH, "{}" if self.toss is None else "neighbours({})"),
+            before=v.before,
+            next_tile=self.order.any("next_step"),
+            copy_blocks=self._copy_blocks(),
+            load_numbers=self.load_numbers,
+            store_numbers=self.store_numbers,
+            load=load,
+            begin=begin,
+            whole=whole,
+            cut=cut,
+            wait_all=[f"{running} = warpgroup_mma_wait(0, deps=[{running}])"],
+            results=results,
+        )
+        return text, self.generated
+
+    def _running(self) -> list[str]:
+        return [*(f"sum{p.place}" for p in self.work.products), "weight0", "weight1"]
+
+    def _allocate(self) -> list[str]:
+        """Shared memory: the resident tile, and rings of folded vectors and numbers."""
+        narrow = f"tl.{self.spec.narrow}"
+        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {WIDTH}], {narrow})"
+        shape = f"[{len(self.residents)}, {GROUP_ROWS}, {WIDTH}]"
+        lines = [gluon_parts.allocate("resident", narrow, shape, layout)]
+        for x in map(leaf_name, self.copied):
+            shape = f"[{_RING}] + {x}_box.block_type.shape"
+            lines.append(gluon_parts.allocate(f"{x}_ring", narrow, shape, f"{x}_box.layout"))
+        for x, (kind, _) in self._number_places().items():
+            lines.append(gluon_parts.allocate_numbers(x, kind, _RING, GROUP_ROWS))
+        return lines
+
+    def _number_places(self) -> dict[str, tuple[str, str]]:
+        """The numbers of folded indices: their types, and where the next tile's begin."""
+        found, start = {}, "tl.cast(next_start, tl.int64)"
+        for k in range(len(self.v.shifts)):
+            base = f"shift{k}_ptr + tl.cast(batch, tl.int64) * folded_size"
+            base = self.v.bind((f"shift{k}", "base"), base, False, f"shift{k}_base")
+            found[f"shift{k}"] = "float32", f"{base} + {start} + line"
+        for e in self.v.ringed:
+            x = leaf_name(e)
+            found[x] = self.spec.type_of[e], f"{self.v.base(e)} + {start} * {x}_s + line * {x}_s"
+        return found
+
+    def _number_lines(self) -> tuple[list[str], list[str]]:
+        """Load the next tile's numbers; store them, prepared by one thread instead of by all that need them."""
+        load, store = ["next_in = (next_start + line < folded_size) | (not RAGGED)"], []
+        divided = {leaf_name(p.number): p.toss.factor for p in self.dropped if p is not None and p.number is not None}
+        for x, (_, place) in self._number_places().items():
+            load.append(f"{x}_next = tl.load({place}, mask=next_in, other=0)")
+            text = f"{x}_next"
+            if self.toss is not None and x == leaf_name(self.toss.row):
+                text = f"blended({text}, (tile * KEPT) >> 7).to(tl.int32)"
+            text += f" * {literal(1 / divided[x])}" if x in divided else ""
+            store.append(f"{x}_ring.index(next_slot).store({text})")
+        return load, store
+
+    def _copy_blocks(self) -> list[str]:
+        """Begin to copy the next tile's blocks; one barrier counts the bytes of all."""
+        size = " + ".join(f"{leaf_name(e)}_box.block_type.nbytes" for e in self.copied)
+        lines = [f"mbarrier.expect(full.index(next_slot), {size})"]
+        for e in self.copied:
+            x, corner = leaf_name(e), "".join(f"tl.cast(b{d}, tl.int32), " for d in self.spec.box_of[e])
+            lines.append(f"copy({x}_box, [{corner}next_start, 0], full.index(next_slot), {x}_ring.index(next_slot))")
+        return lines
+
+    def _step(self, truths: dict[Expr, bool], masked: bool, tile: str) -> list[str]:
+        """One tile: weights of the first score while the second is made, and sums beside the weights that follow.
+
+        With dropout weights are used twice, and registers hold nothing else: then both sums are started at the end."""
+        v, running = self.v, ", ".join(self._running())
+        v.loop(masked)
+        v.inside += [
+            f"slot = step % {_RING}",
+            *enter_tile(tile),
+            "next_step = tl.minimum(step + 1, steps - 1)",
+            "next_slot = 1 - slot",
+            f"next_start = ({self.order.any('next_step')}) * FOLDED",
+            *self.load_numbers,
+            f"mbarrier.wait(full.index(slot), (step // {_RING}) & 1)",
+            self._start_score(0),
+            f"{running} = warpgroup_mma_wait(1, deps=[{running}])",
+            *self.store_numbers,
+            "if step + 1 < steps:",
+            *indent(self._copy_blocks()),
+            self._start_score(1),
+        ]
+        wait = "score{0} = warpgroup_mma_wait({1}, deps=[score{0}])".format
+        weights = [known(p.weight, truths) for p in self.work.products]
+        v.inside.append(wait(0, 1))
+        if (found := parted(weights[0], self.spec)) is None:
+            for k, weight in enumerate(weights):
+                v.inside += [] if k == 0 else [wait(1, 1)]
+                self._weigh(k, weight)
+                v.inside.append(self._start_sum(k))
+            return v.inside
+        first = len(v.inside)
+        v.full(found.weight)
+        self.generated += v.inside[first:]
+        v.inside.append(wait(1, 0))
+        for k, weight in enumerate(weights):
+            self._weigh(k, weight)
+        v.inside += [self._start_sum(k) for k in range(2)]
+        return v.inside
+
+    def _weigh(self, k: int, weight: Expr) -> None:
+        """Write the weights of a sum, as they are multiplied."""
+        v, first = self.v, len(self.v.inside)
+        text = f"({v.seen(v.weight(weight), '0.0')}).to(tl.{self.spec.narrow})"
+        v.inside.append(f"weight{k} = pack_pairs(tl.convert_layout({text}, WEIGHTS))")
+        self.generated += v.inside[first:]
+
+    def _start_sum(self, k: int) -> str:
+        p = self.work.products[k]
+        return f"sum{p.place} = warpgroup_mma(weight{k}, {self._block(p.vector)}, sum{p.place}, is_async=True)"
+
+    def _start_score(self, k: int) -> str:
+        kept, folded = kept_and_folded(self.work.dots[k], self.spec)
+        block = f"{self._block(folded)}.permute((1, 0))"
+        return f"score{k} = warpgroup_mma({self.residents[kept]}, {block}, zeros, use_acc=False, is_async=True)"
+
+    def _block(self, e: Expr) -> str:
+        return f"{leaf_name(e)}_ring.index(slot).reshape([FOLDED, {WIDTH}])"
+
+    def _results(self) -> list[str]:
+        lines = []
+        for p, found, smem in zip(self.work.products, self.dropped, self.residents.values(), strict=True):
+            k, scale = p.place, self.spec.fold.scaled[p.place][1]
+            factors = [] if found is None else [literal(found.toss.factor)]
+            if scale is not ONE:
+                factor = self.v.number(scale)
+                factors.append(f"tl.convert_layout({factor}, SUMS)" if self.spec.keeps(scale) else factor)
+            total = " * ".join([f"sum{k}", *factors])
+            lines += gluon_parts.store_vectors(k, WIDTH, smem, total, self.spec.narrow)
+        return lines

@@ -1,0 +1,422 @@
+"""Warp-specialised sums of vectors whose weights are made of products: MLPs and the gradients of layers.
+
+These kernels have two to six MMAs in every tile. One producer warp copies blocks of the folded axis into ring buffers.
+Two consumer warp groups (``work_split.py`` says which does what) start a tile's scores and the sums of the tile before,
+and make weights of the scores while the sums run. Either each group has 64 kept indices of its own, or both have the
+same 64 and divide the sums: then one group sends factors of weights to the other through shared memory. A fold of two
+scores and two sums (attention's column gradients) runs in one warp group without a producer (``single_warpgroup.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .....plan.default_tiles import Tile
+from .....program.constructors import ONE
+from .....program.expression import Expr
+from ...codegen import kernel_text, tile_ranges
+from ...codegen.dropout import Toss, parted
+from ...codegen.exponents import literal
+from ...codegen.expressions import Values
+from ...codegen.kernel_spec import Spec
+from ...codegen.reductions import known
+from .. import gluon_parts, hopper, spec_from_tensors
+from ..gluon_parts import GROUP_ROWS, PACK_PAIRS, Partitions, Ring, TileOrder, enter_tile, fill, leaf_name
+from ..kernel_plan import KernelPlan
+from . import single_warpgroup
+from .work_split import WIDTH, GroupWork, Product, count_kept, divide_work, folded_numbers, kept_and_folded
+
+
+@dataclass(frozen=True)
+class SumOfProductsSchedule:
+    """How an instance of the kernel runs. Two consumer groups; kept indices follow from how they divide the work."""
+
+    folded: int  # folded indices of a tile
+    deepest_ring: int  # blocks of each operand in flight, where shared memory holds as many
+    shared_bytes: int  # that rings, resident tiles and sent factors may take
+    registers: tuple[int, int]  # of a thread: in the second consumer group, in the producer; the first has the rest
+
+
+SCHEDULE = SumOfProductsSchedule(folded=64, deepest_ring=4, shared_bytes=224 * 1024, registers=(240, 24))
+_BLOCK_BYTES = GROUP_ROWS * WIDTH * 2
+# The share of multiprocessors that must be busy on average, by how many kinds of group there are: how much faster one
+# is than by the compiler's schedule (on an H200 0.85 to 0.9 of its time; where two kernels of eight products become one
+# of six, 0.75).
+_BUSY = {1: 0.9, 2: 0.8}
+
+
+def choose_tile(spec: Spec, device: torch.device, length: int, even: bool = True) -> Tile | None:
+    """The tile of a fold with this many kept indices in all. None where there is no such kernel, or where it would
+    leave multiprocessors idle.
+
+    A multiprocessor runs one instance at a time, where the compiler's schedule has two: the last wave must be full
+    enough. A single warp group leaves room for another instance, as the compiler's do."""
+    if not hopper.runs_warp_specialized(device) or write_kernel(spec, even) is None:
+        return None
+    work, processors = divide_work(spec), spec_from_tensors.processors(device)
+    kept = count_kept(work)
+    instances = -(-length // kept)
+    busy = spec_from_tensors.busy_share(instances, processors)
+    enough = 2 * instances > processors if work[0].alone else busy >= _BUSY[len(work)]
+    return (kept, SCHEDULE.folded, 4, 2) if enough else None
+
+
+def matches_plan(plan: KernelPlan, device: torch.device) -> bool:
+    """True when a plan asks for a warp-specialised kernel, and its tile is one of these kernels'."""
+    kept = plan.block_kept in (GROUP_ROWS, 2 * GROUP_ROWS)
+    tile = kept and (plan.block_folded, plan.num_warps) == (SCHEDULE.folded, 4)
+    return plan.boxes == 2 and tile and hopper.runs_warp_specialized(device)
+
+
+def write_kernel_for_plan(spec: Spec, plan: KernelPlan, even: bool = True) -> kernel_text.Kernel | None:
+    """The kernel of a spec with a plan's tile; None where it has none, or with another tile."""
+    work = divide_work(spec)
+    return write_kernel(spec, even) if work and plan.block_kept == count_kept(work) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def write_kernel(spec: Spec, even: bool = True) -> kernel_text.Kernel | None:
+    """Write the kernel of a spec, with the arguments that any other rendering has; None where there is none.
+
+    ``even``: whether there is an even number of columns, so that dropout can take two at once."""
+    work = divide_work(spec)
+    if not work:
+        return None
+    plain = kernel_text.kernel(spec)
+    if work[0].alone:
+        return single_warpgroup.write_kernel(spec, work[0], plain, even)
+    if plain.shifts:
+        return None
+    names, unspecialized = kernel_text._arguments(spec, list(plain.leaves), 0)
+    text = _KernelText(spec, work, names, even)
+    groups = [_ConsumerText(text, k).write() for k in range(len(work))]
+    generated = [line for _, lines in groups for line in lines]
+    if text.toss is not None and any("coin(" in line for line in generated):  # random bits of two columns differ
+        return write_kernel(spec, False)
+    if text.depth < 2:
+        return None
+    body = text.write(plain.name, unspecialized, "".join(body for body, _ in groups))
+    functions = PACK_PAIRS + ("" if text.toss is None else text.toss.by_rows())
+    return gluon_parts.assemble(spec, plain, gluon_parts.IMPORTS, body, generated, 2, functions)
+
+
+class _PairValues(Values):
+    """Numbers of pairs whose scores the first MMAs made."""
+
+    def __init__(self, spec: Spec, dots: tuple[Expr, ...]):
+        super().__init__(spec)
+        self.dots, self.ringed = dots, folded_numbers(spec)
+
+    def _leaf(self, e: Expr) -> str:
+        return f"{leaf_name(e)}_here[None, :]" if e in self.ringed else super()._leaf(e)
+
+    def drop(self, e: Expr) -> str:
+        """A weight with dropout of two columns at once, without the dropout's factor."""
+        if e.op == "where":  # what a condition hides
+            return f"tl.where({self.number(e.args[0])}, {self.drop(e.args[1])}, 0.0)"
+        found = parted(e, self.spec)
+        assert found is not None and found.pair is not None and found.number is not None
+        toss, number = found.toss, self.number(found.number)
+        less = self.bind((found.number, "less"), f"{number} * {literal(-1 / toss.factor)}", False)
+        row = f"blended({self.number(toss.row)}, {self.block_of(toss.col)}).to(tl.int32)"
+        pairs = f"{self.full(found.weight)}, {self.full(found.pair)}"
+        return self.bind((e, "thrown"), f"thrown({pairs}, {less}, {row}, {self.number(toss.mark)})", True)
+
+    def product(self, x: Expr, y: Expr) -> str:
+        return f"score{next(k for k, e in enumerate(self.dots) if set(e.args) == {x, y})}"
+
+
+class _KernelText:
+    """What a kernel has once: ring buffers and barriers, the producer, the partitions."""
+
+    def __init__(self, spec: Spec, work: tuple[GroupWork, ...], names: Sequence[str], even: bool):
+        self.spec, self.work, self.shares_kept = spec, work, len(work) == 2
+        found = {_find_toss(p.weight, spec) for group in work for p in group.products} if even else {None}
+        self.toss = found.pop() if len(found) == 1 else None  # the dropout of all weights, two columns at once
+        self.dots = tuple(e for group in work for e in group.dots)
+        self.kept = [list(dict.fromkeys(kept_and_folded(e, spec)[0] for e in group.dots)) for group in work]
+        self.numbers = folded_numbers(spec)
+        self.sent = len(work[0].sends)
+        self.residents = sum(map(len, self.kept)) * (1 if self.shares_kept else 2)
+        copied = list(dict.fromkeys(e for group in work for e in self._read(group)))
+        rest = self.residents * _BLOCK_BYTES + self.sent * 2 * GROUP_ROWS * SCHEDULE.folded * 2
+        fits = (SCHEDULE.shared_bytes - rest) // (len(copied) * _BLOCK_BYTES)
+        self.depth = min(SCHEDULE.deepest_ring, fits)
+        users = lambda e: sum(e in self._read(group) for group in work) if self.shares_kept else 2
+        self.rings = {e: Ring.of(e, spec, self.depth, users(e)) for e in copied}
+        self.order = TileOrder(spec)
+        ringed = [f"{leaf_name(e)}_{part}" for e in (*copied, *self.numbers) for part in ("ring", "full", "empty")]
+        sent = [f"sent{k}" for k in range(self.sent)] + (["sent_full", "sent_empty"] if self.sent else [])
+        self.partitions = Partitions(names, ["resident", *ringed, *sent])
+
+    def _read(self, group: GroupWork) -> list[Expr]:
+        """The folded vectors that a group reads."""
+        return [*(kept_and_folded(e, self.spec)[1] for e in group.dots), *(p.vector for p in group.products)]
+
+    def opening(self) -> list[str]:
+        return [*gluon_parts.scalar_opening(self.spec), *self.order.opening]
+
+    def write(self, name: str, unspecialized: Sequence[str], consumers: str) -> str:
+        """The kernel, given its consumers' functions."""
+        produce = [line for ring in self.rings.values() for line in ring.produce("phase")]
+        producer = fill(
+            gluon_parts.PRODUCER,
+            parameters=self.partitions.parameters(),
+            opening=self.opening(),
+            tile=self.order.any(),
+            depth=self.depth,
+            phase=f"((step // {self.depth}) & 1) ^ 1",
+            produce=[*gluon_parts.load_ahead(self.spec, self.numbers, 2), *produce, *self._store_numbers()],
+        )
+        return producer + consumers + self._entry(name, unspecialized)
+
+    def _store_numbers(self) -> list[str]:
+        """In the producer: numbers that were loaded ahead go into their rings."""
+        lines = []
+        for x in map(leaf_name, self.numbers):
+            shift = " >> 1" if self.toss is not None and x == leaf_name(self.toss.mark) else ""
+            lines += [f"mbarrier.wait({x}_empty.index(slot), phase)", f"{x}_ring.index(slot).store({x}{shift})"]
+            lines.append(f"mbarrier.arrive({x}_full.index(slot))")
+        return lines
+
+    def _entry(self, name: str, unspecialized: Sequence[str]) -> str:
+        narrow, depth, folded = f"tl.{self.spec.narrow}", self.depth, SCHEDULE.folded
+        layout = f"tl.NVMMASharedLayout.get_default_for([{GROUP_ROWS}, {WIDTH}], {narrow})"
+        shape = f"[{self.residents}, {GROUP_ROWS}, {WIDTH}]"
+        allocate, init = [gluon_parts.allocate("resident", narrow, shape, layout)], []
+        for ring in self.rings.values():
+            allocate += [ring.allocate_blocks(narrow), *ring.allocate_barriers()]
+            init += [ring.init_full(), ring.init_empty()]
+        for e in self.numbers:
+            x = leaf_name(e)
+            allocate.append(gluon_parts.allocate_numbers(x, self.spec.type_of[e], depth, folded))
+            allocate += [gluon_parts.allocate_barriers(f"{x}_{state}", depth) for state in ("full", "empty")]
+            init += [f"mbarrier.init({x}_full.index(k), count=1)", f"mbarrier.init({x}_empty.index(k), count=2)"]
+        for k in range(self.sent):
+            allocate.append(gluon_parts.allocate(f"sent{k}", narrow, f"[2, {GROUP_ROWS}, {folded}]", _SENT_LAYOUT))
+        if self.sent:
+            allocate += [gluon_parts.allocate_barriers(f"sent_{state}", 2) for state in ("full", "empty")]
+            allocate += [
+                f"mbarrier.init(sent_{state}.index({k}), count=1)" for state in ("full", "empty") for k in range(2)
+            ]
+        own = "KEPT" if self.shares_kept else "KEPT // 2"
+        runs = [(f"consumer{k if self.shares_kept else 0}", k, own) for k in range(2)]
+        return fill(
+            gluon_parts.ENTRY,
+            unspecialized=repr(unspecialized),
+            name=name,
+            arguments=self.partitions.entry(),
+            allocate=allocate,
+            depth=depth,
+            init=init,
+            init_others=[],
+            specialize=self.partitions.specialize(
+                [*runs, ("producer", 0, "KEPT")], ", ".join(map(str, SCHEDULE.registers))
+            ),
+        )
+
+
+# Equal threads of two groups hold the same pairs: each leaves its own side by side, 16 bytes at a time.
+_SENT_LAYOUT = (
+    "tl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], "
+    "[16, 0], [32, 0], [0, 16], [0, 32]])"
+)
+_CONSUMER = """
+
+@gluon.jit
+def {function}(
+    {parameters}
+):
+    # {title}
+    {layouts}
+    {opening}
+    {lanes}
+    {before}
+    {load}
+    fence_async_shared()
+
+    # running values
+    zeros = tl.zeros([KEPT, FOLDED], tl.float32, SCORES)
+    {begin}
+
+    # the first tile
+    step = 0
+    {enter_first}
+    {first_scores}
+    if RAGGED:
+        {first_cut}
+    else:
+        {first_whole}
+    {hold}
+    # whole tiles: the scores of each beside the sums of the one before
+    for step in range(1, whole_steps):
+        {whole}
+    if RAGGED:
+        # tiles that a condition or the end of the folded axis cuts
+        for step in range(tl.maximum(whole_steps, 1), steps):
+            {cut}
+    step = steps
+    {last}
+
+    # results
+    {results}
+"""
+
+
+class _ConsumerText:
+    """The function of a consumer warp group: its share of the work, in every tile."""
+
+    def __init__(self, text: _KernelText, at: int):
+        self.text, self.spec, self.work, self.at = text, text.spec, text.work[at], at
+        self.v = _PairValues(self.spec, text.dots)
+        kept = text.kept[at]
+        first = str(sum(map(len, text.kept[:at]))) if text.shares_kept else f"GROUP * {len(kept)}"
+        self.residents = {e: f"resident.index({first} + {k})" for k, e in enumerate(kept)}
+        self.weights = [f"weight{k}" for k in range(len(self.work.products))]
+
+    def write(self) -> tuple[str, list[str]]:
+        """The function, and of it the lines that come from code generation."""
+        work, v, text = self.work, self.v, self.text
+        load = [gluon_parts.load_resident(v.pointer(e), e, smem) for e, smem in self.residents.items()]
+        blocks = {e: f"{leaf_name(e)}_block" for e in [*self.residents][: work.held]}
+        hold = [f"{x} = {self.residents[e]}.load(tl.DotOperandLayout(0, SCORES, 2))" for e, x in blocks.items()]
+        truths = tile_ranges.preferred(self.spec.fold) if self.spec.bounds else {}
+        whole, cut = self._weigh(truths, False), self._weigh({}, True)
+        results = self._results()
+        title = "a consumer warp group has its own kept indices of the tile"
+        if text.shares_kept:
+            title = (
+                f"a consumer warp group {'is sent' if work.takes else 'sends'} factors of weights, and has its own sums"
+            )
+        body = fill(
+            _CONSUMER,
+            function=f"consumer{self.at}",
+            title=title,
+            parameters=text.partitions.parameters(),
+            layouts=gluon_parts.layouts(WIDTH),
+            opening=[*text.opening(), *([] if text.shares_kept else ["tile = tile * 2 + GROUP"])],
+            lanes=gluon_parts.lanes(WIDTH),
+            before=v.before,
+            load=load,
+            begin=[f"sum{k} = tl.zeros([KEPT, {WIDTH}], tl.float32, SUMS)" for k in work.places],
+            enter_first=enter_tile(text.order.any()),
+            first_scores=[*self._start_scores(self.residents), *self._wait_scores(0, [])],
+            first_cut=[*cut, *self._rename_weights()],
+            first_whole=[*whole, *self._rename_weights()],
+            hold=hold,
+            whole=self._step(self.residents | blocks, whole, text.order.whole()),
+            cut=self._step(self.residents | blocks, cut, text.order.cut()),
+            last=[*self._start_sums(work.products), self._wait_sums([])],
+            results=results,
+        )
+        return body, [*text.opening(), *v.before, *whole, *cut]
+
+    def _step(self, blocks: Mapping[Expr, str], arithmetic: list[str], tile: str) -> list[str]:
+        """One tile: start its scores and the sums of the tile before, make weights of the scores while the sums run."""
+        early, products = self.work.early, self.work.products
+        used = dict.fromkeys(p.vector for p in products)
+        return [
+            *enter_tile(tile),
+            *self._start_sums(products[:early]),
+            *self._start_scores(blocks),
+            *self._start_sums(products[early:]),
+            *self._wait_scores(len(self.weights) - early, self.weights[:early]),
+            *arithmetic,
+            self._wait_sums(self.weights[early:]),
+            *(self.text.rings[e].release("(step - 1)") for e in used),
+            *self._rename_weights(),
+        ]
+
+    def _rename_weights(self) -> list[str]:
+        return [f"{w} = next{k}" for k, w in enumerate(self.weights)]
+
+    def _start_scores(self, blocks: Mapping[Expr, str]) -> list[str]:
+        """Start the first MMAs of a tile."""
+        lines, waited = [], set()
+        for e in self.work.dots:
+            kept, folded = kept_and_folded(e, self.spec)
+            ring = self.text.rings[folded]
+            if folded not in waited:
+                lines.append(ring.wait())
+                waited.add(folded)
+            block = f"{ring.block(WIDTH)}.permute((1, 0))"
+            lines.append(
+                f"{self._score(e)} = warpgroup_mma({blocks[kept]}, {block}, zeros, use_acc=False, is_async=True)"
+            )
+        return lines
+
+    def _score(self, e: Expr) -> str:
+        return f"score{self.text.dots.index(e)}"
+
+    def _wait_scores(self, running: int, more: list[str]) -> list[str]:
+        """Wait for the scores while so many MMAs run on; release blocks that only scores read."""
+        names = ", ".join([*map(self._score, self.work.dots), *more])
+        summed = {p.vector for p in self.work.products}
+        free = [e for e in dict.fromkeys(kept_and_folded(e, self.spec)[1] for e in self.work.dots) if e not in summed]
+        return [
+            f"{names} = warpgroup_mma_wait({running}, deps=[{names}])",
+            *(self.text.rings[e].release() for e in free),
+        ]
+
+    def _start_sums(self, products: Sequence[Product]) -> list[str]:
+        """Start the second MMAs of the tile before; blocks that its scores read have come."""
+        lines, waited = [], {kept_and_folded(e, self.spec)[1] for e in self.work.dots}
+        for p in products:
+            ring = self.text.rings[p.vector]
+            if p.vector not in waited:
+                lines.append(ring.wait("(step - 1)"))
+                waited.add(p.vector)
+            weight = self.weights[self.work.products.index(p)]
+            block = ring.block(WIDTH, "(step - 1)")
+            lines.append(f"sum{p.place} = warpgroup_mma({weight}, {block}, sum{p.place}, is_async=True)")
+        return lines
+
+    def _wait_sums(self, more: list[str]) -> str:
+        names = ", ".join([*(f"sum{k}" for k in self.work.places), *more])
+        return f"{names} = warpgroup_mma_wait(0, deps=[{names}])"
+
+    def _weigh(self, truths: dict[Expr, bool], masked: bool) -> list[str]:
+        """The arithmetic of a tile, from its scores to its weights, ``next{k}``; what is sent comes first."""
+        work, v, narrow, depth = self.work, self.v, self.spec.narrow, self.text.depth
+        v.loop(masked)
+        write = v.full if self.text.toss is None else v.drop
+        seen = lambda e: v.seen_name(write(known(e, truths)), "0.0")
+        for x in map(leaf_name, self.text.numbers):
+            v.inside.append(f"mbarrier.wait({x}_full.index(step % {depth}), (step // {depth}) & 1)")
+            v.inside.append(f"{x}_here = {x}_ring.index(step % {depth}).load(tl.SliceLayout(0, SCORES))")
+            v.inside.append(f"mbarrier.arrive({x}_empty.index(step % {depth}))")
+        if work.takes:
+            v.inside.append("mbarrier.wait(sent_full.index(step % 2), (step // 2) & 1)")
+            v.inside += [f"{leaf_name(e)} = sent{k}.index(step % 2).load(SCORES)" for k, e in enumerate(work.takes)]
+            v.inside.append("mbarrier.arrive(sent_empty.index(step % 2))")
+            v.inside += [f"{leaf_name(e)}_wide = {leaf_name(e)}.to(tl.float32)" for e in work.takes]
+            v.inner |= {e: f"{leaf_name(e)}_wide" for e in work.takes}
+        if work.sends:
+            texts = [seen(f) for f in work.sends]
+            v.inside.append("mbarrier.wait(sent_empty.index(step % 2), ((step // 2) & 1) ^ 1)")
+            v.inside += [f"sent{k}.index(step % 2).store(({t}).to(tl.{narrow}))" for k, t in enumerate(texts)]
+            v.inside.append("mbarrier.arrive(sent_full.index(step % 2))")
+        for k, p in enumerate(work.products):
+            v.inside.append(f"next{k} = pack_pairs(tl.convert_layout(({seen(p.weight)}).to(tl.{narrow}), WEIGHTS))")
+        return v.inside
+
+    def _results(self) -> list[str]:
+        lines, smem = [], next(iter(self.residents.values()))
+        for k in self.work.places:
+            total, scale = f"sum{k}", self.spec.fold.scaled[k][1]
+            total = total if self.text.toss is None else f"({total} * {literal(self.text.toss.factor)})"
+            if scale is not ONE:
+                factor = self.v.number(scale)
+                total = f"({total} * {f'tl.convert_layout({factor}, SUMS)' if self.spec.keeps(scale) else factor})"
+            lines += gluon_parts.store_vectors(k, WIDTH, smem, total, self.spec.narrow)
+        return lines
+
+
+def _find_toss(weight: Expr, spec: Spec) -> Toss | None:
+    """The dropout of a weight, where it can take two columns at once."""
+    found = parted(weight, spec)
+    return found.toss if found is not None and found.number is not None and spec.keeps(found.number) else None

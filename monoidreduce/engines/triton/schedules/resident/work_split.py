@@ -1,0 +1,226 @@
+"""How two consumer warp groups divide a fold that sums vectors, its weights made of one product or several.
+
+- **Own kept indices.** Where all sums fit beside the scores in a group's registers, each group has half of the kept
+  tile and does the same work.
+- **Shared kept indices.** Where they do not fit (a gated MLP's three column gradients), both groups have the same kept
+  indices and divide the sums. One score, the cotangents', is a factor of some of the weights. The receiver makes that
+  score and has those sums; the sender makes all other scores, has the other sums, and sends the other factor, in 16
+  bits, through shared memory.
+- **Single warp group.** Two column gradients (attention's) fit in one group's registers with nothing to spare. One
+  group is then an instance by itself, and two instances share a multiprocessor (``single_warpgroup.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .....plan.op_counts import SPECIAL
+from .....program.constructors import ONE, ZERO, apply
+from .....program.contract import contractions
+from .....program.expression import Expr, node, topological
+from ...codegen.accumulators import factored
+from ...codegen.kernel_spec import WIDEST, Spec
+from ..gluon_parts import GROUP_ROWS
+from ..spec_from_tensors import condition_leaves
+
+FOLDED = 64  # folded indices of a tile
+WIDTH = 128  # of all vectors
+_MOST_SENT = 2  # factors of a pair that are sent
+_MOST_SCORES = 3  # of a tile
+# How many numbers per folded index there may be, by the counts of scores and sums. With one score and two of them these
+# kernels take 1.07 of the time of the compiler's schedule, with one 0.82 (H200; docs/internals/mlp-kernels.md).
+_NUMBERS = {(1, 1): 1, (2, 1): 2, (3, 1): 2, (2, 2): 4}
+_REGISTERS = 224  # of a thread, for what a group holds
+# Functions that take few instructions in 16 bits. Weights that take longer than the MMAs want more warps than two
+# groups have: a gated MLP of softplus and tanh (mish) takes 1.10 of the compiler schedule's time; with these functions
+# it takes 0.80 to 0.87 (H200; docs/internals/mlp-kernels.md).
+_QUICK = ("exp", "exp2", "expm1", "gate", "gelu", "normal_gate", "sigmoid", "silu", "tanh")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight times a vector, added to the sum of a reduction."""
+
+    place: int
+    weight: Expr
+    vector: Expr
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """What a consumer group does in every tile: scores, factors that it sends or is sent, and sums."""
+
+    dots: tuple[Expr, ...]
+    products: tuple[Product, ...]
+    sends: tuple[Expr, ...] = ()
+    takes: tuple[Expr, ...] = ()
+    early: int = 0  # how many of its sums are started before a tile's scores, instead of after
+    held: int = 0  # kept operands that are multiplied from registers
+    alone: bool = False  # whether it is an instance by itself
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The reductions whose sums it has."""
+        return tuple(dict.fromkeys(p.place for p in self.products))
+
+    def fits(self) -> bool:
+        """True when registers hold its scores and sums, and its weights while they are made and multiplied."""
+        held = len(self.places) * WIDTH // 2 + (len(self.dots) + len(self.products)) * FOLDED // 2
+        held += self.held * WIDTH // 4 - self.early * FOLDED // 4
+        return held <= _REGISTERS and len(self.sends) <= _MOST_SENT
+
+
+@functools.lru_cache(maxsize=1024)
+def divide_work(spec: Spec) -> tuple[GroupWork, ...]:
+    """The work of the consumer groups: one that both do on kept indices of their own, or two on the same kept indices.
+    Empty where there is no such kernel, or where the compiler's schedule is faster."""
+    if spec.narrow != "bfloat16" or spec.split or spec.deep or spec.fold.raised:
+        return ()
+    if spec.bounds and (condition_leaves(spec.fold) or len(spec.fold.reductions) > 2):
+        return ()
+    products, under = list(_products(spec)), topological(spec.fold.reductions)
+    dots = tuple(e for e in under if e.op in ("dot", "sqdist", "fsum"))
+    numbers, sums = folded_numbers(spec), len(spec.fold.reductions)
+    least = 1 if sums == 1 and not spec.bounds else 2  # one score under a condition took 1.4 of its time
+    ringed = len(numbers) <= _NUMBERS.get((len(dots), sums), 0)
+    ringed &= all(spec.type_of[e] in ("float32", "int32") and not e.is_pair for e in numbers)
+    slow = any(e.is_pair and e.op in SPECIAL and e.op not in _QUICK for e in under)
+    if (
+        not products
+        or (numbers and not ringed)
+        or slow
+        or not least <= len(dots) <= _MOST_SCORES
+        or not all(_multiplies(e, spec) for e in dots)
+    ):
+        return ()
+    return _single_group(spec, dots, products) if sums == 2 else _two_groups(sums, dots, products)
+
+
+def _single_group(spec: Spec, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+    """One group's work: two scores and two sums of the same blocks, where one sum's weights need one score alone."""
+    blocks = {kept_and_folded(e, spec)[1] for e in dots}
+    if len(dots) != 2 or len(products) != 2 or len(blocks) != 2 or blocks != {p.vector for p in products}:
+        return ()
+    needs = [[e for e in dots if e in topological([p.weight])] for p in products]
+    first = next((k for k in range(2) if len(needs[k]) == 1 and len(needs[1 - k]) == 2), None)
+    if first is None or products[0].place == products[1].place or len({kept_and_folded(e, spec)[0] for e in dots}) != 2:
+        return ()
+    (lead,) = needs[first]
+    ordered = lead, *(e for e in dots if e is not lead)
+    return (GroupWork(ordered, (products[first], products[1 - first]), alone=True),)
+
+
+def count_kept(found: Sequence[GroupWork]) -> int:
+    """How many kept indices an instance has."""
+    return GROUP_ROWS if len(found) == 2 or found[0].alone else 2 * GROUP_ROWS
+
+
+def _two_groups(sums: int, dots: tuple[Expr, ...], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+    """One sum: the same work on own kept indices. More than registers hold: a sender and a receiver."""
+    if sums == 1:
+        whole = GroupWork(dots, tuple(products))
+        return (whole,) if whole.fits() else ()
+    if sums * WIDTH <= WIDEST:
+        return ()
+    pairs = (_sender_and_receiver(e, dots, products) for e in dots)
+    return next((found for found in pairs if found and all(group.fits() for group in found)), ())
+
+
+def folded_numbers(spec: Spec) -> tuple[Expr, ...]:
+    """The numbers per folded index. The producer loads them: each thread of a group needs a quarter of them."""
+    under = topological(spec.fold.reductions)
+    return tuple(e for e in under if e.op == "leaf" and e.feature is None and spec.folds(e))
+
+
+def kept_and_folded(e: Expr, spec: Spec) -> tuple[Expr, Expr]:
+    """The kept and the folded vectors of a product."""
+    return (e.args[1], e.args[0]) if spec.folds(e.args[0]) else (e.args[0], e.args[1])
+
+
+def _products(spec: Spec) -> Iterator[Product]:
+    """The products of all sums; none where some reduction is no such sum."""
+    found = []
+    for place, (r, scale) in enumerate(spec.fold.scaled):
+        if r.attrs[0] != "sum" or spec.folds(scale) or r.args[0].dtype != "float":
+            return
+        for c in map(factored, contractions(r.args[0], spec.over)):
+            if c.walk or c.minus is not None or c.vector is None or not c.weight.is_pair or not _copied(c.vector, spec):
+                return
+            found.append(Product(place, c.weight, c.vector))
+    yield from found
+
+
+def _copied(e: Expr, spec: Spec) -> bool:
+    """True for a leaf of the folded axis whose blocks tensor descriptors copy."""
+    return e in spec.box_of and spec.folds(e) and spec.width(e.feature) == WIDTH
+
+
+def _multiplies(e: Expr, spec: Spec) -> bool:
+    """True for a product of kept vectors with vectors whose blocks are copied."""
+    if e.op != "dot" or any(a.op != "leaf" or spec.type_of[a] != spec.narrow for a in e.args):
+        return False
+    kept, folded = kept_and_folded(e, spec)
+    return spec.keeps(kept) and _copied(folded, spec)
+
+
+def _sender_and_receiver(lead: Expr, dots: Sequence[Expr], products: Sequence[Product]) -> tuple[GroupWork, ...]:
+    """The two groups' work where one score (``lead``) is a factor of some weights and is in no others; else nothing."""
+    under = [lead in topological([p.weight]) for p in products]
+    factors = [_factor_beside(p.weight, lead) if yes else None for p, yes in zip(products, under, strict=True)]
+    sends = tuple(dict.fromkeys(f for f in factors if f is not None))
+    if (
+        [f is not None for f in factors] != under
+        or not 0 < sum(under) < len(under)
+        or any(not f.is_pair for f in sends)
+    ):
+        return ()
+    came = [
+        node("leaf", (), (f"came{k}",), rows=True, cols=True, feature=None, dtype="float") for k in range(len(sends))
+    ]
+    own, others = [], []
+    for p, f in zip(products, factors, strict=True):
+        if f is None:
+            own.append(p)
+        else:
+            others.append(replace(p, weight=_times(lead, came[sends.index(f)], f)))
+    rest = tuple(e for e in dots if e is not lead)
+    sender = GroupWork(rest, tuple(own), sends=sends, early=len(own), held=1)
+    return sender, GroupWork((lead,), tuple(others), takes=tuple(came))
+
+
+def _times(lead: Expr, came: Expr, factor: Expr) -> Expr:
+    """A score times the factor that was sent; 0 where a condition made that 0, since the score may be infinite."""
+    product = apply("mul", lead, came)
+    if not any(e.op == "where" and ZERO in e.args[1:] for e in topological([factor])):
+        return product
+    return apply("where", apply("ne", came, ZERO), product, ZERO)
+
+
+def _factor_beside(weight: Expr, lead: Expr) -> Expr | None:
+    """What a score is multiplied by in a weight; None where it is not just a factor."""
+    dependent: set[Expr] = {lead}  # expressions that contain the score
+    found: dict[Expr, Expr | None] = {}
+    for e in topological([weight], stop=lambda e: e is lead):
+        if not dependent.isdisjoint(e.args):
+            dependent.add(e)
+        found[e] = _factor_of(e, lead, dependent, found)
+    return found[weight]
+
+
+def _factor_of(e: Expr, lead: Expr, dependent: set[Expr], found: dict[Expr, Expr | None]) -> Expr | None:
+    """:func:`_factor_beside` of a node, given that of its arguments."""
+    if e is lead or e is ZERO:
+        return ONE if e is lead else ZERO
+    inside = [a in dependent for a in e.args]
+    if e.op in ("neg", "add", "sub"):
+        factored_out = [True] * len(inside)
+    elif (e.op == "where" and not inside[0]) or (e.op == "mul" and inside == [False, True]):
+        factored_out = [False] + [True] * (len(inside) - 1)
+    elif e.op in ("mul", "div") and inside == [True, False]:
+        factored_out = inside
+    else:
+        return None
+    args = [found[a] if yes else a for a, yes in zip(e.args, factored_out, strict=True)]
+    return None if None in args else apply(e.op, *args)

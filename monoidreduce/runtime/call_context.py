@@ -1,0 +1,122 @@
+"""What surrounds a call: who traces it, whether autocast is on, and the settings in force.
+
+A call on plain tensors that nobody traces takes the fast paths (a cached plan, recorded launches). The settings are
+context variables (``mr.budget``, ``mr.skip_below``, ``mr.use(precision=, strict=, tune=)``, the plans that are
+followed), and torch runs a backward on a GPU in a thread of its own, where no block of the caller's is open: so the
+forward keeps its settings, and the backward applies them.
+
+Inside ``torch.autocast`` every floating argument but float64 is cast to the region's type, so that types may be mixed
+there, as in torch's own fused layers; arithmetic and accumulation are ours as always (float32 for 16-bit inputs), with
+autocast off. Outside, mixed types stay an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..engines import triton
+from ..engines.common import matmul, skip_small_tiles
+from ..plan import budget, plan_records, schedule
+from ..program.declarations import Parameter
+from ..tuning import tuner
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_untraced() -> bool:
+    """Whether nothing traces or transforms torch's calls: no compiler, fake tensors, transform, forward-mode level."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all tensors among these values hold numbers (no subclass), and nothing traces the call."""
+    return is_untraced() and all([type(v) in PLAIN for v in values if isinstance(v, Tensor)])
+
+
+def need_gradient(values: Sequence[Any]) -> bool:
+    """Whether any of these requires a gradient."""
+    return True in [isinstance(v, Tensor) and v.requires_grad for v in values]
+
+
+# Settings
+
+Settings = tuple[int | None, tuple, Any, Any]
+
+
+def current_settings() -> Settings:
+    """The settings in force, to be kept for a backward."""
+    return budget.requested(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.requested()
+
+
+@contextlib.contextmanager
+def apply_settings(settings: Settings) -> Iterator[None]:
+    """Put settings in force again inside the block."""
+    limit, asked, followed, skipped = settings
+    before, token = matmul.asked.set(asked), schedule.followed.set(followed)
+    try:
+        with budget.restore(limit), skip_small_tiles.restore(skipped):
+            yield
+    finally:
+        matmul.asked.reset(before)
+        schedule.followed.reset(token)
+
+
+def launch_key() -> tuple | None:
+    """The settings that decide which kernels run a fold, besides its tensors. None where recorded launches must not be
+    used: a plan is followed or tried, or this is a second attempt with less memory."""
+    if schedule.followed.get() is not None or budget.shrink_factor() > 1 or not tuner.is_idle():
+        return None
+    asked = matmul.asked.get()
+    return asked, budget.requested(), plan_records.generation(), matmul.float32_precision(), triton.overriding_plans()
+
+
+# Autocast
+
+
+@functools.cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+def autocast_device(values: Iterable[Any]) -> str | None:
+    """The type of device whose autocast region this call is in; None outside."""
+    for v in values:
+        if isinstance(v, Tensor):
+            device = v.device.type
+            return device if _has_autocast(device) and torch.is_autocast_enabled(device) else None
+    return None
+
+
+def without_autocast(values: Iterable[Any]) -> contextlib.AbstractContextManager:
+    """A block without autocast for these values' device."""
+    device = autocast_device(values)
+    return torch.autocast(device, enabled=False) if device else contextlib.nullcontext()
+
+
+def call_in_autocast(
+    call: Callable, parameters: Mapping[str, Parameter], device: str, args: tuple, kwargs: dict
+) -> Any:
+    """Call with the arguments cast to the region's type, and autocast off."""
+    dtype = torch.get_autocast_dtype(device)
+    cast = [_cast(v, p, dtype) for v, p in zip(args, parameters.values(), strict=False)]
+    named = {n: _cast(v, parameters.get(n), dtype) for n, v in kwargs.items()}
+    with torch.autocast(device, enabled=False):
+        return call(*cast, *args[len(cast) :], **named)
+
+
+def _cast(value: Any, p: Parameter | None, dtype: torch.dtype) -> Any:
+    """A number (a temperature) keeps its digits, and float64 its precision, as in torch."""
+    if not isinstance(value, Tensor) or p is None or p.axis == "number":
+        return value
+    return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value

@@ -1,0 +1,398 @@
+"""Launches that were recorded, found again for calls of the same kind.
+
+Which kernels run is decided by the tensors' types, shapes, strides and alignment (``triton.kind``), by the signs of
+numbers, and by the settings (``call_context.launch_key``). For tensors of one kind, three things are replayed:
+
+- :class:`PassReplay`: one fold, its launches looked up once;
+- :class:`ForwardReplays`: a whole program of one pass whose steps are all launches, as one function;
+- :class:`BackwardReplays`: the backward of such a program, likewise.
+
+Nothing here differentiates or falls back: where there is no recording (torch's own arithmetic between the steps,
+settings out of the ordinary, memory that runs out) the answer is None, and ``autograd.py`` runs the program step by
+step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..engines import panel, triton
+from ..engines.auto import planner
+from ..engines.common import oom_retry
+from ..engines.common.bounded_cache import BoundedCache
+from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import GradientProgram
+from ..engines.common.one_sided import Side
+from ..engines.common.torch_code import Script, script
+from ..errors import NoGradientError
+from ..program.backward import backward, numbered
+from ..program.expression import Expr, topological
+from ..program.lower import Fold, Lowered
+from . import saved_row_gradients
+from .call_context import PLAIN, Settings, apply_settings, current_settings, launch_key
+from .registry import ENGINES
+
+MOST = 64  # recordings of one pass, program or backward
+_PAIRS = 2**32  # of more pairs, the host's time for a call does not count beside the kernels
+_MISSING: Any = object()
+Needs = tuple[bool, ...]
+Results = tuple[list[Tensor], list[Tensor]]  # those asked for, and those kept for a backward
+Launches = Callable[[Sequence[Any]], Results]
+
+
+def _kernels(fold: Fold, leaves: list[Any], sizes: Sizes) -> triton.Ready | None:
+    return (triton.ready_deep if panel.is_wide(fold, sizes) else triton.ready)(fold, leaves, sizes)
+
+
+READY: dict[str, Callable[..., triton.Ready | None]] = {"auto": planner.prepare_launches, "triton": _kernels}
+
+
+def can_record(engine: str, sizes: Sizes) -> bool:
+    """Whether an engine's folds are launches on this device."""
+    return engine in READY and bool(sizes.rows) and bool(sizes.cols) and triton.runs_on(sizes.device)
+
+
+class PassReplay:
+    """A fold on leaves of one kind: its launches, by the settings and by the numbers among the leaves.
+
+    ``shown``: the results that are asked for; the others are kept for a backward."""
+
+    def __init__(self, fold: Fold, sizes: Sizes, engine: str, shown: tuple[int, ...]):
+        self.fold, self.sizes, self.engine, self.shown = fold, sizes, engine, shown
+        self.rest = tuple(k for k in range(len(fold.outputs)) if k not in shown)
+        self.numbers: tuple[int, ...] = ()
+        self.store: Any = None  # the engine's cache that the launches are from
+        self.known: BoundedCache[tuple, Launches] = BoundedCache(MOST)
+
+    def __call__(self, leaves: Sequence[Any]) -> Results:
+        """The results that are shown, and the others."""
+        key = launch_key()
+        if key is None:
+            return self._run(leaves)
+        if self.store is not triton.store():
+            self.known.clear()
+            self.numbers = tuple(k for k, v in enumerate(leaves) if not isinstance(v, Tensor))
+            self.store = triton.store()
+        if self.numbers:
+            key += triton.signs([leaves[k] for k in self.numbers])
+        known = self.known.find(key)
+        return self._first(leaves, key) if known is None else known(leaves)
+
+    def join(self, shown: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+        """All results in order; ``rest`` may be one tensor that holds them one behind the other."""
+        found: list[Any] = [None] * len(self.fold.outputs)
+        for k, t in zip(self.shown, shown, strict=True):
+            found[k] = t
+        for k, t in zip(self.rest, rest if len(rest) == len(self.rest) else rest[0].unbind(), strict=True):
+            found[k] = t
+        return found
+
+    def _run(self, leaves: Sequence[Any]) -> Results:
+        return self._split(ENGINES[self.engine](self.fold, list(leaves), self.sizes))
+
+    def _first(self, leaves: Sequence[Any], key: tuple) -> Results:
+        """Run by the engine; what it did is kept, as launches where it is nothing else."""
+        found = self._run(leaves)
+        ready = READY[self.engine](self.fold, list(leaves), self.sizes)
+        self.known.keep(key, self._engine_run(leaves) if ready is None else triton.Parted(ready, self.shown))
+        return found
+
+    def _engine_run(self, leaves: Sequence[Any]) -> Launches:
+        """The engine or, where it is known what it chooses, that."""
+        run = planner.prepare_topk(self.fold, leaves, self.sizes) if self.engine == "auto" else None
+        return self._run if run is None else lambda given: self._split(run(given))
+
+    def _split(self, found: list[Tensor]) -> Results:
+        return [found[k] for k in self.shown], [found[k] for k in self.rest]
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramSteps:
+    """A program for an engine; ``numbers`` names the inputs that are Python numbers.
+
+    ``total``: the sums of its outputs, which are numbers per row, are asked for."""
+
+    engine: str
+    program: Lowered
+    numbers: frozenset[str]
+    total: bool = False
+
+    @functools.cached_property
+    def script(self) -> Script:
+        return script(self.program, self.numbers, True)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Expr, ...]:
+        """The expressions of the inputs."""
+        roots = [*(e for p in self.program.passes for e in p.feeds), *self.program.outputs]
+        known = {e.attrs[0]: e for e in topological(roots) if e.op in ("input", "leaf")}
+        return tuple(known[name] for name in self.script.inputs)
+
+    @functools.cached_property
+    def are_launches(self) -> bool:
+        """Whether this is one pass, and nothing but steps that may be launches, whose results are returned; sums, only
+        of the results of the last step, which is arithmetic of one side."""
+        made = self.script
+        if self.engine not in READY or len(self.program.passes) != 1 or made.steps is None:
+            return False
+        if self.total and (
+            not isinstance(made.steps[-1].what, Side) or set(made.steps[-1].results) != {*made.returned}
+        ):
+            return False
+        theirs = {name for step in made.steps if not isinstance(step.what, Expr) for name in step.results}
+        return theirs.issuperset(made.returned) and len(set(made.returned)) == len(made.returned)
+
+    def number_arithmetic(self, sizes: Sizes) -> triton.NumberArithmetic | None:
+        """The arithmetic of numbers alone among the steps, if there is any."""
+        is_number = lambda what: isinstance(what, Expr) and what.op != "batch_index"
+        steps = [step for step in self.script.steps or () if is_number(step.what)]
+        pairs = zip(self.script.names, self.script.inputs, strict=True)
+        names = [name for name, given in pairs if given in self.numbers]
+        return triton.NumberArithmetic(steps, names, sizes) if steps else None
+
+    def record(self, values: Sequence[Any], sizes: Sizes) -> triton.RecordedLaunches | None:
+        """The launches on these inputs, if nothing else is done; they are run on the way."""
+        if not self.are_launches:
+            return None
+        with torch.no_grad():
+            known = dict(zip(self.script.names, values, strict=True))
+            folder, numbers = functools.partial(self._fold, sizes), self.number_arithmetic(sizes)
+            return triton.record(self.script.steps or (), known, folder, sizes, numbers, self.total)
+
+    def _fold(self, sizes: Sizes, fold: Fold, leaves: list[Any]) -> Any:
+        ready = READY[self.engine](fold, leaves, sizes)
+        return ([], None) if ready is None else (ready(leaves), ready.recipes(leaves))
+
+
+class ForwardReplays:
+    """The recordings of a program on inputs of one kind, by the settings and by the numbers among the inputs."""
+
+    def __init__(self, steps: ProgramSteps):
+        self.steps = steps
+        names = steps.script.inputs
+        self.numbers = tuple(k for k, name in enumerate(names) if name in steps.numbers)
+        self.tensors = tuple(k for k, name in enumerate(names) if name not in steps.numbers)
+        self.arithmetic: triton.NumberArithmetic | None = None
+        self.store: Any = None  # the engine's cache that the launches are from
+        self.known: BoundedCache[tuple, ForwardReplay | None] = BoundedCache(MOST)
+
+    def find(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
+        """The recording for these inputs, made now if there is none; None where there can be none."""
+        key = launch_key()
+        if key is None:
+            return None
+        if self.store is not triton.store():
+            self.known.clear()
+            self.store, self.arithmetic = triton.store(), self.steps.number_arithmetic(sizes)
+        if self.numbers:
+            numbers = [values[k] for k in self.numbers]
+            key += triton.signs(numbers if self.arithmetic is None else (*numbers, *self.arithmetic(*numbers)))
+        found = self.known.find(key, _MISSING)
+        if found is not _MISSING:
+            return found
+        made = (
+            oom_retry.run_or_fall_back(self._record, lambda *_: None, (sizes, values), sizes)
+            if self._pays(sizes)
+            else None
+        )
+        return self.known.keep(key, made)
+
+    def _pays(self, sizes: Sizes) -> bool:
+        """Whether the host's time counts, and the forward is the same with and without gradients: of many pairs it may
+        keep more for a backward."""
+        pairs = math.prod(sizes.batch) * sizes.rows * sizes.cols
+        keeps = saved_row_gradients.many(sizes) and any(
+            saved_row_gradients.may_keep(p.fold) for p in self.steps.program.passes
+        )
+        return pairs <= _PAIRS and not keeps
+
+    def _record(self, sizes: Sizes, values: Sequence[Any]) -> ForwardReplay | None:
+        recorded, made = self.steps.record(values, sizes), self.steps.script
+        if recorded is None:
+            return None
+        moves = any(self.moving or ())  # else nothing has a backward
+        kept = [name for name in recorded.results if moves and name not in made.returned]
+        tensors = [made.names[k] for k in self.tensors]
+        launches = triton.ProgramReplay(recorded, made.names, tensors, made.returned, kept, sizes)
+        if saved_row_gradients.many(sizes) and not launches.lean:
+            return None
+        backwards = BackwardReplays(self.steps, sizes, recorded.results, launches.kept)
+        is_wide = any(panel.is_wide(p.fold, sizes) for p in self.steps.program.passes)
+        saved = len(self.tensors) + len(self.steps.program.outputs) + bool(launches.kept.places)
+        return ForwardReplay(launches, backwards, sizes, is_wide, saved)
+
+    @functools.cached_property
+    def moving(self) -> tuple[frozenset[int], ...] | None:
+        """Per output, the tensors whose gradients it has a part in; None where the backward is no program."""
+        inputs, count = self.steps.inputs, len(self.steps.program.outputs)
+        wanted = tuple(k in self.tensors for k in range(len(inputs)))
+        given = [tuple(k == n for k in range(count)) for n in range(count)]
+        try:
+            found = [backward(self.steps.program, inputs, wanted, one) for one in given]
+        except NoGradientError:  # torch may have one
+            return None
+        return tuple(frozenset(k for k, e in enumerate(grads) if e is not None) for grads in found)
+
+    @functools.cached_property
+    def all_move(self) -> bool:
+        """Whether all outputs have a part in all gradients that can be asked for."""
+        floats = {k for k in self.tensors if self.steps.inputs[k].dtype == "float"}
+        return all(found == floats for found in self.moving or ())
+
+    def fixed(self, values: Sequence[Any]) -> list[int]:
+        """The outputs that have no part in any gradient that is asked for."""
+        moving = self.moving or ()
+        return [n for n, found in enumerate(moving) if not any(values[k].requires_grad for k in found)]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardReplay:
+    """A recorded forward: ``launches.run`` gives the outputs, the tensors that a backward needs, and the numbers."""
+
+    launches: triton.ProgramReplay
+    backwards: BackwardReplays
+    sizes: Sizes
+    is_wide: bool  # its gradients take panels, which are not recorded here
+    saved: int  # how many tensors a backward needs
+
+
+class Saved(NamedTuple):
+    """What a backward is given: the inputs that are tensors, the outputs and (if there is one) the buffer of what was
+    kept; a cotangent per output; the inputs that are numbers."""
+
+    tensors: tuple[Tensor, ...]
+    cotangents: tuple[Tensor | None, ...]
+    numbers: tuple[Any, ...]
+
+    @property
+    def given(self) -> tuple[bool, ...]:
+        """Which cotangents there are."""
+        return tuple([g is not None for g in self.cotangents])
+
+    def kind(self) -> tuple | None:
+        """All that kernels look at in them; None where one is not a plain tensor. Saved tensors may come back otherwise
+        than they were given, and cotangents have any strides: this is looked at in every backward."""
+        found: list[Any] = []
+        for v in (*self.tensors, *self.cotangents):
+            if v is None:
+                found.append(None)
+            elif type(v) in PLAIN:
+                found += (v.dtype, v.shape, v.stride(), v.data_ptr() & 15)
+            else:
+                return None
+        return tuple(found)
+
+
+class BackwardReplays:
+    """The backward of a recorded forward: recordings by the gradients that are needed and the kind of all tensors.
+
+    ``results``: what those of its pass are called in the forward, where they are outputs or lie in the buffer
+    ``kept``."""
+
+    def __init__(self, steps: ProgramSteps, sizes: Sizes, results: Sequence[str], kept: triton.Buffer):
+        self.steps, self.sizes, self.results, self.kept = steps, sizes, results, kept
+        self.settings: Settings = current_settings()
+        self.known: BoundedCache[tuple, triton.ProgramReplay | None] = BoundedCache(MOST)
+        self.programs: dict[tuple, GradientProgram] = {}
+        self.arithmetic: dict[tuple, tuple[triton.NumberArithmetic | None, list[int]]] = {}
+
+    def find(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
+        """The recording for tensors like these, made now if there is none; None where there can be none."""
+        kind = saved.kind()
+        if kind is None:
+            return None
+        key = (needs, *kind, *self._signs(needs, saved)) if saved.numbers else (needs, *kind)
+        found = self.known.find(key, _MISSING)
+        if found is not _MISSING:
+            return found
+        with apply_settings(self.settings):
+            made = oom_retry.run_or_fall_back(self._record, lambda *_: None, (needs, saved), self.sizes)
+        return self.known.keep(key, made)
+
+    def program(self, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:
+        """The gradients that are needed as a program of the inputs, the pass's results and the cotangents given."""
+        found = self.programs.get((needs, given))
+        if found is None:
+            inputs, names = self.steps.inputs, self.steps.script.inputs
+            outputs = backward(self.steps.program, inputs, needs, given)
+            others = [*(f"P{k}" for k in range(len(self.results))), *(f"c{k}" for k in range(len(given)))]
+            numbers = tuple(name in self.steps.numbers for name in names)
+            exact = self.steps.program.exact
+            found = GradientProgram.of(numbered("x", inputs), others, outputs, needs, numbers, exact)
+            self.programs[needs, given] = found
+        return found
+
+    def leaves(self, saved: Saved) -> list[Any]:
+        """The forward's inputs in their order."""
+        tensors, numbers = iter(saved.tensors), iter(saved.numbers)
+        return [next(numbers if name in self.steps.numbers else tensors) for name in self.steps.script.inputs]
+
+    def others(self, saved: Saved) -> list[Any]:
+        """What gradient programs are given besides the forward's inputs: the pass's results, and the cotangents."""
+        first = len(self.steps.inputs) - len(saved.numbers)
+        known = dict(zip(self.steps.script.returned, saved.tensors[first:], strict=False))
+        if self.kept.places:
+            known |= self.kept.views(saved.tensors[-1])
+        shape, total = (*self.sizes.batch, self.sizes.rows), self.steps.total
+        cotangents = [g.expand(shape) if total and g is not None else g for g in saved.cotangents]
+        return [*(known[name] for name in self.results), *cotangents]
+
+    def _signs(self, needs: Needs, saved: Saved) -> tuple:
+        """What kernels look at in the numbers that a backward computes from those it is given, whose own signs are
+        fixed."""
+        key = (needs, saved.given)
+        if key not in self.arithmetic:
+            made, names = self.program(*key), self.steps.script.inputs
+            numbers = [k for k, name in enumerate(names) if name in self.steps.numbers]
+            steps = ProgramSteps(self.steps.engine, made.program, made.numbers)
+            places = [numbers.index(k) for k in made.sources if k in numbers]
+            self.arithmetic[key] = steps.number_arithmetic(self.sizes), places
+        arithmetic, places = self.arithmetic[key]
+        return () if arithmetic is None else triton.signs(arithmetic(*[saved.numbers[k] for k in places]))
+
+    def _record(self, needs: Needs, saved: Saved) -> triton.ProgramReplay | None:
+        made = self.program(needs, saved.given)
+        steps = ProgramSteps(self.steps.engine, made.program, made.numbers)
+        pool = [*self.leaves(saved), *self.others(saved)]
+        moved = self.kept.places and saved.tensors[-1].data_ptr() % 16  # its parts are not where kernels expect them
+        if moved or not made.program.outputs:
+            return None
+        recorded = steps.record([pool[k] for k in made.sources], self.sizes)
+        if recorded is None:
+            return None
+        grads: list[str | None] = [None] * len(needs)
+        returned = iter(steps.script.returned)
+        for place, e in made.outputs:
+            grads[place] = None if e is None else next(returned)
+            leaf, form = pool[place], recorded.forms.get(str(grads[place]))
+            if form != (tuple(leaf.shape), leaf.dtype):
+                return None  # zeros, or a gradient that is still to be summed or cast
+        inputs, tensors, parts = self._names(dict(zip(made.sources, steps.script.names, strict=True)), saved)
+        if recorded.looked & parts.keys():
+            return None
+        launches = triton.ProgramReplay(recorded, inputs, tensors, [None, *grads], None, self.sizes, parts)
+        return launches if launches.lean else None
+
+    def _names(self, used: dict[int, str], saved: Saved) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
+        """What a recording calls all that is saved, in its order, and the parts of what was kept; ``used``: what the
+        inputs of the gradient program are called there, by their places among leaves and others."""
+        names, count = self.steps.script.inputs, len(self.steps.inputs)
+        of = lambda k: used.get(k, f"unused_{k}")
+        outputs, parts = {name: f"unused_{name}" for name in self.steps.script.returned}, {}
+        for k, name in enumerate(self.results, count):
+            if name in outputs:
+                outputs[name] = of(k)
+            elif k in used:
+                parts[used[k]] = ("saved", self.kept.places[name])
+        tensors = [of(k) for k in range(count) if names[k] not in self.steps.numbers]
+        tensors += [*outputs.values(), *(["saved"] if self.kept.places else [])]
+        tensors += [of(count + len(self.results) + k) for k in range(len(saved.cotangents))]
+        numbers = [of(k) for k in range(count) if names[k] in self.steps.numbers]
+        return [*tensors, *numbers], [t for t in tensors if not t.startswith("unused")], parts

@@ -1,0 +1,52 @@
+"""The warp-specialised attention with another tile: everything follows from one value, ``attention.SCHEDULE``."""
+
+import pytest
+
+import monoidreduce as mr
+from monoidreduce.engines.triton import KernelPlan, use_plan
+from monoidreduce.engines.triton.schedules import hopper
+from monoidreduce.engines.triton.schedules.resident import attention
+from monoidreduce.engines.triton.schedules.resident.attention import AttentionSchedule
+from tests.support import gluon_simulator
+from tests.support.warp_specialised_attention_cases import CASES, check
+
+SCHEDULES = {
+    "smaller blocks, deeper ring": AttentionSchedule(groups=2, folded=64, ring=4, registers=(232, 40)),
+    "three groups": AttentionSchedule(groups=3, folded=64, ring=3, registers=(160, 160, 24)),
+    "one group": AttentionSchedule(groups=1, folded=128, ring=2, registers=(40,)),
+}
+TRIED = ["300x385", "385x300 causal", "300x300 causal, softcap", "300x600 alibi_slopes", "200x300 dropout_p, seed"]
+
+
+@pytest.fixture(params=SCHEDULES.values(), ids=list(SCHEDULES))
+def schedule(request, monkeypatch):
+    attention.write_kernel.cache_clear()
+    monkeypatch.setattr(attention, "SCHEDULE", request.param)
+    yield request.param
+    attention.write_kernel.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in TRIED], ids=repr)
+def test_another_tile_by_one_value(case, schedule, monkeypatch, tmp_path):
+    monkeypatch.setenv("MONOIDREDUCE_CACHE", str(tmp_path))
+    seen = gluon_simulator.simulate(monkeypatch)
+    plan = KernelPlan(*schedule.tile, parts=1, boxes=2)
+    with mr.use(engine="triton"), use_plan({"cols": plan}):
+        check(case, "cpu")
+    assert seen and all(call.kernel.consumers == schedule.groups for call in seen)
+    assert all(call.plan == plan for call in seen)
+    assert {call.kernel.text.count("(consumer, (") for call in seen} == {schedule.groups}
+
+
+def test_a_schedule_that_cannot_run_says_why():
+    with pytest.raises(ValueError, match="3 groups need 3 register counts"):
+        AttentionSchedule(groups=3, folded=64, ring=2, registers=(232, 40))
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        AttentionSchedule(groups=2, folded=256, ring=2, registers=(232, 40))
+
+
+def test_registers_at_the_start_follow_from_the_number_of_consumers():
+    assert hopper.compiler_options(attention.SCHEDULE.groups) == {"maxnreg": 168}
+    assert hopper.compiler_options(3) == {"maxnreg": 128}
+    assert hopper.compiler_options(0) == {}

@@ -1,0 +1,59 @@
+"""Which files of the library a call visits: ``python -m tests.support.visited_files ENGINE`` prints them as JSON.
+
+An attention layer is called six times in a fresh process, with and without a backward; a file is visited where one of
+its functions is called. The first call traces, plans and builds; from the third on nothing changes.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+CALLS = 6
+
+
+def visited(engine: str) -> dict[str, list[list[str]]]:
+    """The files that each of the calls visits, in order: of "forward" and of "backward", which runs both."""
+    command = [sys.executable, "-m", "tests.support.visited_files", engine]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def files_of(call: Callable[[], object], package: Path) -> list[str]:
+    seen: dict[str, None] = {}
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
+            seen[str(Path(frame.f_code.co_filename).relative_to(package))] = None
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return list(seen)
+
+
+def main(engine: str) -> None:
+    import torch
+
+    import monoidreduce as mr
+    from monoidreduce import ops
+
+    def forward(grads: bool = False):
+        return ops.attention(*(torch.randn(2, 64, 16, requires_grad=grads) for _ in range(3)))
+
+    package, found = Path(mr.__file__).parent, {}
+    with mr.use(engine=engine):
+        calls = {"forward": forward, "backward": lambda: forward(True).sum().backward()}
+        for name, call in calls.items():
+            found[name] = [files_of(call, package) for _ in range(CALLS)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

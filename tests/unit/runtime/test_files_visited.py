@@ -1,0 +1,23 @@
+"""How many files of the library a reader must open to follow a call on a CPU, the first one and a known one."""
+
+import pytest
+
+from tests.support.visited_files import visited
+
+# engine: files that a first forward, a known forward, and a known forward with its backward may visit. Lower them where
+# files are joined; the aim is 30 for a first call and 10 for a known one.
+MOST = {"eager": (52, 26, 33)}
+
+
+@pytest.mark.parametrize("engine", MOST)
+def test_files_that_a_call_visits(engine):
+    found, (first, known, backward) = visited(engine), MOST[engine]
+    assert len(found["forward"][0]) <= first, found["forward"][0]
+    assert len(found["forward"][-1]) <= known, found["forward"][-1]
+    assert len(found["backward"][-1]) <= backward, found["backward"][-1]
+    assert found["forward"][-1] == found["forward"][-2]  # nothing is found out anew
+
+
+def test_a_known_call_does_not_trace_or_plan_again():
+    found = visited("eager")["forward"][-1]
+    assert not [name for name in found if name in ("op.py", "program/trace.py", "program/lower.py", "runtime/bind.py")]
