@@ -26,7 +26,7 @@ from torch import Tensor
 
 import monoidreduce as mr
 from monoidreduce import Col, Row
-from monoidreduce.engines.common.matmul import raise_16bit
+from monoidreduce.engines.common.matmul import needs_float32
 
 from . import papers
 from .measure import best_times, peak_growth
@@ -136,7 +136,7 @@ def cases(quick: bool) -> list[Case]:
     """Every case. Where the CPU has no bf16 products, torch's own bf16 layers take hours at full size: smaller
     there."""
     small = 16 if quick else 1
-    slow_bf16 = raise_16bit(torch.device("cpu"), torch.bfloat16)
+    slow_bf16 = needs_float32(torch.device("cpu"), torch.bfloat16)
     f32, bf16 = torch.float32, torch.bfloat16
     s4, s16 = 4096 // small, 16384 // small
     first = {"torch SDPA": "forward ≤ 1.3, both ≤ 1.1"}

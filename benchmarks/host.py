@@ -26,7 +26,7 @@ from torch import Tensor
 import monoidreduce as mr
 from monoidreduce import Col, Row, ops
 from monoidreduce.engines import triton
-from monoidreduce.engines.common.evaluate import form
+from monoidreduce.engines.common.evaluate import result_form
 from monoidreduce.engines.triton.kernels import fold_kernel
 from monoidreduce.runtime import registry
 
@@ -123,7 +123,7 @@ def no_engine() -> Iterator[None]:
 
 
 def _zeros(reduction: Any, k: int, sizes: Any) -> Tensor:
-    shape, dtype = form(reduction, k, sizes)
+    shape, dtype = result_form(reduction, k, sizes)
     return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
 

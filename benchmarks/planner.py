@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from monoidreduce import ops
-from monoidreduce.engines.common.oom_retry import is_lost
+from monoidreduce.engines.common.oom_retry import is_device_lost
 
 from .cpu import RESULTS, commit, environment
 from .host import both
@@ -50,7 +50,7 @@ class Cases:
 
     def _start(self) -> None:
         self.pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.pool.submit(is_lost, torch.device(self.device))  # it starts while kernels are compiled
+        self.pool.submit(is_device_lost, torch.device(self.device))  # it starts while kernels are compiled
 
     def __call__(self, work: Work, size: Size) -> dict[str, Any] | str:
         """A case's row, or why there is none."""
@@ -74,7 +74,7 @@ def _one(work: int, size: Size, device: str, least: float) -> tuple[dict[str, An
     try:
         return run(WORKS[work], size, device, least), True
     except Exception as error:  # the other cases still count; a case that fails is shown
-        return f"{type(error).__name__}: {error}"[:500], not is_lost(torch.device(device))
+        return f"{type(error).__name__}: {error}"[:500], not is_device_lost(torch.device(device))
     finally:
         signal.alarm(0)
 

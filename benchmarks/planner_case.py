@@ -144,7 +144,7 @@ def _tried(choice: Choice, call: tuner.FoldRun, truth: list[Tensor], row: dict[s
             return trial.measure_seconds(run, device, best=best)
     except Exception as error:  # it does not fit, or has no such form
         problem = f"{type(error).__name__}: {str(error)[:80]}"
-        if oom_retry.is_lost(call[2].device):
+        if oom_retry.is_device_lost(call[2].device):
             raise DeviceLost(f"{choice}: {problem}") from None
     row.setdefault("refused", {})[str(choice)] = problem
     return None

@@ -103,8 +103,8 @@ def MonoidReduce(
                 yield [a + b for a, b in zip(row[: len(xs)], col, strict=True)], list(row[len(xs) :])
 
     def tile_grad(x: Tensors, p: Tensors, gp: Tensors) -> Gradients:
-        ga, gb = _parts("proj_fold_bwd", proj_fold_bwd(x[:avals], x[avals:], p, gp), 2)  # type: ignore[misc]
-        return _parts("proj_fold_bwd's ga", ga, avals) + _parts("proj_fold_bwd's gb", gb, bvals)
+        ga, gb = _check_count("proj_fold_bwd", proj_fold_bwd(x[:avals], x[avals:], p, gp), 2)  # type: ignore[misc]
+        return _check_count("proj_fold_bwd's ga", ga, avals) + _check_count("proj_fold_bwd's gb", gb, bvals)
 
     layer = _Layer(
         name=name,
@@ -164,8 +164,8 @@ def mk_GeMMMapReduce(
         # Tiles are used as they come, never listed first: a chunker's lambdas may close over its loop variable.
         for aslice, xslice in chunks(xs[0]):
             yield (
-                [_parts("the chunker's xslice", xslice(x), len(x)) for x in xs],
-                [_parts("the chunker's aslice", aslice(p), len(p)) for p in ps],
+                [_check_count("the chunker's xslice", xslice(x), len(x)) for x in xs],
+                [_check_count("the chunker's aslice", aslice(p), len(p)) for p in ps],
             )
 
     inputs = _required(proj_fold)
@@ -176,7 +176,7 @@ def mk_GeMMMapReduce(
         walk=walk,
         proj_fold=of_tuple(proj_fold),
         binary_reduce=binary_reduce,
-        tile_grad=local_grad and (lambda x, p, gp: _parts("proj_fold_bwd", local_grad(x, p, gp), len(x))),
+        tile_grad=local_grad and (lambda x, p, gp: _check_count("proj_fold_bwd", local_grad(x, p, gp), len(x))),
         D=D,
     )
     return _make_function(layer, f"GeMMMapReduce_{name}", module=init.__module__)
@@ -203,13 +203,13 @@ class _Layer:
         count, words = self.takes or (len(inputs), "tensors")
         if len(inputs) != count or not all(isinstance(x, Tensor) for x in inputs):
             raise ArgumentError(detail=f".apply was given {len(inputs)} arguments", fix=f"{self.name} takes {words}")
-        identity = _parts("init", self.init(inputs), None)
+        identity = _check_count("init", self.init(inputs), None)
         # A copy is ours to write on, even where init expands one number or hands back an input.
-        product = tuple(p.to(_wide(p), copy=True, memory_format=torch.contiguous_format) for p in identity)
+        product = tuple(p.to(_wide_dtype(p), copy=True, memory_format=torch.contiguous_format) for p in identity)
         for (x,), (views,) in self.walk([inputs], [product]):
             _check_views(views, product)
-            local = _widen(_parts("proj_fold", self.proj_fold(x), len(product)))
-            new = _parts("binary_reduce", self.binary_reduce(views, local), len(product))
+            local = _widen(_check_count("proj_fold", self.proj_fold(x), len(product)))
+            new = _check_count("binary_reduce", self.binary_reduce(views, local), len(product))
             for view, value in zip(views, new, strict=True):
                 view.copy_(check_shape("binary_reduce", value, view))
         return tuple(p.to(like.dtype) for p, like in zip(product, identity, strict=True))
@@ -221,7 +221,7 @@ class _Layer:
         cotangent = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(given, product, strict=True))
         # Where no gradient is wanted stands a tensor of the right shape that takes no memory.
         totals = tuple(
-            torch.zeros_like(x, dtype=_wide(x)) if need else x.new_zeros(()).expand(x.shape)
+            torch.zeros_like(x, dtype=_wide_dtype(x)) if need else x.new_zeros(()).expand(x.shape)
             for x, need in zip(inputs, needs, strict=True)
         )
         for (x, slots), (p, gp) in self.walk([inputs, totals], [product, cotangent]):
@@ -230,7 +230,7 @@ class _Layer:
                 grads = self.tile_grad(x, p, gp)
             elif self.D:
                 p_local, pullback = vjp(self.proj_fold, x, needs)
-                grads = pullback(_parts("D", self.D(_widen(p), _widen(p_local), _widen(gp)), len(p)))
+                grads = pullback(_check_count("D", self.D(_widen(p), _widen(p_local), _widen(gp)), len(p)))
             for slot, grad, need in zip(slots, grads, needs, strict=True):
                 if need and grad is not None:
                     slot.add_(check_shape("the backward", grad, slot))
@@ -241,7 +241,7 @@ def _make_function(layer: _Layer | user_kernels.Layer, title: str, module: str) 
     class TileReduce(Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensors:
-            with _named(title, inputs):
+            with _report_errors(title, inputs):
                 return layer.forward(inputs)
 
         @staticmethod
@@ -254,7 +254,7 @@ def _make_function(layer: _Layer | user_kernels.Layer, title: str, module: str) 
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
             inputs, product = ctx.saved_tensors[: ctx.arity], ctx.saved_tensors[ctx.arity :]
-            with torch.no_grad(), ctx.autocast(), _named(title, inputs):
+            with torch.no_grad(), ctx.autocast(), _report_errors(title, inputs):
                 grads = layer.backward(inputs, product, cotangents, ctx.needs_input_grad)
             # With create_graph=True, an edge to all that the gradients depend on, so that a derivative of them raises.
             ended = (layer.name, len(grads), *grads, *inputs, *cotangents)
@@ -281,7 +281,7 @@ class _EndOfGraph(Function):
 
 
 @contextmanager
-def _named(title: str, inputs: Sequence[Any]) -> Iterator[None]:
+def _report_errors(title: str, inputs: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except MonoidReduceError as error:
@@ -297,24 +297,24 @@ def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     return partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _widen(parts: Tensors) -> Tensors:
-    return tuple(part.to(_wide(part)) for part in parts)
+    return tuple(part.to(_wide_dtype(part)) for part in parts)
 
 
 def _tiles(label: str, cut: Any, tuples: Sequence[Tensors]) -> list[tuple[Tensors, ...]]:
     """The tiles of several tuples of tensors, side by side."""
-    columns = [[_parts(label, part, len(parts)) for part in cut(parts)] for parts in tuples]
+    columns = [[_check_count(label, part, len(parts)) for part in cut(parts)] for parts in tuples]
     if len({len(column) for column in columns}) > 1:
         counts = ", ".join(str(len(column)) for column in columns)
         raise ArgumentError(detail=f"{label} cut its tensors into {counts} tiles", fix="Cut by the length alone")
     return list(zip(*columns, strict=True))
 
 
-def _parts(source: str, value: Any, count: int | None) -> tuple[Any, ...]:
+def _check_count(source: str, value: Any, count: int | None) -> tuple[Any, ...]:
     if not isinstance(value, tuple | list) or count not in (None, len(value)):
         expected = "a tuple of tensors, as in `return (p,)`" if count is None else f"a tuple of {count}"
         raise ArgumentError(detail=f"{source} returned {_describe(value)}", fix=f"Return {expected}")

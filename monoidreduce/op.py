@@ -19,7 +19,7 @@ from torch import Tensor
 from .autotune import Tuning, tune
 from .engines.common.evaluate import Sizes
 from .engines.ranks import agreement, dtensors, sharded_program
-from .engines.stream.chunked_passes import Walk
+from .engines.stream.chunked_passes import ChunkedProgram
 from .errors import ArgumentError, MonoidReduceError, shown
 from .explain import Explanation, Measured, Subject, cost_of, explain
 from .explain import measure as measured
@@ -84,7 +84,7 @@ class Op(dynamo.Compiled):
         form = None if key is None else self._plans.form(len(args), kwargs)
         if form is None:
             layer_replay.fail_recording()
-        if agreement.current() is not None or dtensors.given((*args, *kwargs.values())):
+        if agreement.current_layout() is not None or dtensors.any_dtensor((*args, *kwargs.values())):
             return self._divided(args, kwargs)
         device = call_context.autocast_device(args or kwargs.values())
         if device is not None:
@@ -122,7 +122,9 @@ class Op(dynamo.Compiled):
             return _summed(self(*args, **kwargs)) if plan is None else plan(given)
         layer_replay.fail_recording()  # what is taken in the forward depends on who asks for gradients
         plain = (
-            call_context.autocast_device(given) is None and agreement.current() is None and not dtensors.given(given)
+            call_context.autocast_device(given) is None
+            and agreement.current_layout() is None
+            and not dtensors.any_dtensor(given)
         )
         engine = registry.engine()
         if plain and call_context.is_untraced() and engine != "reference":
@@ -233,8 +235,10 @@ class Op(dynamo.Compiled):
 
     def _divided(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The call on this rank's part, where rows or columns are divided over ranks."""
-        if dtensors.given((*args, *kwargs.values())):
-            return dtensors.call(self.parameters, self._bind(args, kwargs), lambda local: self._part((), local))
+        if dtensors.any_dtensor((*args, *kwargs.values())):
+            return dtensors.run_on_dtensors(
+                self.parameters, self._bind(args, kwargs), lambda local: self._part((), local)
+            )
         _, results, _, pack = self._part(args, kwargs)
         return pack(results)
 
@@ -274,12 +278,12 @@ class Op(dynamo.Compiled):
         shape = (sizes.rows, sizes.batch, sorted(sizes.letters.items()), sizes.compute)
         name = f"{agreement.fingerprint(traced.outputs)} {shape}"
         program = logit_rounding.marked(compile_program(traced.outputs), frozenset(inputs), sizes)
-        return Prepared(Walk(program, sizes, stays, engine), name, columns, form)
+        return Prepared(ChunkedProgram(program, sizes, stays, engine), name, columns, form)
 
     def _part(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple[Expr, ...], list[Tensor], Sizes, Callable]:
         traced, bound, sizes, out = self._prepare(args, kwargs)
         inputs = inputs_of(self.parameters, bound, sizes)
-        inputs = inputs if sizes.shard is None else sizes.shard.given(inputs)
+        inputs = inputs if sizes.shard is None else sizes.shard.replicate_inputs(inputs)
         program = logit_rounding.marked(compile_program(traced.outputs), logit_rounding.asking(inputs), sizes)
         results = sharded_program.execute(program, inputs, sizes, registry.sharded_folder())
         return traced.outputs, formed(results, traced, sizes, out), sizes, traced.pack
@@ -312,13 +316,13 @@ class Op(dynamo.Compiled):
     ) -> tuple[Traced, dict[str, Any], Sizes, torch.dtype | None]:
         try:
             values = self._bind(args, kwargs)
-            sizes, out = sizes_of(self.parameters, values, agreement.pairs_are_wide())
+            sizes, out = sizes_of(self.parameters, values, agreement.pairs_have_all_columns())
             traced = self._programs.trace(values)
-            sizes = agreement.place(sizes, traced.outputs, values)
+            sizes = agreement.place_call(sizes, traced.outputs, values)
             if whole:  # of a stream's chunks only all together are
                 check_sizes(traced.outputs, sizes)
         except MonoidReduceError as error:
-            agreement.withdraw(error)
+            agreement.report_failure(error)
             raise error.at(self._describe(args, kwargs)) from None
         return traced, values, sizes, out
 

@@ -55,26 +55,26 @@ def chunks(
         raise ArgumentError(detail=f"chunks was given size = {size}", fix="Give at least one column at a time")
     opened: list[Any] = []
     for a in arrays:
-        opened += _opened(a, list(names or ()))
+        opened += _open_source(a, list(names or ()))
     if not opened:
         raise ArgumentError(detail="chunks was given nothing to cut", fix="Give tensors, arrays or paths of files")
-    cut = [_Along(a, axis) for a, axis in zip(opened, _axes(opened, axes), strict=True)]
+    cut = [_AlongAxis(a, axis) for a, axis in zip(opened, _resolve_axes(opened, axes), strict=True)]
     if len({len(a) for a in cut}) > 1:
         raise ShapeError(
             detail=f"the arrays differ in length: {', '.join(str(len(a)) for a in cut)}",
             fix="Give equally many columns in each, and say with axes=... where they are not the first axis",
         )
     where = torch.device(device) if device is not None else None
-    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else _fitting(cut)), where)
+    return Chunks(cut, size or (SIZE if where is None or where.type != "cuda" else _columns_per_chunk(cut)), where)
 
 
-def _fitting(cut: list[_Along]) -> int:
-    """How many columns make a chunk of ``BYTES``."""
-    one = sum(_tensor(a[0:1]).nbytes for a in cut)
+def _columns_per_chunk(cut: list[_AlongAxis]) -> int:
+    """The number of columns in a chunk of ``BYTES``."""
+    one = sum(_to_tensor(a[0:1]).nbytes for a in cut)
     return max(1, BYTES // max(1, one))
 
 
-def _axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
+def _resolve_axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
     axes = [0] * len(opened) if asked is None else list(asked)
     if len(axes) != len(opened) or any(
         not -len(a.shape) <= k < len(a.shape) for a, k in zip(opened, axes, strict=False)
@@ -86,7 +86,7 @@ def _axes(opened: list[Any], asked: Iterable[int] | None) -> list[int]:
     return axes
 
 
-class _Along:
+class _AlongAxis:
     """An array with the axis that is cut."""
 
     def __init__(self, array: Any, axis: int):
@@ -107,7 +107,7 @@ class _Along:
 class Chunks:
     """A source that can be read again; made by :func:`chunks`."""
 
-    def __init__(self, arrays: list[_Along], size: int, device: torch.device | None):
+    def __init__(self, arrays: list[_AlongAxis], size: int, device: torch.device | None):
         self.arrays, self.size, self.device = arrays, size, device
 
     def __len__(self) -> int:
@@ -119,15 +119,15 @@ class Chunks:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         if self.device is not None and self.device.type == "cuda":
-            return _prefetched(self._cut(), self.device)
-        return (tuple(_tensor(a) for a in arrays) for arrays in self._cut())
+            return _prefetch(self._cut(), self.device)
+        return (tuple(_to_tensor(a) for a in arrays) for arrays in self._cut())
 
     def _cut(self) -> Iterator[tuple[Any, ...]]:
         for at in range(0, len(self.arrays[0]), self.size):
             yield tuple(a[at : at + self.size] for a in self.arrays)
 
 
-def _opened(given: Any, names: list[str]) -> list[Any]:
+def _open_source(given: Any, names: list[str]) -> list[Any]:
     if isinstance(given, Tensor | numpy.ndarray):
         return [given]
     if not isinstance(given, str | Path):
@@ -140,13 +140,13 @@ def _opened(given: Any, names: list[str]) -> list[Any]:
         raise ArgumentError(detail=f"there is no file {path}", fix="Give the path of one")
     if path.is_dir():
         raise ArgumentError(detail=f"{path} is a folder", fix="Give the path of a file")
-    with _reading(path):
+    with _report_read_errors(path):
         return reader(path, names)
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever numpy, safetensors or pyarrow say of a file that they cannot read, as our own error with its name."""
+def _report_read_errors(path: Path) -> Iterator[None]:
+    """Turn read errors of numpy, safetensors and pyarrow into a StreamError that names the file."""
     try:
         yield
     except (MonoidReduceError, MemoryError):
@@ -171,7 +171,7 @@ def _check_type(array: numpy.ndarray) -> None:
 
 
 def _check_mapped(array: numpy.memmap) -> None:
-    """Whether a mapped file is still as long as it was: to read behind its end would kill the process (SIGBUS)."""
+    """Raise StreamError if a memory-mapped file was truncated: reading past its end would kill the process (SIGBUS)."""
     mapped = getattr(array, "_mmap", None)
     if mapped is None:
         return
@@ -184,7 +184,7 @@ def _check_mapped(array: numpy.memmap) -> None:
         )
 
 
-def _npy(path: Path, names: list[str]) -> list[Any]:
+def _open_npy(path: Path, names: list[str]) -> list[Any]:
     return [numpy.load(path, mmap_mode="r")]
 
 
@@ -200,10 +200,10 @@ class _Safetensor:
         return self.path
 
     def _slice(self) -> Any:
-        return _safetensors()(str(self.path), framework="pt").get_slice(self.name)
+        return _import_safetensors()(str(self.path), framework="pt").get_slice(self.name)
 
     def __getitem__(self, which: Any) -> Tensor:
-        with _reading(self.path):  # opened anew for each chunk: it may have changed
+        with _report_read_errors(self.path):  # opened anew for each chunk: it may have changed
             found = self._slice()
             if tuple(found.get_shape()) != self.shape:
                 raise StreamError(
@@ -213,7 +213,7 @@ class _Safetensor:
             return found[which]
 
 
-def _safetensors() -> Any:
+def _import_safetensors() -> Any:
     try:
         from safetensors import safe_open
     except ImportError:
@@ -221,16 +221,16 @@ def _safetensors() -> Any:
     return safe_open
 
 
-def _from_safetensors(path: Path, names: list[str]) -> list[Any]:
-    there = list(_safetensors()(str(path), framework="pt").keys())
-    return [_Safetensor(path, n) for n in _picked(names, there, path)]
+def _open_safetensors(path: Path, names: list[str]) -> list[Any]:
+    there = list(_import_safetensors()(str(path), framework="pt").keys())
+    return [_Safetensor(path, n) for n in _pick_names(names, there, path)]
 
 
 class _ParquetColumn:
     """One column of a file; the group of rows that was read last is kept, for the next chunk."""
 
     def __init__(self, path: Path, name: str):
-        self.file, self.filename, self.name = _parquet().ParquetFile(path), path, name
+        self.file, self.filename, self.name = _import_parquet().ParquetFile(path), path, name
         counts = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
         self.starts = [sum(counts[:g]) for g in range(len(counts) + 1)]
         self.kept: tuple[int, Any] = (-1, None)
@@ -244,7 +244,7 @@ class _ParquetColumn:
 
     def _group(self, g: int) -> Any:
         if self.kept[0] != g:
-            with _reading(self.filename):
+            with _report_read_errors(self.filename):
                 column = self.file.read_row_group(g, columns=[self.name]).column(0).combine_chunks()
                 values = column.to_numpy(zero_copy_only=False)
                 values = numpy.stack(list(values)) if values.dtype == object else values
@@ -253,7 +253,7 @@ class _ParquetColumn:
         return self.kept[1]
 
 
-def _parquet() -> Any:
+def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -261,12 +261,12 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-def _from_parquet(path: Path, names: list[str]) -> list[Any]:
-    there = _parquet().ParquetFile(path).schema_arrow.names
-    return [_ParquetColumn(path, n) for n in _picked(names, there, path)]
+def _open_parquet(path: Path, names: list[str]) -> list[Any]:
+    there = _import_parquet().ParquetFile(path).schema_arrow.names
+    return [_ParquetColumn(path, n) for n in _pick_names(names, there, path)]
 
 
-def _picked(names: list[str], there: list[str], path: Path) -> list[str]:
+def _pick_names(names: list[str], there: list[str], path: Path) -> list[str]:
     missing = [n for n in names if n not in there]
     if missing:
         raise ArgumentError(
@@ -275,19 +275,18 @@ def _picked(names: list[str], there: list[str], path: Path) -> list[str]:
     return names or there
 
 
-_READERS = {".npy": _npy, ".safetensors": _from_safetensors, ".parquet": _from_parquet}
+_READERS = {".npy": _open_npy, ".safetensors": _open_safetensors, ".parquet": _open_parquet}
 
 
-def _tensor(a: Any) -> Tensor:
+def _to_tensor(a: Any) -> Tensor:
     return a if isinstance(a, Tensor) else torch.from_numpy(numpy.array(a))
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------
 
 
-def _prefetched(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """The chunks on a GPU, one ahead of the one in use, and never more: a thread copies the next when work on the last
-    but one is over."""
+def _prefetch(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """Copy chunks to a GPU in a thread, one ahead of the one in use: double buffering, so at most two are held."""
     free: queue.Queue = queue.Queue()  # a place on the device each: the event after which it is free; None: stop
     ready: queue.Queue = queue.Queue()  # chunks with the event of their copy; an error; None at the end
     for _ in range(2):
@@ -316,42 +315,42 @@ def _prefetched(source: Iterator[tuple[Any, ...]], device: torch.device) -> Iter
 
 @torch.no_grad()
 def _copy_ahead(source: Iterator[tuple[Any, ...]], device: torch.device, free: Any, ready: Any) -> None:
-    """Fill two pinned buffers in turn, each while the other is copied on a stream of its own."""
+    """Fill two pinned buffers alternately, each while the other is copied on a separate stream."""
     copying = torch.cuda.Stream(device)
-    rooms: list[dict[int, Tensor]] = [{}, {}]
+    buffers: list[dict[int, Tensor]] = [{}, {}]
     copied = [torch.cuda.Event(), torch.cuda.Event()]
     try:
         for n, chunk in enumerate(source):
-            side = n % 2
-            copied[side].synchronize()  # the copy that last read this buffer is over
-            pinned = [_pinned(a, rooms[side], k) for k, a in enumerate(chunk)]
+            slot = n % 2
+            copied[slot].synchronize()  # the copy that last read this buffer is over
+            pinned = [_copy_to_pinned(a, buffers[slot], k) for k, a in enumerate(chunk)]
             place = free.get()
             if place is None:
                 return
             place.synchronize()
-            copied[side] = torch.cuda.Event()
+            copied[slot] = torch.cuda.Event()
             with torch.cuda.stream(copying):
                 there = tuple(t.to(device, non_blocking=True) for t in pinned)
-                copied[side].record(copying)
-            ready.put((there, copied[side]))
+                copied[slot].record(copying)
+            ready.put((there, copied[slot]))
             del there
         ready.put(None)
     except BaseException as error:  # raised by whoever asks for the chunk
         ready.put(error)
 
 
-def _pinned(a: Any, rooms: dict[int, Tensor], k: int) -> Tensor:
-    """An array in pinned memory: itself where it lies there, else copied to its room, by all of torch's threads."""
-    t = a if isinstance(a, Tensor) else _seen(a)
+def _copy_to_pinned(a: Any, buffers: dict[int, Tensor], k: int) -> Tensor:
+    """An array in pinned memory: itself if it is pinned, else copied to buffer ``k`` by all of torch's threads."""
+    t = a if isinstance(a, Tensor) else _view_as_tensor(a)
     if t.is_pinned():
         return t
-    if k not in rooms or rooms[k].dtype != t.dtype or rooms[k].numel() < t.numel():
-        rooms[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
-    return rooms[k][: t.numel()].view(t.shape).copy_(t)
+    if k not in buffers or buffers[k].dtype != t.dtype or buffers[k].numel() < t.numel():
+        buffers[k] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=True)
+    return buffers[k][: t.numel()].view(t.shape).copy_(t)
 
 
-def _seen(a: numpy.ndarray) -> Tensor:
-    """An array as a tensor over the same memory, to be read only: torch knows no such tensors, and warns."""
+def _view_as_tensor(a: numpy.ndarray) -> Tensor:
+    """A tensor over the memory of a read-only array, without torch's warning; it must not be written to."""
     if a.flags.writeable or not a.flags.c_contiguous or not a.size:
         return torch.from_numpy(a if a.flags.writeable else numpy.array(a))
     memory = memoryview((ctypes.c_char * a.nbytes).from_address(a.ctypes.data)).cast("B")
@@ -359,7 +358,7 @@ def _seen(a: numpy.ndarray) -> Tensor:
 
 
 def progress(source: Iterable[Any], quiet: bool, total: int | None = None, what: str = "folding") -> Iterator[Any]:
-    """The same, with a bar for whoever sits at a terminal and has rich."""
+    """Iterate over ``source`` with a progress bar, if stderr is a terminal and rich is installed."""
     if quiet or not sys.stderr.isatty():
         return iter(source)
     try:

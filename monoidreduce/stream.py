@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .engines.common.combine import State
 from .engines.common.evaluate import Sizes
-from .engines.common.subproblem import results as closed
+from .engines.common.subproblem import finish_states as closed
 from .engines.ranks import agreement
 from .engines.stream import chunked_passes
 from .engines.stream.checksum import Readings, row_checksums
-from .engines.stream.chunked_passes import Chunk, OnGradient, Walk
+from .engines.stream.chunked_passes import Chunk, ChunkedProgram, OnGradient
 from .errors import ArgumentError, StreamError
 from .program.declarations import Parameter
 from .sources import Chunks, progress
@@ -35,7 +35,7 @@ class Prepared:
     """What an op tells of a call: the walk over its passes, its program's name, how columns become inputs, and its
     results' form. It holds no column: a chunk is not to outlive its turn."""
 
-    walk: Walk
+    walk: ChunkedProgram
     name: str
     inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     form: Callable[[list[Any], Sizes], Any]
@@ -99,10 +99,10 @@ class Stream:
         with torch.no_grad():
             prepared = self._ready(named)
             chunk = self._chunk(prepared, named, self._next)
-            ranges = _joined(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
-            walk, p = prepared.walk, _only(prepared.walk)
+            ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
+            walk, p = prepared.walk, _single_pass(prepared.walk)
             leaves = walk.leaves(p, walk.kept(p, {}, None), chunk, None)
-            self._states = chunked_passes.merged(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
+            self._states = chunked_passes.merge_states(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 
     def merge(self, other: Stream) -> Stream:
@@ -116,16 +116,16 @@ class Stream:
         if other._states is None or other._prepared is None or other._empty is None:
             return self
         if other._rows is not self._rows:
-            _same_rows(row_checksums(other._rows), self._rows, "the streams to be merged")
+            _check_same_rows(row_checksums(other._rows), self._rows, "the streams to be merged")
         with torch.no_grad():
             prepared = self._ready(other._empty, other._prepared.name)
-            ranges = _joined(self._ranges, other._ranges)
-            fold = _only(prepared.walk).fold
+            ranges = _join_ranges(self._ranges, other._ranges)
+            fold = _single_pass(prepared.walk).fold
             if self._states is None:
                 self._states = list(other._states)
             else:
                 first, second = (self, other) if self.start <= other.start else (other, self)
-                self._states = chunked_passes.merged(fold, first._states, second._states or [])
+                self._states = chunked_passes.merge_states(fold, first._states, second._states or [])
         self._ranges = ranges
         if ranges and not self._placed:
             self._next = max(self._next, ranges[-1][1])
@@ -141,7 +141,7 @@ class Stream:
             raise StreamError(detail="no columns have been folded", fix="Call update first, if only with no columns")
         walk = self._prepared.walk
         with torch.no_grad():
-            found = closed(_only(walk).fold, self._states)
+            found = closed(_single_pass(walk).fold, self._states)
             return self._prepared.form(*walk.finish({0: found}, sum(b - a for a, b in self._ranges)))
 
     def over(
@@ -164,7 +164,7 @@ class Stream:
         """
         if self._states is not None:
             raise StreamError(detail="this stream has been fed already", fix="Give a source to a fresh op.stream(...)")
-        _alone()
+        _check_not_sharded()
         reader = iter(source)
         if reader is source:
             if torch.is_grad_enabled() and (self._rows_ask() or gradients is not None):
@@ -181,7 +181,7 @@ class Stream:
         named = self._named(first)
         prepared = self._prepare(named)
         columns_ask = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
-        begun = [_resumed([first], reader)]  # the first reading goes on where the look at the first chunk ended
+        begun = [_chain([first], reader)]  # the first reading goes on where the look at the first chunk ended
         count = len(source) if isinstance(source, Sized) else None
         asked = torch.is_grad_enabled() and (self._rows_ask() or gradients is not None or columns_ask)
         readings = Readings(_source_name(source), asked or _reads_again(prepared.walk), verify)
@@ -200,7 +200,7 @@ class Stream:
                 yield chunk
                 del chunk
 
-        return prepared.form(*chunked_passes.over(prepared.walk, read, gradients, columns_ask))
+        return prepared.form(*chunked_passes.run_over_source(prepared.walk, read, gradients, columns_ask))
 
     # Stop and resume
 
@@ -232,7 +232,7 @@ class Stream:
                 detail=f"the state lacks {', '.join(sorted(missing))}",
                 fix="Give what state_dict() gave; a state of an older version holds too little, so fold anew",
             )
-        _same_rows(state["rows"], self._rows, "the saved state and this stream")
+        _check_same_rows(state["rows"], self._rows, "the saved state and this stream")
         if state["states"] is not None:
             self._ready(state["columns"], str(state["program"]))
             self._states = [[t.clone() for t in s] for s in state["states"]]
@@ -264,19 +264,19 @@ class Stream:
     def _ready(self, named: Mapping[str, Any], name: str = "") -> Prepared:
         """What is known of the op for chunks like this one, made by the first and then kept; with ``name``, it must be
         the program of that name."""
-        _alone()
+        _check_not_sharded()
         if self._prepared is None:
             prepared = self._prepare(named)
-            p = _only(prepared.walk)
+            p = _single_pass(prepared.walk)
             if prepared.walk.needs_count(p):
                 raise StreamError(
                     detail="this op asks for the number of columns before they have all come",
                     fix="Use .over(source) with a source that can be read again",
                 )
-            _same(name or prepared.name, prepared.name)
+            _check_same_source(name or prepared.name, prepared.name)
             self._prepared = prepared
             self._empty = {n: self._without_columns(n, v) for n, v in named.items()}
-        _same(name or self._prepared.name, self._prepared.name)
+        _check_same_source(name or self._prepared.name, self._prepared.name)
         return self._prepared
 
     def _without_columns(self, name: str, value: Any) -> Any:
@@ -294,27 +294,27 @@ class Stream:
         kind = {n: (v.dtype, v.shape, v.device) if isinstance(v, Tensor) else None for n, v in named.items()}
         if self._last is None or self._last[0] != kind or None in kind.values():
             again = self._prepare(named)
-            _same(prepared.name, again.name)
+            _check_same_source(prepared.name, again.name)
             self._last = kind, again
         again = self._last[1]
         return at, again.walk.sizes.cols, again.inputs(named)
 
 
-def _resumed(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """What was looked at, then the rest; holding none of it."""
+def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """Yield the chunks already read, then the rest, without keeping references."""
     while first:
         yield first.pop()
     yield from rest
 
 
-def _alone() -> None:
-    if agreement.current() is not None:
+def _check_not_sharded() -> None:
+    if agreement.current_layout() is not None:
         raise StreamError(
             detail="a stream was fed inside mr.shard", fix="Stream on each rank, and merge the streams' states"
         )
 
 
-def _only(walk: Walk) -> Any:
+def _single_pass(walk: ChunkedProgram) -> Any:
     if len(walk.program.passes) != 1:
         raise StreamError(
             detail=f"this op passes {len(walk.program.passes)} times over its columns",
@@ -323,7 +323,7 @@ def _only(walk: Walk) -> Any:
     return walk.program.passes[0]
 
 
-def _same(name: str, other: str) -> None:
+def _check_same_source(name: str, other: str) -> None:
     if name != other:
         raise StreamError(
             detail="the columns, rows or options do not fit those folded so far",
@@ -331,7 +331,7 @@ def _same(name: str, other: str) -> None:
         )
 
 
-def _same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:
+def _check_same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> None:
     own = row_checksums(rows)
     different = sorted(n for n in set(sums) | set(own) if sums.get(n) != own.get(n))
     if different:
@@ -341,13 +341,13 @@ def _same_rows(sums: Mapping[str, int], rows: Mapping[str, Any], who: str) -> No
         )
 
 
-def _joined(ranges: Ranges, more: Ranges) -> Ranges:
-    """The columns of both; a column that is in both is an error."""
+def _join_ranges(ranges: Ranges, more: Ranges) -> Ranges:
+    """The union of two sets of column ranges; raises StreamError if they overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(r for r in (*ranges, *more) if r[0] < r[1]):
         if found and start < found[-1][1]:
             raise StreamError(
-                detail=f"columns {_shown(ranges)} and {_shown(more)} share numbers {start} to "
+                detail=f"columns {_format_ranges(ranges)} and {_format_ranges(more)} share numbers {start} to "
                 f"{min(stop, found[-1][1])}: the same columns would be folded twice",
                 fix="Fold every column once, and number the parts of a stream with .starting(at=...)",
             )
@@ -358,7 +358,7 @@ def _joined(ranges: Ranges, more: Ranges) -> Ranges:
     return tuple(found)
 
 
-def _shown(ranges: Sequence[tuple[int, int]]) -> str:
+def _format_ranges(ranges: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{start} to {stop}" for start, stop in ranges)
 
 
@@ -366,6 +366,6 @@ def _source_name(source: Any) -> str:
     return str(source) if isinstance(source, Chunks) else f"the source ({type(source).__name__})"
 
 
-def _reads_again(walk: Walk) -> bool:
+def _reads_again(walk: ChunkedProgram) -> bool:
     """Whether a source is read more than once even without gradients."""
     return len(walk.program.passes) > 1 or any(walk.needs_count(p) for p in walk.program.passes)

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from .._version import __version__
-from ..engines.common.oom_retry import ran_out
+from ..engines.common.oom_retry import is_out_of_memory
 from ..errors import MonoidReduceError
 from . import terminal
 from .bench import bench
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     except (CommandError, MonoidReduceError) as error:
         return _print_error(str(error))
     except (MemoryError, RuntimeError) as error:
-        if not ran_out(error) and not any(words in str(error) for words in _TOO_LARGE):
+        if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
             raise
         size = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         return _print_error(f"out of memory{f' (of {size[1]})' if size else ''}. Give smaller sizes, or fewer features")

@@ -1,9 +1,8 @@
-"""The schedule ``dense``: a program on whole matrices of pairs, differentiated by autograd, for cases that are small.
+"""The dense schedule: a program on whole M x N matrices of pairs, differentiated by autograd, for small problems.
 
-It runs the program in normal form, as all engines do, so that sums of vectors are matrix products and never vectors
-per pair, written once as a straight line of torch calls (``torch_code.py``). Nothing is recomputed in the backward:
-autograd keeps what it needs, a few numbers per pair. Whether that is worth its memory is the planner's question;
-``reference.py`` is the oracle that this is compared with.
+It runs the program in normal form, as all engines do, so that sums of vectors are matrix products, written once as
+straight-line torch code (``torch_code.py``). The backward recomputes nothing: autograd saves a few numbers per pair.
+The planner decides whether that is worth its memory. ``reference.py`` is the oracle that this is compared with.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from .common.evaluate import Sizes
 from .common.torch_code import Script, Writer, inputs
 
 
-def has_form(program: Lowered) -> bool:
-    """Whether a program can be run whole: every reduction has a form for whole matrices."""
+def has_dense_form(program: Lowered) -> bool:
+    """Whether every reduction of a program has a form for whole matrices."""
     return all(kind_of(e).has_whole_form(e) for e in topological(program.outputs) if e.op == "reduce")
 
 
 @functools.lru_cache(maxsize=1024)
-def whole(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
-    """Write a program down; ``run(sizes, *inputs)`` gives its outputs, differentiable as often as one likes."""
+def write_dense(program: Lowered, numbers: frozenset[str] = frozenset()) -> Script:
+    """Write a program as torch code; ``run(sizes, *inputs)`` returns its outputs, which are differentiable."""
     used = {(e.args[0], e.attrs[0]) for e in topological(program.outputs) if e.op == "result"}
-    writer = _Whole(numbers, used)
+    writer = _DenseWriter(numbers, used)
     for e in topological(program.outputs):
-        if is_pass(e):  # those that others depend on first: a fold of folds is then never written from within another
+        if is_pass(e):  # in topological order, so that a fold of folds is not written from within another
             writer.of(e)
     return writer.script(inputs(program), program.outputs)
 
 
-class _Whole(Writer):
-    """Writes reductions of pairs from numbers per pair and vectors of one side, as their kinds ask for them."""
+class _DenseWriter(Writer):
+    """Writes reductions of pairs from matrices of pairs and row or column vectors, as each kind requests."""
 
     def __init__(self, numbers: frozenset[str], used: set[tuple[Expr, int]]):
         super().__init__(numbers, frozenset())
@@ -66,22 +65,26 @@ class _Whole(Writer):
         return self._line(f"{self.hold(compute)}(S, {', '.join(given)})")
 
     def vectors(self, e: Expr) -> str:
-        """Vectors of one side, in the type that arithmetic is done in."""
+        """Row or column vectors, in the compute type."""
         self.of(e)
         return self._raised(e)
 
     def tensor(self, e: Expr) -> str:
-        """A value as it is held, a plain number as a tensor."""
+        """A value as a tensor, also if it is a Python number."""
         name = self.of(e)
         return self._line(f"filled({name}, {e.dtype!r}, S).expand((1,) * (len(S.batch)))") if e in self.plain else name
 
     def matrix(self, e: Expr) -> str:
         """A number per pair, as a whole matrix [*batch, M, N]."""
-        return self._line(f"{self.hold(_matrix)}({self._on_pairs(e)}, S)")
+        return self._line(f"{self.hold(_expand_matrix)}({self._on_pairs(e)}, S)")
 
     def field(self, e: Expr) -> str:
         """A number [*batch, M, N] or a vector [*batch, M, N, f] per pair, broadcast or not."""
-        return self._on_pairs(e) if e.feature is None else self._line(f"{self.hold(_vectors)}({self._on_pairs(e)}, S)")
+        return (
+            self._on_pairs(e)
+            if e.feature is None
+            else self._line(f"{self.hold(_expand_vectors)}({self._on_pairs(e)}, S)")
+        )
 
     def _on_pairs(self, e: Expr) -> str:
         name = self.of(e)
@@ -96,19 +99,19 @@ class _Whole(Writer):
         return name
 
 
-def _matrix(x: Tensor, sizes: Sizes) -> Tensor:
+def _expand_matrix(x: Tensor, sizes: Sizes) -> Tensor:
     shape = x.shape[-2:]
     return x if shape == (sizes.rows, sizes.cols) else x.expand(*x.shape[:-2], sizes.rows, sizes.cols)
 
 
-def _vectors(x: Tensor, sizes: Sizes) -> Tensor:
+def _expand_vectors(x: Tensor, sizes: Sizes) -> Tensor:
     return x.expand(*x.shape[:-3], sizes.rows, sizes.cols, x.shape[-1])
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
-        return matmul.product(x, y)
-    return (x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1)  # integer products have no fast road on GPUs
+        return matmul.multiply_transposed(x, y)
+    return (x.unsqueeze(-2) * y.unsqueeze(-3)).sum(-1)  # integer matrix products are slow on GPUs
 
 
 def _sqdist(x: Tensor, y: Tensor) -> Tensor:

@@ -101,7 +101,11 @@ def cache_check(check: Callable) -> Callable:
 
 def _check_key(given: tuple) -> tuple | None:
     """What such a check depends on, as a key; None where there is no cheap key."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled() or agreement.current() is not None:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or agreement.current_layout() is not None
+    ):
         return None
     found: list[Any] = []
     for value in given:
@@ -214,7 +218,7 @@ def labels(target: Tensor, count: int, ignore_index: Any, first: int = 0) -> Lab
     flat = flat if flat.dtype is torch.int64 else flat.long()
     if not can_inspect(flat):
         return Labels(flat, False)
-    count = agreement.whole(flat.numel(), count)[1] if agreement.divides_cols() else count
+    count = agreement.total_sizes(flat.numel(), count)[1] if agreement.divides_cols() else count
     if not flat.numel():
         return Labels(flat, True)
     least, most = map(int, torch.aminmax(flat))
@@ -256,7 +260,7 @@ def is_distribution(x: Tensor, weight: Tensor, target: Any) -> bool:
 
 def _distribution_shape(x: Tensor, weight: Tensor, target: Tensor) -> tuple[int, ...]:
     """The shape of one distribution per row of x. In a ring, its classes are those of all ranks."""
-    return (*x.shape[:-1], target.shape[-1] if agreement.pairs_are_wide() and target.dim() else len(weight))
+    return (*x.shape[:-1], target.shape[-1] if agreement.pairs_have_all_columns() and target.dim() else len(weight))
 
 
 def probabilities(name: str, x: Tensor, weight: Tensor, probs: Any) -> None:
@@ -296,16 +300,16 @@ def reduce_numbers(value: Tensor, share: Tensor | None, weights: Tensor | None, 
     if how == "none":
         return value
     if how == "sum":
-        return agreement.over(axis, value.sum())
+        return agreement.sum_over_ranks(axis, value.sum())
     if share is None and is_undivided():
         return value.mean()
     count = torch.ones_like(value) if share is None else share
-    return agreement.over(axis, value.sum()) / agreement.over(axis, count.sum())
+    return agreement.sum_over_ranks(axis, value.sum()) / agreement.sum_over_ranks(axis, count.sum())
 
 
 def is_undivided() -> bool:
     """True where a call is not sharded: this process has all rows and columns."""
-    return agreement.current() is None
+    return agreement.current_layout() is None
 
 
 def public_layer(layer: Layer) -> Layer:
@@ -322,7 +326,7 @@ def public_layer(layer: Layer) -> Layer:
         try:
             return layer(*args, **kwargs)
         except MonoidReduceError as error:
-            agreement.withdraw(error)
+            agreement.report_failure(error)
             raise
 
     return cast(Layer, checked)

@@ -177,7 +177,7 @@ def _labels(labels: Any, x: Tensor, y: Tensor, alone: bool) -> dict[str, Tensor]
 
 
 def _check_counts(x: Tensor, y: Tensor, kind: str, labelled: bool) -> None:
-    m, n = agreement.whole(x.shape[-2], y.shape[-2])
+    m, n = agreement.total_sizes(x.shape[-2], y.shape[-2])
     fits = m == n or (kind != "clip" and (labelled or (kind == "infonce" and m < n)))
     if not fits:
         raise ShapeError(

@@ -328,7 +328,7 @@ def _fold_against_probabilities(
 
 def _likeliest(given: Tensor) -> Tensor:
     """Each row's likeliest class, where classes are divided over ranks: in a ring every rank has all of its rows'."""
-    return given.argmax(-1) if agreement.pairs_are_wide() else _argmax(given)
+    return given.argmax(-1) if agreement.pairs_have_all_columns() else _argmax(given)
 
 
 @mr.op

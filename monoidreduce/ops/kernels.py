@@ -225,7 +225,7 @@ def sinkhorn_step(
     checks.floating(g=g, log_a=log_a, log_b=log_b)
     checks.positive("eps", eps)
     f = softmin(x, y, log_b + g / eps, eps=eps, cost=cost)
-    with agreement.swapped():
+    with agreement.swap_axes():
         return f, softmin(y, x, log_a + f / eps, eps=eps, cost=cost)
 
 
@@ -268,7 +268,7 @@ def sinkhorn(
     checks.positive("eps", eps)
     checks.whole("iterations", iterations, 1)
     checks.between("tolerance", tolerance, 0, float("inf"))
-    rows, cols = agreement.whole(x.shape[-2], y.shape[-2])
+    rows, cols = agreement.total_sizes(x.shape[-2], y.shape[-2])
     a, b = _masses("a", a, x, rows), _masses("b", b, y, cols)
     x, y, a, b = map(_as_float32, (x, y, a, b))
     fixed_x, fixed_y, log_a, log_b = x.detach(), y.detach(), a.detach().log(), b.detach().log()
@@ -276,15 +276,17 @@ def sinkhorn(
         g = torch.zeros_like(log_b)
         for _ in range(int(iterations)):
             f, new = sinkhorn_step(fixed_x, fixed_y, g, log_a, log_b, eps=eps, cost=cost)
-            still = bool(tolerance) and float(agreement.greatest("cols", _largest_change(new, g))) <= tolerance
+            still = bool(tolerance) and float(agreement.max_over_ranks("cols", _largest_change(new, g))) <= tolerance
             g = new
             if still:
                 break
         to_x, to_y = log_a + f / eps, log_b + g / eps
     f = softmin(x, fixed_y, to_y, eps=eps, cost=cost)
-    with agreement.swapped():
+    with agreement.swap_axes():
         g = softmin(y, fixed_x, to_x, eps=eps, cost=cost)
-    return Sinkhorn(agreement.over("rows", (a * f).sum(-1)) + agreement.over("cols", (b * g).sum(-1)), f, g)
+    return Sinkhorn(
+        agreement.sum_over_ranks("rows", (a * f).sum(-1)) + agreement.sum_over_ranks("cols", (b * g).sum(-1)), f, g
+    )
 
 
 def _largest_change(new: Tensor, old: Tensor) -> Tensor:

@@ -24,17 +24,20 @@ from torch.autograd import forward_ad
 from ..engines import triton
 from ..engines.common import matmul, one_sided, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import (
+    GradientProgram,
+    build_gradient_program,
+    constant_results,
+    zero_gradient,
+)
 from ..engines.common.one_sided import Side
-from ..engines.common.saved_tensors import own, saved
+from ..engines.common.saved_tensors import detach_views, load_saved
 from ..engines.common.torch_code import script
 from ..errors import NoGradientError
-from ..program.gradient import differentiate_fold
 from ..program.lower import Fold, Lowered
 from ..program.saved_row_gradients import SavingFold, row_gradients
-from ..reductions import KINDS
 from . import call_context, fused_expressions, saved_row_gradients, torch_operator
 from .call_context import apply_settings, are_plain, current_settings, need_gradient
-from .gradient_programs import GradientProgram, zero
 from .registry import FOLDERS
 from .replay import ForwardReplay, ForwardReplays, PassReplay, ProgramSteps, Saved, can_record
 
@@ -82,11 +85,11 @@ class Walk:
             return [found[k] for k in shown]
         if grads:
             return _replay_pass(context, *leaves)
-        return oom_retry.twice(context.replay, (leaves,), sizes, fold)[0]
+        return oom_retry.run_with_retry(context.replay, (leaves,), sizes, fold)[0]
 
     def _context(self, fold: Fold, sizes: Sizes, shown: tuple[int, ...]) -> PassContext:
         replay = PassReplay(fold, sizes, self.engine, shown) if self.alike else None
-        fixed = tuple(at for at, k in enumerate(shown) if _fixed(fold)[k])
+        fixed = tuple(at for at, k in enumerate(shown) if constant_results(fold)[k])
         return self.passes.setdefault(id(fold), PassContext(fold, sizes, self.engine, replay, fixed))
 
     def side(self, side: Side, leaves: list[Any], sizes: Sizes) -> Sequence[Tensor]:
@@ -119,10 +122,12 @@ class ReplayedProgram:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
         """The outputs, and for a backward the tensors it needs (without what is kept, where memory ran out) and the
         numbers."""
-        return oom_retry.instead(replay.launches.run, functools.partial(self._walk, replay), values, replay.sizes)
+        return oom_retry.run_or_fall_back(
+            replay.launches.run, functools.partial(self._walk, replay), values, replay.sizes
+        )
 
     def _walk(self, replay: ForwardReplay, *values: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple]:
-        output, replays = own(self.walk(replay.sizes, *values)), self.replays
+        output, replays = detach_views(self.walk(replay.sizes, *values)), self.replays
         tensors = tuple(values[k] for k in replays.tensors)
         return output, (*tensors, *output), tuple(values[k] for k in replays.numbers)
 
@@ -152,7 +157,7 @@ class ReplayedProgram:
             roots, seeds = [y for y, _ in moving], [g for _, g in moving]
             grads = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=graph, allow_unused=True))
         made = [next(grads) if n else None for n in needs]
-        return [zero(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
+        return [zero_gradient(v) if n and g is None else g for v, n, g in zip(given, needs, made, strict=True)]
 
 
 def sum_rows(found: Sequence[Any], sizes: Sizes) -> list[Tensor]:
@@ -169,7 +174,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[ForwardReplay, ReplayedProgram], *values: Any) -> tuple[Tensor, ...]:
         replay, program = call
         output, kept, numbers = program.forward(replay, values)
-        ctx.kept = replay, program, numbers, len(kept) == replay.saved, skip_small_tiles.asked()
+        ctx.kept = replay, program, numbers, len(kept) == replay.saved, skip_small_tiles.requested()
         ctx.set_materialize_grads(False)
         if not program.replays.all_move:
             ctx.mark_non_differentiable(*[output[k] for k in program.replays.fixed(values)])
@@ -181,7 +186,7 @@ class _Replayed(torch.autograd.Function):
         _refuse_batched(cotangents)
         replay, program, numbers, whole, skipped = ctx.kept
         first = len(program.replays.tensors)
-        tensors, unchanged = saved(ctx, range(first, first + len(cotangents)))
+        tensors, unchanged = load_saved(ctx, range(first, first + len(cotangents)))
         needs, given = ctx.needs_input_grad[1:], Saved(tensors, cotangents, numbers)
         plain = whole and unchanged and not torch.is_grad_enabled()
         launches = replay.backwards.find(needs, given) if plain and call_context.is_untraced() else None
@@ -191,11 +196,11 @@ class _Replayed(torch.autograd.Function):
             run = program.backward if plain else program.backward_again
             settings = (*replay.backwards.settings[:3], skipped)
             with apply_settings(settings), call_context.without_autocast(tensors):
-                return None, *oom_retry.typed(run, (replay, needs, given), replay.sizes)
+                return None, *oom_retry.run_with_typed_error(run, (replay, needs, given), replay.sizes)
 
         if launches is None:
             return walk()
-        return oom_retry.instead(launches.run, walk, (*tensors, *cotangents, *numbers), replay.sizes)
+        return oom_retry.run_or_fall_back(launches.run, walk, (*tensors, *cotangents, *numbers), replay.sizes)
 
 
 # ``apply`` without its check for transforms, for what is known to have none
@@ -228,7 +233,7 @@ class GradientRunner:
         alike = self.records and not torch.is_grad_enabled() and are_plain(values)
         kind = triton.describe_leaves(values) if alike else ()
         run = self.runs.get(kind) or self._run(kind)
-        with skip_small_tiles.gradient() if self._skips(values) else contextlib.nullcontext():
+        with skip_small_tiles.apply_to_gradient() if self._skips(values) else contextlib.nullcontext():
             found = run.run(sizes, *values)
         if run.fits:
             grads: list[Tensor | None] = [None] * len(leaves)
@@ -241,7 +246,7 @@ class GradientRunner:
 
     def _skips(self, values: Sequence[Any]) -> bool:
         """Whether small tiles may be skipped: of one pass, whose sums are the gradients themselves."""
-        if skip_small_tiles.asked() is None or torch.is_grad_enabled():
+        if skip_small_tiles.requested() is None or torch.is_grad_enabled():
             return False
         return len(self.made.program.passes) == 1 and are_plain(values)
 
@@ -292,11 +297,11 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         form = saved_row_gradients.form(context.fold, leaves, context.sizes, context.engine)
         if form is None:
-            output = own(FOLDERS[context.engine](context.fold, leaves, context.sizes))
+            output = detach_views(FOLDERS[context.engine](context.fold, leaves, context.sizes))
             _save(ctx, context, leaves, output)
             return output
         found = FOLDERS[context.engine](form.fold, [leaves[k] for k in form.feeds], context.sizes)
-        output = own([found[k] for k in form.own])
+        output = detach_views([found[k] for k in form.own])
         _save(ctx, context, leaves, output, form, tuple(found[k] for k in form.more))
         return output
 
@@ -314,8 +319,8 @@ class _ReplayedPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: PassContext, *leaves: Any) -> tuple[Tensor, ...]:
         assert context.replay is not None
-        found, rest = oom_retry.twice(context.replay, (leaves,), context.sizes, context.fold)
-        shown = own(found)
+        found, rest = oom_retry.run_with_retry(context.replay, (leaves,), context.sizes, context.fold)
+        shown = detach_views(found)
         ctx.context, ctx.form, ctx.settings = context, None, current_settings()
         ctx.set_materialize_grads(False)
         if context.fixed:
@@ -367,7 +372,7 @@ class _TracedPass(torch.autograd.Function):
         """J t, as the derivative of ⟨Jᵀ g, t⟩ by g: the gradient program is linear in its cotangents."""
         context, leaves, results = _saved(ctx, len(ctx.context.fold.outputs))[:3]
         leaves, results = [_primal(v) for v in leaves], [_primal(r) for r in results]
-        moving = [k for k, f in enumerate(_fixed(context.fold)) if not f]
+        moving = [k for k, f in enumerate(constant_results(context.fold)) if not f]
         wanted = tuple(isinstance(t, Tensor) for t in tangents)
         tangents_given = [t for t in tangents if isinstance(t, Tensor)]
         if not context.sizes.rows or not context.sizes.cols or not moving or not tangents_given:
@@ -409,7 +414,7 @@ def _save(
     ctx.context, ctx.form = context, form
     ctx.settings = current_settings()
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(o for o, f in zip(output, _fixed(context.fold), strict=True) if f))
+    ctx.mark_non_differentiable(*(o for o, f in zip(output, constant_results(context.fold), strict=True) if f))
     ctx.constants = [None if isinstance(v, Tensor) else v for v in leaves]
     ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)), *output, *more)
 
@@ -419,7 +424,7 @@ def _saved(ctx: Any, count: int) -> tuple[PassContext, list[Any], list[Tensor], 
 
     ``count``: how many of the results are outputs. Last, whether these are unchanged since the forward."""
     first = ctx.constants.count(None)  # tensors among the leaves
-    tensors, unchanged = saved(ctx, range(first, first + count))
+    tensors, unchanged = load_saved(ctx, range(first, first + count))
     rest = iter(tensors)
     leaves = [c if c is not None else next(rest) for c in ctx.constants]
     return ctx.context, leaves, list(rest), unchanged
@@ -439,23 +444,12 @@ def _pull(ctx: Any, leaves: list[Any], results: list[Tensor], cotangents: Sequen
     _refuse_batched(cotangents)
     context, wanted = ctx.context, ctx.needs_input_grad[1:]
     if not context.sizes.rows or not context.sizes.cols:  # no pairs: nothing flows, whatever the cotangents are
-        return None, *(zero(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
+        return None, *(zero_gradient(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
     given = (context, leaves, results, wanted, cotangents, ctx.form)
     if call_context.autocast_device(results) is None and ctx.settings == current_settings():
-        return None, *oom_retry.typed(_pass_gradients, given, context.sizes)
+        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
     with apply_settings(ctx.settings), call_context.without_autocast(results):
-        return None, *oom_retry.typed(_pass_gradients, given, context.sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _fixed(fold: Fold) -> tuple[bool, ...]:
-    """Which results are constants to gradients."""
-    found = []
-    for r, k in fold.outputs:
-        kind, _, params = r.attrs
-        outputs = KINDS[kind].outputs(r.args, params)
-        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
-    return tuple(found)
+        return None, *oom_retry.run_with_typed_error(_pass_gradients, given, context.sizes)
 
 
 def _pass_gradients(
@@ -481,12 +475,10 @@ def _pass_gradients(
 def _pass_gradient_program(
     fold: Fold, form: SavingFold | None, wanted: tuple[bool, ...], given: tuple[bool, ...], numbers: tuple[bool, ...]
 ) -> GradientProgram:
-    kept = {} if form is None else {k: e for k, e in row_gradients(form, given) if wanted[k]}
-    rest = tuple(want and k not in kept for k, want in enumerate(wanted))
-    results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
-    outputs = [kept.get(k, e) for k, e in enumerate(others)]
-    names = [*(e.attrs[0] for e in (*results, *cotangents)), *(() if form is None else form.names)]
-    return GradientProgram.of(fold.leaves, names, outputs, wanted, numbers, fold.exact)
+    if form is None:
+        return build_gradient_program(fold, wanted, given, numbers)
+    saved = tuple((k, e) for k, e in row_gradients(form, given) if wanted[k])
+    return build_gradient_program(fold, wanted, given, numbers, saved, tuple(form.names))
 
 
 # The arithmetic of one side
@@ -522,7 +514,7 @@ class Arithmetic:
         """What computes the gradients that are wanted from the cotangents that are given."""
         found = self.gradients.get((wanted, given))
         if found is None:
-            cotangents, outputs = one_sided.gradient(self.side, wanted, given)
+            cotangents, outputs = one_sided.differentiate_side(self.side, wanted, given)
             names = [e.attrs[0] for e in cotangents]
             made = GradientProgram.of(self.side.leaves, names, outputs, wanted, self.numbers)
             found = self.gradients[wanted, given] = GradientRunner(made, self.engine, True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.common.batching import broadcast
+from ..engines.common.batching import broadcast_shapes
 from ..engines.common.evaluate import Sizes
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shown
 from ..program.declarations import Parameter
@@ -101,7 +101,7 @@ def sizes_of(
             if length != 1 or p.axis != "pairs":  # an axis of size 1 of a Pair is broadcast
                 _agree(found, _ALL if wide and p.axis == "pairs" and axis == "cols" else axis, name, length)
         try:
-            batch = broadcast(batch, own)
+            batch = broadcast_shapes(batch, own)
         except RuntimeError:
             raise ShapeError(
                 detail=f"the batch dimensions of {name}, {own}, do not broadcast with {tuple(batch)} of {batch_of}",

@@ -113,7 +113,7 @@ class Plan:
     def of(self, *inputs: Any) -> list[Tensor]:
         """The same, of the values as the program is given them."""
         try:
-            found = oom_retry.typed(self.run, inputs, self.sizes)
+            found = oom_retry.run_with_typed_error(self.run, inputs, self.sizes)
         except BudgetError as error:
             raise _enough(error, self.traced, inputs, self.sizes) from None
         for k, (shape, dtype) in enumerate(self.outputs):

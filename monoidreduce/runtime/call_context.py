@@ -56,7 +56,7 @@ Settings = tuple[int | None, tuple, Any, Any]
 
 def current_settings() -> Settings:
     """The settings in force, to be kept for a backward."""
-    return budget.requested(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.asked()
+    return budget.requested(), matmul.asked.get(), schedule.followed.get(), skip_small_tiles.requested()
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def apply_settings(settings: Settings) -> Iterator[None]:
     limit, asked, followed, skipped = settings
     before, token = matmul.asked.set(asked), schedule.followed.set(followed)
     try:
-        with budget.restore(limit), skip_small_tiles.again(skipped):
+        with budget.restore(limit), skip_small_tiles.restore(skipped):
             yield
     finally:
         matmul.asked.reset(before)

@@ -106,9 +106,9 @@ def count_matrix_bytes(sizes: Sizes) -> int:
 
 def estimate_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backward: bool) -> Scheduled | None:
     """The cost of running the program on whole matrices of pairs; None if it has no dense form."""
-    if not whole.has_form(program) or not count_matrix_bytes(sizes):
+    if not whole.has_dense_form(program) or not count_matrix_bytes(sizes):
         return None
-    made = whole.whole(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
+    made = whole.write_dense(program, frozenset(n for n, v in inputs.items() if not isinstance(v, Tensor)))
 
     def call(given: Mapping[str, Any], here: Sizes) -> list[Any]:
         return made.run(here, *(given[n] for n in made.inputs))

@@ -44,11 +44,11 @@ class DenseOrTiled:
         if not self._is_dense(given, asks):
             return self.passes(*given)
         try:
-            return dense.whole(self.program, self.numbers).run(self.sizes, *given)
+            return dense.write_dense(self.program, self.numbers).run(self.sizes, *given)
         except Exception as error:
-            if not oom_retry.ran_out(error):
+            if not oom_retry.is_out_of_memory(error):
                 raise
-        oom_retry.release(self.sizes.device)
+        oom_retry.release_memory(self.sizes.device)
         return self.passes(*given)
 
     def may_be_dense(self) -> bool:
@@ -77,7 +77,7 @@ def may_be_dense(program: Lowered, sizes: Sizes) -> bool:
     return (
         0 < size <= (budget.requested() or call_cost.DENSE_LIMIT)
         and budget.shrink_factor() == 1
-        and dense.has_form(program)
+        and dense.has_dense_form(program)
     )
 
 
@@ -85,7 +85,7 @@ def runs_dense(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, backwa
     """True if a call runs dense: as followed, else if that is allowed and was tuned, or is predicted, to be faster."""
     if schedule.followed.get() is not None:
         followed = schedule.get_followed("call")
-        return followed is not None and followed.schedule == "dense" and dense.has_form(program)
+        return followed is not None and followed.schedule == "dense" and dense.has_dense_form(program)
     if not may_be_dense(program, sizes):
         return False
     tuned = plan_records.recall_choice(planner.call_key(program, inputs.values(), sizes, backward))

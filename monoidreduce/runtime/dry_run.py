@@ -173,7 +173,7 @@ class Scale:
         lengths = {*sizes.batch, sizes.rows, sizes.cols, *sizes.letters.values(), *tiles}
         primes = iter(p for p in _PRIMES if p > most)
         self.small: dict[int, int] = {n: next(primes, n) for n in sorted(lengths) if n > _LITERAL}
-        if not tiles and sizes.rows > matmul.SMALL:  # a product of more rows takes another path in matmul.py
+        if not tiles and sizes.rows > matmul._SMALL_ROWS:  # a product of more rows takes another path in matmul.py
             self.small[sizes.rows] = next((p for p in _MANY if p > most), sizes.rows)
         self.real = {p: n for n, p in self.small.items()}
 
@@ -237,7 +237,7 @@ class ScaledMemory(LiveMemory):
 def track_small_run(scale: Scale, leaves: Sequence[Any] = ()) -> Iterator[ScaledMemory]:
     """Count the memory that a run on small ``leaves`` allocates inside the block, unseen by other modes and tallies."""
     given = [v for v in leaves if isinstance(v, Tensor)]
-    with _disable_current_modes(), torch.no_grad(), tile_counter.nobody(), ScaledMemory(scale, given) as memory:
+    with _disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), ScaledMemory(scale, given) as memory:
         yield memory
 
 
@@ -246,7 +246,7 @@ def track_meta_run(leaves: Sequence[Any], sizes: Sizes) -> Iterator[MetaMemory]:
     """Count the memory that a run on meta ``leaves`` allocates inside the block; ``sizes``: those of the real call.
 
     Kernels are not launched, and matrix products take the path that they take on a GPU."""
-    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.nobody(), triton.skip_launches())
+    unseen = (_disable_current_modes(), torch.no_grad(), tile_counter.pause_counting(), triton.skip_launches())
     with contextlib.ExitStack() as stack:
         for context in (_standing_for(sizes), *unseen):
             stack.enter_context(context)

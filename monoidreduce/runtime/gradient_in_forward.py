@@ -21,6 +21,7 @@ from torch import Tensor
 from ..engines import panel
 from ..engines.common import matmul, oom_retry, skip_small_tiles
 from ..engines.common.evaluate import Sizes, from_layout
+from ..engines.common.gradient_program import as_gradient, zero_gradient
 from ..engines.common.torch_code import script
 from ..engines.panel.panel_program import split_into_loops, split_softmax_means
 from ..engines.triton.codegen.kernel_spec import Unsupported
@@ -29,7 +30,7 @@ from ..plan import budget, panel_layout
 from ..program.compile import compile_program
 from ..program.expression import Expr, topological
 from ..program.loss_and_gradient import LossAndGradient, compile_loss_and_gradient
-from . import autograd, fused_expressions, gradient_programs, logit_rounding
+from . import autograd, fused_expressions, logit_rounding
 from .call_context import apply_settings, current_settings
 
 _ROOMS = 64  # whose panels are remembered: without a budget it is never the same
@@ -166,15 +167,15 @@ class _Sum(torch.autograd.Function):
         inputs = {n: t.detach() for n, t in zip(context.names, tensors, strict=True)}
         program, count = context.program.program, len(context.outputs)
         given = (program, context.numbers | inputs, context.sizes, context.make)
-        with skip_small_tiles.gradient() if _numbers(context) else contextlib.nullcontext():
-            found = oom_retry.twice(panel.execute, given, context.sizes)
+        with skip_small_tiles.apply_to_gradient() if _numbers(context) else contextlib.nullcontext():
+            found = oom_retry.run_with_retry(panel.execute, given, context.sizes)
         values = [from_layout(v, e) for v, e in zip(found, program.outputs, strict=True)]
         grads = iter(zip(values[count:], program.outputs[count:], strict=True))
         context.waiting = {}
         for e, present in zip(context.asked, context.program.present, strict=True):
             leaf = inputs[str(e.attrs[0])]
             kind = torch.float32 if leaf.dtype is torch.float16 else leaf.dtype  # unscaled, it may leave float16
-            made = gradient_programs.as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
+            made = as_gradient(*next(grads), leaf, e, kind) if present else torch.zeros_like(leaf)
             context.waiting[str(e.attrs[0])] = made
         sums = tuple(_sum(v, context.sizes) for v in values[:count])
         ctx.context, ctx.settings = context, current_settings()
@@ -203,7 +204,7 @@ _summed: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Sum
 
 def _numbers(context: _Context) -> bool:
     """Whether tiles may be left out: asked for, and the sums are made of numbers, so that vectors are gradients."""
-    if skip_small_tiles.asked() is None:
+    if skip_small_tiles.requested() is None:
         return False
     return not any(e.op == "result" and e.feature is not None for e in topological(context.outputs))
 
@@ -226,7 +227,7 @@ def _again(context: _Context, tensors: tuple, needs: tuple, g: Tensor) -> list[T
         wanted = [t for t, need in zip(given, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(_sum(rows, context.sizes), wanted, g, create_graph=graph, allow_unused=True))
     found = [next(grads) if need else None for need in needs]
-    return [gradient_programs.zero(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
+    return [zero_gradient(t) if n and f is None else f for t, n, f in zip(given, needs, found, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

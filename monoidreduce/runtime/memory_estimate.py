@@ -25,10 +25,10 @@ from ..engines import eager, panel, triton
 from ..engines.auto import planner
 from ..engines.common import batching, matmul
 from ..engines.common.combine import combine
-from ..engines.common.evaluate import Form, Sizes, form
-from ..engines.common.label_gather import chunk_of
+from ..engines.common.evaluate import Form, Sizes, result_form
+from ..engines.common.label_gather import chunk_size
 from ..engines.eager import branch_and_bound, tile_walk
-from ..engines.eager.tile_code import Code
+from ..engines.eager.tile_code import TileCode
 from ..engines.panel.panel_program import PanelLoop, as_program, split_into_loops
 from ..engines.triton.kernels import split_combine, topk
 from ..engines.triton.panel import epilogue
@@ -89,11 +89,11 @@ def estimate_torch_peak(call: FoldCall, choice: Choice) -> int:
     results = _sum_bytes(torch_operator.shapes(fold, list(leaves), sizes))
     if choice.schedule == "panel":
         return _add_batch(_run_panels(_take_batch(call, 1), choice), results, batch)
-    merged, _ = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    merged, _ = batching.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     asked = choice.tile("tile")
-    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.width(fold, sizes))
+    own = tiles.choose(merged[-1], sizes.rows, sizes.cols, eager.numbers_per_pair(fold, sizes))
     tile = own if asked is None else tiles.Tiles(*asked)
-    bounds = branch_and_bound.ladders(fold, leaves, sizes)
+    bounds = branch_and_bound.find_distance_bounds(fold, leaves, sizes)
     if bounds is not None:
         return _add_batch(_run_branch_and_bound(_take_batch(call, 1), tile, bounds), results, batch)
     together = max(1, min(tile.batch, merged[-1]))  # batch dimensions that cannot be merged are looped over
@@ -116,32 +116,32 @@ class _FirstTileMasked(tile_walk.FoldCode):
 
     first = True
 
-    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> TileCode | None:
         first, self.first = self.first, False
         return super().variant({} if first else known)
 
 
 def _run_branch_and_bound(call: FoldCall, tile: tiles.Tiles, bounds: list[Tensor]) -> int:
     """Points are sorted, and a block of them is compared with as many others as fill a tile."""
-    sizes, kept = call.sizes, branch_and_bound.KEPT
+    sizes, kept = call.sizes, branch_and_bound.KEPT_BLOCK
     scale = Scale(sizes, tiles=(kept, tile.rows * tile.cols // kept))
     small = tiles.Tiles(1, scale.down(kept), scale.down(tile.rows * tile.cols // kept))
     leaves = [scale.varied_leaf(v) for v in call.leaves]
     with track_small_run(scale, leaves) as memory:
-        branch_and_bound.by_distance(call.fold, leaves, scale.sizes(sizes), small, bounds, _FirstBlock)
+        branch_and_bound.run_by_distance(call.fold, leaves, scale.sizes(sizes), small, bounds, _FirstBlock)
     lists = {r: 0 for r in call.fold.reductions}  # top-k lists are kept block by block, and concatenated in the end
     for r, k in call.fold.outputs:
-        shape, dtype = form(r, k, sizes)
+        shape, dtype = result_form(r, k, sizes)
         lists[r] += torch.Size(shape).numel() * dtype.itemsize if kind_of(r).unsorted else 0
     return memory.peak + max(lists.values())
 
 
-class _FirstBlock(branch_and_bound.Near):
+class _FirstBlock(branch_and_bound.NearestSearch):
     """Only the first block, compared with as many points as it can be at once."""
 
     def walk(self) -> None:
         at = slice(0, self.tiles.rows)
-        values = self.side(self.kept[at], self.over == "cols")
+        values = self.load_axis(self.kept[at], self.over == "cols")
         self.fold_pairs(at, self.kept[at], values, self.folded[: self.tiles.cols])
 
 
@@ -265,7 +265,7 @@ def _run_combine(one: Any, sizes: Sizes) -> int:
     small = replace(scale.sizes(sizes), batch=tuple(map(scale.down, sizes.batch)))
     with track_small_run(scale) as memory:
         count = scale.down(splits)
-        shapes = [form(r, k, small) for r, k in one.fold.outputs]
+        shapes = [result_form(r, k, small) for r, k in one.fold.outputs]
         first = (count,) if splits > 1 else ()
         made = [torch.zeros((*first, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         if splits > 1:
@@ -281,7 +281,7 @@ def _run_gather(call: FoldCall, r: Expr) -> int:
     _, whole = triton.merge_batches(call.fold, call.leaves, sizes)
     widest = max([1, *(sizes.of(str(e.feature)) for e in call.fold.leaves if e.feature is not None)])
     matches = 1 if r.args[0].feature is None else sizes.of(str(r.args[0].feature))
-    length = chunk_of(tiles.ELEMENTS, whole[-1], matches, widest)
+    length = chunk_size(tiles.ELEMENTS, whole[-1], matches, widest)
     scale = Scale(sizes, tiles=(length,))
     small = scale.sizes(sizes)
     leaves = [scale.varied_leaf(v) for v in call.leaves]

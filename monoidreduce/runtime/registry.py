@@ -56,7 +56,7 @@ def stepper(engine: str, device: torch.device) -> panel.StepClass:
 
 
 ENGINES: dict[str, Callable] = {"eager": eager.run, "panel": _panels, "triton": _kernels, "auto": tuner.run}
-FOLDERS = {name: oom_retry.guarded(run) for name, run in ENGINES.items()}
+FOLDERS = {name: oom_retry.add_oom_retry(run) for name, run in ENGINES.items()}
 NAMES = ("auto", "eager", "panel", "reference", "triton")
 _process = EnvironmentVariable("MONOIDREDUCE_ENGINE")
 REFERENCE_LIMIT = 2**26  # pair elements: half a gigabyte in float64
@@ -142,14 +142,14 @@ def use(
         raise EngineError(
             detail=f"mr.use was given the precision {precision!r}", fix=f"Use one of {', '.join(matmul.PRECISIONS)}"
         )
-    skipped = skip_small_tiles.asked() if skip_below is None else skip_small_tiles.skip_below(skip_below)
+    skipped = skip_small_tiles.requested() if skip_below is None else skip_small_tiles.skip_below(skip_below)
     outer = _settings.get() or Settings()
     name = outer.engine if engine is None else _checked(engine, "mr.use")
     token = _settings.set(Settings(name, outer.limit if limit == REFERENCE_LIMIT else limit))
     said = zip((precision, strict, tune), matmul.asked.get(), strict=True)
     before = matmul.asked.set(tuple(old if new is None else new for new, old in said))  # type: ignore[arg-type]
     try:
-        with limits.restore(None if budget is None else limits.parse(budget)), skip_small_tiles.again(skipped):
+        with limits.restore(None if budget is None else limits.parse(budget)), skip_small_tiles.restore(skipped):
             yield
     finally:
         matmul.asked.reset(before)

@@ -28,6 +28,7 @@ from ..engines.auto import planner
 from ..engines.common import oom_retry
 from ..engines.common.bounded_cache import BoundedCache
 from ..engines.common.evaluate import Sizes
+from ..engines.common.gradient_program import GradientProgram
 from ..engines.common.one_sided import Side
 from ..engines.common.torch_code import Script, script
 from ..errors import NoGradientError
@@ -36,7 +37,6 @@ from ..program.loss_and_gradient import differentiate_program, number_leaves
 from ..program.lower import Fold, Lowered
 from . import saved_row_gradients
 from .call_context import PLAIN, Settings, apply_settings, current_settings, launch_key
-from .gradient_programs import GradientProgram
 from .registry import ENGINES
 
 MOST = 64  # recordings of one pass, program or backward
@@ -199,7 +199,11 @@ class ForwardReplays:
         found = self.known.find(key, _MISSING)
         if found is not _MISSING:
             return found
-        made = oom_retry.instead(self._record, lambda *_: None, (sizes, values), sizes) if self._pays(sizes) else None
+        made = (
+            oom_retry.run_or_fall_back(self._record, lambda *_: None, (sizes, values), sizes)
+            if self._pays(sizes)
+            else None
+        )
         return self.known.keep(key, made)
 
     def _pays(self, sizes: Sizes) -> bool:
@@ -311,7 +315,7 @@ class BackwardReplays:
         if found is not _MISSING:
             return found
         with apply_settings(self.settings):
-            made = oom_retry.instead(self._record, lambda *_: None, (needs, saved), self.sizes)
+            made = oom_retry.run_or_fall_back(self._record, lambda *_: None, (needs, saved), self.sizes)
         return self.known.keep(key, made)
 
     def program(self, needs: Needs, given: tuple[bool, ...]) -> GradientProgram:

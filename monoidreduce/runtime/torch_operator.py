@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..engines.common import unchanged_tensors
-from ..engines.common.evaluate import Form, Sizes, form, pair_form
+from ..engines.common.evaluate import Form, Sizes, pair_result_form, result_form
 from ..errors import EngineError
 from ..program.lower import Fold, digest_fold
 from ..reductions import kind_of
@@ -54,7 +54,7 @@ def call(fold: Fold, engine: str, leaves: Sequence[Any], sizes: Sizes) -> list[T
 
 def _run(fold: str, engine: str, *given: Any) -> list[Tensor]:
     known, leaves, sizes = _opened(fold, *given)
-    with torch.no_grad(), unchanged_tensors.apart():  # gradients are autograd.py's business
+    with torch.no_grad(), unchanged_tensors.allocate_in_own_thread():  # gradients are autograd.py's business
         found = FOLDERS[engine](known, leaves, sizes)
     # kernels may hand vectors back in 16 bits, others do not: a graph is told one type for all engines
     return [t.to(dtype) for t, (_, dtype) in zip(found, shapes(known, leaves, sizes), strict=True)]
@@ -104,7 +104,9 @@ def _known(name: str) -> Fold:
 def shapes(fold: Fold, leaves: list[Any], sizes: Sizes) -> list[Form]:
     """Shape and type of each of a fold's results."""
     return [
-        pair_form(leaves[fold.leaves.index(r.args[1])], sizes) if kind_of(r).per_pair else form(r, k, sizes)
+        pair_result_form(leaves[fold.leaves.index(r.args[1])], sizes)
+        if kind_of(r).per_pair
+        else result_form(r, k, sizes)
         for r, k in fold.outputs
     ]
 

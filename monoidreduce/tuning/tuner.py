@@ -176,12 +176,12 @@ class Session:
             return Trial(choice, self._measure(choice, fold, leaves, sizes))
         except Exception as error:  # a candidate that cannot run is refused, whatever the reason
             refused = f"{type(error).__name__}: {error}"
-        if oom_retry.is_lost(self.device):
+        if oom_retry.is_device_lost(self.device):
             raise EngineError(
                 detail=f"{self.device} answers no more since {choice} was tried: {refused[:200]}",
                 fix="Start the process anew; it runs by the usual plan unless it tunes. Please report the plan",
             )
-        oom_retry.release(self.device)
+        oom_retry.release_memory(self.device)
         return Trial(choice, None, refused)
 
     def _measure(

@@ -32,7 +32,7 @@ def mixed(q: Row["f"], k: Col["f"], v: Col["d"]):
 def results(layout=None):
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 16, generator=gen).cuda().requires_grad_() for n in (200, 333, 333))
-    with agreement.dividing(layout or agreement.Layout()):
+    with agreement.use_layout(layout or agreement.Layout()):
         values = mixed(q, k, v)
     total = sum((t * torch.linspace(-1, 1, t.numel(), device="cuda").view(t.shape)).sum() for t in values[:2])
     return [*(t.detach() for t in values), *torch.autograd.grad(total + values[3].sum(), (q, k, v))]
@@ -58,14 +58,14 @@ def test_tensors_are_passed_on(group):
     """To the next rank, which here is this one; of every type that travels."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         sent = [torch.ones(5, 3, device="cuda").to(dtype), torch.zeros(0, 3, device="cuda", dtype=dtype)]
-        received = collectives.Passing(sent, [torch.empty_like(t) for t in sent], group, 0, 0).done()
+        received = collectives.RingTransfer(sent, [torch.empty_like(t) for t in sent], group, 0, 0).wait()
         assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)), dtype
 
 
 def test_what_one_rank_refuses(group):
     """Its own error, which the others are told; the group is still good."""
     x = torch.ones(3, 4, device="cuda")
-    with agreement.dividing(agreement.Layout(cols=group)):
+    with agreement.use_layout(agreement.Layout(cols=group)):
         with pytest.raises(mr.ShapeError):
             mixed(x, torch.ones(5, 3, device="cuda"), torch.ones(5, 2, device="cuda"))
         assert mr.ops.attention(x, x, x).shape == (3, 4)

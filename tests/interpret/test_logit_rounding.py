@@ -208,7 +208,7 @@ def test_columns_in_chunks():
 
 
 def test_panels_in_torch_hold_float32_too(monkeypatch):
-    monkeypatch.setattr(matmul, "raise_16bit", lambda device, dtype: False)
+    monkeypatch.setattr(matmul, "needs_float32", lambda device, dtype: False)
     seen = internals.watch_panels(monkeypatch, lambda step, layout: step.pair_dtype, kernels=False)
     x, w, target = made(8, 40, 264)
     traced, bound, sizes, _ = head._prepare((x, w, target), {})

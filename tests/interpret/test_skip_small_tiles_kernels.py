@@ -54,7 +54,7 @@ def test_contractions_skip_what_is_small(dtype, size, add):
     w, exact = weights(rows, cols, dtype, 5), None
     exact, count = kept_of(w.double())
     contract = sparse_contraction.PanelContraction()
-    with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
+    with mr.skip_below(BOUND) as skipped, skip_small_tiles.apply_to_gradient():
         for over, folded, kept in (("cols", cols, rows), ("rows", rows, cols)):
             vectors = torch.randn(folded, width).to(dtype)
             out = torch.ones(kept, width, dtype=torch.promote_types(dtype, torch.float32))
@@ -76,7 +76,7 @@ def test_nan_and_infinity_are_kept():
     for value, everything in ((float("nan"), True), (float("inf"), True)):
         w = weights(32, 48, torch.float32)
         w[3, 20] = value
-        with mr.skip_below(BOUND) as skipped, skip_small_tiles.gradient():
+        with mr.skip_below(BOUND) as skipped, skip_small_tiles.apply_to_gradient():
             out = torch.empty(32, 4)
             sparse_contraction.PanelContraction()(out, w, torch.ones(48, 4), "cols", False)
         assert (skipped.kept == 1.0) == everything and not out[3].isfinite().any() and out[16:].isfinite().all()

@@ -27,8 +27,8 @@ def test_a_cut_run_by_kernels_is_the_whole(name, seed, monkeypatch):
         return triton.run(fold, leaves, sizes, fallback=eager.run)
 
     def folder(fold, leaves, sizes):
-        part = subproblem.Part(*PIECES, (sizes.rows, sizes.cols))
-        return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, kernel))
+        part = subproblem.Subproblem(*PIECES, (sizes.rows, sizes.cols))
+        return subproblem.finish_states(fold, subproblem.run_subproblem(fold, leaves, sizes, part, kernel))
 
     internals.replace_eager_engine(monkeypatch, folder)
     assert_equal(run(layer.op, args), expected, rtol=1e-4, atol=1e-5)

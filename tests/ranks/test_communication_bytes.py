@@ -18,9 +18,10 @@ def one_fold(op, *args):
 
 def gradient_of(fold):
     """The fold of the backward, all gradients asked for."""
-    from monoidreduce.engines.ranks.sharded_program import _gradient_program
+    from monoidreduce.engines.common.gradient_program import build_gradient_program
 
-    (only,) = _gradient_program(fold, (True,) * len(fold.leaves), (False, True, False, False))[0].passes
+    made = build_gradient_program(fold, (True,) * len(fold.leaves), (False, True, False, False))
+    (only,) = made.program.passes
     return only
 
 

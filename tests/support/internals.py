@@ -59,7 +59,7 @@ def forget_contractions(patch: Patch) -> None:
 
 def forget_tile_ranges(patch: Patch) -> None:
     """No range of tiles is remembered that masks leave to compute."""
-    patch.setattr("monoidreduce.engines.common.unchanged_tensors._kept", OrderedDict())
+    patch.setattr("monoidreduce.engines.common.unchanged_tensors._cache", OrderedDict())
 
 
 def forget_panel_recordings(patch: Patch) -> None:
@@ -208,7 +208,7 @@ def collect_launches(patch: Patch) -> list:
     nothing = lambda *given: None
     replace_launch(patch, lambda launch, call: found.append(call))
     patch.setattr("monoidreduce.engines.triton.launch.jit_module.load_module", lambda *text: mock.MagicMock())
-    patch.setattr("monoidreduce.engines.common.matmul.panel_into", nothing)
+    patch.setattr("monoidreduce.engines.common.matmul.multiply_into_panel", nothing)
     patch.setattr("monoidreduce.engines.triton.panel.contraction.contract_into", nothing)
     return found
 
@@ -336,7 +336,7 @@ def set_dense_limit(patch: Patch, pairs: int) -> None:
 
 def replace_dense_form(patch: Patch, whole: Callable) -> None:
     """``whole(program, numbers)`` builds the dense form of a call."""
-    patch.setattr("monoidreduce.engines.dense.whole", whole)
+    patch.setattr("monoidreduce.engines.dense.write_dense", whole)
 
 
 def set_candidates(patch: Patch, candidates: Callable) -> None:

@@ -50,7 +50,10 @@ def main():
     with mr.budget("2MB"):
         expected = attention(*args)
     attempts = []
-    oom_retry.release, release = (lambda device: attempts.append(device) or release(device)), oom_retry.release
+    oom_retry.release_memory, release = (
+        (lambda device: attempts.append(device) or release(device)),
+        oom_retry.release_memory,
+    )
     held = exhausted()
     found = {}
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoidreduce.engines.ranks.agreement import _pieces
+from monoidreduce.engines.ranks.agreement import _shard_ranges
 from tests.support.comparison import Result, is_float, run
 from tests.support.layers import BY_NAME, ZOO
 
@@ -60,7 +60,7 @@ def lengths(total: int, case: Case) -> list[int]:
 
 
 def index(total: int, case: Case, rank: int) -> Tensor:
-    return torch.cat([torch.arange(a, b) for a, b in _pieces(lengths(total, case), case.order)[rank]])
+    return torch.cat([torch.arange(a, b) for a, b in _shard_ranges(lengths(total, case), case.order)[rank]])
 
 
 def cuts(value: Tensor, side: Any, case: Case) -> list[int]:

@@ -447,7 +447,7 @@ def refused(group: Any, fault: str) -> tuple[str, str, bool]:
             call()
     except mr.MonoidReduceError as error:
         kind, text = type(error).__name__, str(error)
-    alone = agreement.current() is None
+    alone = agreement.current_layout() is None
     with mr.shard(cols=group):
         total = mr.ops.cross_entropy(torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([0]))
     return kind, text, alone and bool(torch.isclose(total.exp(), torch.tensor(3.0 * group.size())))
@@ -478,7 +478,7 @@ def left_alone(group: Any) -> bool:
         before[:2] == after[:2]
         and torch.equal(before[2], after[2])
         and alone.shape == (3,)
-        and agreement.current() is None
+        and agreement.current_layout() is None
     )
 
 

@@ -23,7 +23,7 @@ from ...program.lower import Fold, Lowered, digest_fold
 from .. import eager, panel, triton
 from ..common import matmul
 from ..common.evaluate import Sizes
-from ..eager import tile_memory, tile_walk
+from ..eager import tile_code, tile_walk
 from ..panel.panel_program import as_program, split_into_loops, split_softmax_means
 from ..triton.kernels import topk
 
@@ -150,7 +150,7 @@ def make_case(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Case:
         kernels=bool(defaults),
         defaults=tuple(defaults.items()),
         panels=_can_use_panels(fold, sizes, set(vectors)),
-        fixed=base.fixed + eager.written(fold, leaves, sizes),
+        fixed=base.fixed + eager.pair_result_bytes(fold, leaves, sizes),
         seen=_visible_share(fold, sizes.rows, sizes.cols, tuple(_numbers(fold, leaves).items())),
     )
 
@@ -161,7 +161,7 @@ def _numbers(fold: Fold, leaves: Sequence[Any]) -> dict[Expr, float]:
 
 def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: frozenset[Expr] = frozenset()) -> Case:
     """The case of a fold without its leaves; ``dtype``: of its vectors."""
-    code = tile_walk.whole_code(fold, numbers)
+    code = tile_walk.compile_unconditional(fold, numbers)
     return Case(
         fold,
         digest_fold(fold),
@@ -174,10 +174,10 @@ def case_without_leaves(fold: Fold, dtype: torch.dtype, sizes: Sizes, numbers: f
         sizes.compute.itemsize,
         device_rates.get_rates(sizes.device),
         gpu=sizes.device.type == "cuda",
-        tile=tile_memory.per_pair(fold, code, sizes),
-        fixed=tile_memory.constant(code),
+        tile=tile_code.bytes_per_pair(fold, code, sizes),
+        fixed=tile_code.fixed_bytes(code),
         steps=len(code.steps),
-        width=eager.width(fold, sizes),
+        width=eager.numbers_per_pair(fold, sizes),
     )
 
 
@@ -189,14 +189,14 @@ def _visible_share(fold: Fold, rows: int, cols: int, given: tuple[tuple[Expr, fl
     """The share of the pairs that conditions on indices and numbers do not skip; data is not read.
 
     Conditions are evaluated in interval arithmetic on a coarse grid; half a block is subtracted for its edges."""
-    code = tile_walk.code_of(fold, frozenset(e for e, _ in given))
+    code = tile_walk.compile_fold(fold, frozenset(e for e, _ in given))
     if not code.conditions or not rows or not cols:
         return 1.0
     fixed = {e: (float(v), float(v)) for e, v in given}
     fixed |= {size("rows"): (float(rows),) * 2, size("cols"): (float(cols),) * 2}
     seen = 0
-    for r in tile_walk.slices(rows, -(-rows // _BLOCKS)):
-        for c in tile_walk.slices(cols, -(-cols // _BLOCKS)):
+    for r in tile_walk.split_range(rows, -(-rows // _BLOCKS)):
+        for c in tile_walk.split_range(cols, -(-cols // _BLOCKS)):
             ranges = {index("row"): (r.start, r.stop - 1), index("col"): (c.start, c.stop - 1)}
             if code.variant({**fixed, **ranges}) is not None:
                 seen += (r.stop - r.start) * (c.stop - c.start)

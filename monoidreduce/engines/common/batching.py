@@ -1,7 +1,7 @@
 """Leading batch dimensions: broadcast without copies.
 
-Adjacent batch dimensions that every tensor can see as one are merged; the last merged one becomes the batch axis of
-tiles and the others are looped over, so that expanded, transposed and sliced batches are only ever viewed.
+Adjacent batch dimensions that can be viewed as one in every tensor are merged; the last merged one becomes the batch
+axis of tiles and the others are looped over, so that expanded, transposed and sliced batches are never copied.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 
-def broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that two broadcast to. Torch is asked only where they differ: its first answer imports a second's
-    worth of modules."""
+def broadcast_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The broadcast of two batch shapes. ``torch.broadcast_shapes`` is called only if they differ: its first call takes
+    a second, for its imports."""
     if not one or one == other:
         return other
     return tuple(torch.broadcast_shapes(one, other)) if other else one
 
 
-def merge(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Expand each tensor to the batch shape and merge what can be merged; returns the merged batch shape and views."""
+def merge_batch_dims(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Expand each tensor to the batch shape and merge adjacent dimensions; returns the merged batch shape and views."""
     count = len(batch)
     views = [t.expand((*batch, *t.shape[count:])) for t in tensors]
     shape = list(batch)
     at = 0
     while at + 1 < len(shape):
-        if all(_joinable(v, at) for v in views):
+        if all(_can_merge(v, at) for v in views):
             views = [v.flatten(at, at + 1) for v in views]
             shape[at : at + 2] = [shape[at] * shape[at + 1]]
         else:
@@ -38,12 +38,12 @@ def merge(batch: tuple[int, ...], tensors: list[Tensor]) -> tuple[tuple[int, ...
     return tuple(shape), views
 
 
-def _joinable(v: Tensor, at: int) -> bool:
+def _can_merge(v: Tensor, at: int) -> bool:
     if v.shape[at] == 1 or v.shape[at + 1] == 1:
         return True
     return v.stride(at) == v.stride(at + 1) * v.shape[at + 1]
 
 
-def outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def iterate_outer(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every index into the looped (all but the last) batch dimensions."""
     return itertools.product(*(range(s) for s in shape[:-1]))

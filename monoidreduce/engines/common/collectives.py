@@ -1,9 +1,8 @@
-"""What ranks say to each other: torch.distributed's collectives, with every failure a typed error on every survivor.
+"""Collectives of ``torch.distributed``; every failure raises a typed error on every surviving rank.
 
-A rank that meets a failure *hangs up* on the group before it raises, so that ranks waiting for it, and not for the one
-that failed, learn of it at once and hang up in turn: nobody waits for the group's timeout but for a rank that hangs.
-The two differentiable steps are each other's transposes under one reading of a program: a tensor without a sharded axis
-is the same on all ranks, and so is its gradient.
+A rank that sees a failure closes its connections before it raises (:func:`abort_group`), so that ranks waiting for it
+fail at once too, instead of waiting for the group's timeout. The differentiable collectives come in pairs that are each
+other's transposes: a tensor without a sharded axis is replicated, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -19,65 +18,64 @@ from torch import Tensor
 
 from ...errors import RankError
 
-_GOODBYE = 0x6D72  # a tag that nothing is ever sent with
+_ABORT_TAG = 0x6D72  # a tag that nothing is ever sent with
 Group = Any  # torch.distributed.ProcessGroup, which not every build of torch has
 
 
-def reduce(tensor: Tensor, op: str, group: Group) -> Tensor:
+def all_reduce(tensor: Tensor, op: str, group: Group) -> Tensor:
     """The sum, maximum or minimum over the ranks, in place; equal on all of them."""
-    _checked(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group), group)
+    _run_checked(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group), group)
     return tensor
 
 
-def gather(tensor: Tensor, group: Group) -> Tensor:
-    """The ranks' tensors (of one shape), stacked in their order."""
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """The tensors of all ranks (of one shape), stacked in rank order."""
     whole = tensor.new_empty(group.size(), *tensor.shape)
-    _checked(lambda: dist.all_gather(list(whole.unbind()), tensor.contiguous(), group=group), group)
+    _run_checked(lambda: dist.all_gather(list(whole.unbind()), tensor.contiguous(), group=group), group)
     return whole
 
 
-def texts(text: str, group: Group) -> list[str]:
-    """Every rank's text; only for telling what went wrong."""
+def all_gather_texts(text: str, group: Group) -> list[str]:
+    """The texts of all ranks, for error messages only."""
     found: list[Any] = [None] * group.size()
-    _checked(lambda: dist.all_gather_object(found, text, group=group), group)
+    _run_checked(lambda: dist.all_gather_object(found, text, group=group), group)
     return found
 
 
-class Passing:
-    """Tensors on their way round a circle: sent to the rank ``after``, received from that ``before``, while work goes
-    on."""
+class RingTransfer:
+    """One asynchronous step of a ring: tensors are sent to rank ``after`` and received from rank ``before``."""
 
     def __init__(self, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group, after: int, before: int):
         self.group, self.received, self.sent = group, list(receive), [t.contiguous() for t in send]
         after, before = (dist.get_global_rank(group, rank) for rank in (after, before))
-        moves = [dist.P2POp(dist.isend, _bytes(t), after, group) for t in self.sent if t.numel()]
-        moves += [dist.P2POp(dist.irecv, _bytes(t), before, group) for t in self.received if t.numel()]
-        self.works = _checked(lambda: dist.batch_isend_irecv(moves), group) if moves else []
+        moves = [dist.P2POp(dist.isend, _view_bytes(t), after, group) for t in self.sent if t.numel()]
+        moves += [dist.P2POp(dist.irecv, _view_bytes(t), before, group) for t in self.received if t.numel()]
+        self.works = _run_checked(lambda: dist.batch_isend_irecv(moves), group) if moves else []
 
-    def done(self) -> list[Tensor]:
-        """What came, once it is all here."""
+    def wait(self) -> list[Tensor]:
+        """Wait for the step to finish and return the received tensors."""
         for work in self.works:
-            _checked(work.wait, self.group)
+            _run_checked(work.wait, self.group)
         return self.received
 
 
-def _bytes(t: Tensor) -> Tensor:
+def _view_bytes(t: Tensor) -> Tensor:
     flat = t.view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of one number may be anything
 
 
-def _checked(call: Callable[[], Any], group: Group) -> Any:
-    """Run a collective; where it fails, hang up and say so."""
+def _run_checked(call: Callable[[], Any], group: Group) -> Any:
+    """Run a collective; if it fails, close this rank's connections and raise RankError."""
     try:
         return call()
     except RuntimeError as error:
-        hang_up(group)
+        abort_group(group)
         reason = str(error).strip().split("\n")[0].split("] ")[-1]
         raise RankError(detail=f"rank {group.rank()} of {group.size()} lost the others: {reason}") from error
 
 
-def hang_up(group: Group) -> None:
-    """Close the connections of this rank within the group, which a failure has made useless anyway."""
+def abort_group(group: Group) -> None:
+    """Close this rank's connections within the group, so that ranks waiting for it fail at once."""
     if dist.get_backend(group) != "gloo":
         with contextlib.suppress(RuntimeError, AttributeError):
             group.abort()
@@ -86,26 +84,26 @@ def hang_up(group: Group) -> None:
     for peer in range(group.size()):  # a receive that times out closes all of a gloo group's connections
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = dist.irecv(nothing, dist.get_global_rank(group, peer), group=group, tag=_GOODBYE)
+                work = dist.irecv(nothing, dist.get_global_rank(group, peer), group=group, tag=_ABORT_TAG)
                 if work is not None:
                     work.wait(moment)
 
 
-class Gathered(torch.autograd.Function):
-    """[...] of each rank to [ranks, ...] on all; a rank's gradient is its own part."""
+class AllGather(torch.autograd.Function):
+    """All-gather: [...] on each rank to [ranks, ...] on all. Backward: this rank's slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return gather(tensor, group)
+        return all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
-        return Own.apply(g, ctx.group), None
+        return OwnSlice.apply(g, ctx.group), None
 
 
-class Own(torch.autograd.Function):
-    """The transpose of :class:`Gathered`: of [ranks, ...], equal on all ranks, this rank's part."""
+class OwnSlice(torch.autograd.Function):
+    """The transpose of :class:`AllGather`: this rank's slice of [ranks, ...], which is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -114,11 +112,11 @@ class Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
-        return Gathered.apply(g, ctx.group), None
+        return AllGather.apply(g, ctx.group), None
 
 
-class Shared(torch.autograd.Function):
-    """A tensor that is the same on all ranks, about to meet sharded ones: its gradient is the sum of all ranks'."""
+class ReplicatedInput(torch.autograd.Function):
+    """A replicated tensor used together with sharded ones: identity forward, all-reduce of the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -127,17 +125,17 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
-        return Totalled.apply(g, ctx.group), None
+        return AllReduceSum.apply(g, ctx.group), None
 
 
-class Totalled(torch.autograd.Function):
-    """The transpose of :class:`Shared`: the sum over the ranks, whose gradient every rank takes as it is."""
+class AllReduceSum(torch.autograd.Function):
+    """The transpose of :class:`ReplicatedInput`: all-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return reduce(tensor.clone(memory_format=torch.contiguous_format), "SUM", group)
+        return all_reduce(tensor.clone(memory_format=torch.contiguous_format), "SUM", group)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:
-        return Shared.apply(g, ctx.group), None
+        return ReplicatedInput.apply(g, ctx.group), None

@@ -2,8 +2,8 @@
 
 Every value is held in one layout, ``[*batch, rows, cols]`` and a trailing feature axis for vectors, with size 1 for
 an axis that the value does not have; so numbers, rows, columns and whole pair matrices broadcast by themselves.
-Python numbers stay Python numbers. Differentiable by autograd. 16-bit inputs are raised to float32 when arithmetic
-touches them.
+Python numbers stay Python numbers. Differentiable by autograd. 16-bit inputs are cast to float32 when arithmetic
+reads them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _KINDS = {"bool": torch.bool, "int": torch.int64}
 class Sizes:
     """The sizes of one call: rows, columns, batch shape, letters; its device and the type that arithmetic is done in.
 
-    Where rows or columns are divided over ranks, ``rows`` and ``cols`` are those that are here, and ``of`` tells the
-    whole, as a program's own questions (``num_cols``) mean it."""
+    With sharded rows or columns, ``rows`` and ``cols`` are the local sizes and ``of`` returns the global ones, which is
+    what ``num_rows`` and ``num_cols`` of a program mean."""
 
     rows: int
     cols: int
@@ -51,11 +51,11 @@ class Sizes:
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 
 
-class Room:
-    """Where tensors of one form are allocated: ``empty_like`` takes half the time of ``empty``, which reads options.
+class Allocator:
+    """Allocates tensors of one shape and type with ``empty_like``, which takes half the time of ``empty``.
 
-    The model is made when it is first needed: plans are also made for devices elsewhere. It has a shape and no memory,
-    since it stays: a compiler that captures graphs gives a first call a pool in which nothing may."""
+    The model tensor is made when it is first needed, since plans are also made for devices that are not present. Its
+    storage is empty: during CUDA graph capture by a compiler, no memory of a first call may stay allocated."""
 
     __slots__ = ("_model", "device", "form")
 
@@ -65,7 +65,7 @@ class Room:
 
     @property
     def model(self) -> Tensor:
-        """What ``empty_like`` is given."""
+        """The tensor that ``empty_like`` copies the form of."""
         if self._model is None:
             shape, dtype = self.form
             self._model = torch.empty((), dtype=dtype, device=self.device).expand(shape)
@@ -76,8 +76,8 @@ class Room:
         return torch.empty_like(self.model if self._model is None else self._model)
 
 
-def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
-    """Shape and type of a reduction's k-th result, for the batch of the sizes or for another."""
+def result_form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) -> Form:
+    """Shape and type of a reduction's k-th result, for the batch shape of ``sizes`` or for ``batch``."""
     feature, number = outputs_of(r)[k]
     length = sizes.rows if r.attrs[1] == "cols" else sizes.cols
     tail = () if feature is None else (sizes.of(str(feature)),)
@@ -85,14 +85,15 @@ def form(r: Expr, k: int, sizes: Sizes, batch: tuple[int, ...] | None = None) ->
     return (*(sizes.batch if batch is None else batch), length, *tail), dtype
 
 
-def pair_form(like: Tensor, sizes: Sizes) -> Form:
-    """Of a number per pair, written in the shape of an argument: in its type, unless sums are kept there."""
+def pair_result_form(like: Tensor, sizes: Sizes) -> Form:
+    """Shape and type of a result per pair, which is the gradient of the argument ``like``: the argument's own type, or
+    the compute type where it is broadcast and gradients are summed."""
     once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)
     return tuple(like.shape), like.dtype if once else sizes.compute
 
 
 def to_layout(t: Value, e: Expr) -> Value:
-    """A tensor as users hold it (``[*batch, M or N, f]``) in the layout of this room: a view."""
+    """A tensor as users hold it (``[*batch, M or N, f]``) as a view in the layout of this module."""
     if not isinstance(t, Tensor):
         return t
     at = t.dim() - (e.feature is not None)
@@ -140,12 +141,13 @@ class Evaluator:
             return self._index(e.op)
         if e.op == "result":
             return self.memo[e.args[0]][e.attrs[0]]
-        args = [self.raised(self.memo[a], a) for a in e.args]
+        args = [self.to_compute(self.memo[a], a) for a in e.args]
         if e.op == "reduce":
             return self._reduce(e, [self._tensor(a, x) for a, x in zip(args, e.args, strict=True)])
         if self.sizes.shard is not None:
             args = [
-                self.sizes.shard.met(a, x, e) if isinstance(a, Tensor) else a for a, x in zip(args, e.args, strict=True)
+                self.sizes.shard.replicate_operand(a, x, e) if isinstance(a, Tensor) else a
+                for a, x in zip(args, e.args, strict=True)
             ]
         if e.op in PRIMITIVES:
             return self._primitive(e, args)
@@ -156,10 +158,10 @@ class Evaluator:
         vectors = [a.feature is not None for a in e.args]
         if self.sizes.shard is None:
             return KINDS[kind].dense(fields, vectors, over, params, self.sizes.here(over))
-        return self.sizes.shard.reduced(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
+        return self.sizes.shard.reduce(e, fields, lambda f, p, n: KINDS[kind].dense(f, vectors, over, p, n))
 
-    def raised(self, value: Value, e: Expr) -> Value:
-        return as_number(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
+    def to_compute(self, value: Value, e: Expr) -> Value:
+        return to_compute_dtype(value, e, self.sizes.compute) if isinstance(value, Tensor) else value
 
     def _tensor(self, value: Value, e: Expr) -> Tensor:
         if isinstance(value, Tensor):
@@ -176,15 +178,15 @@ class Evaluator:
             return torch.arange(count, device=s.device).view(*s.batch, 1, 1)
         rows = op == "row_index"
         if s.shard is None:
-            places = torch.arange(s.rows if rows else s.cols, device=s.device)
+            indices = torch.arange(s.rows if rows else s.cols, device=s.device)
         else:
-            places = (s.shard.rows if rows else s.shard.cols).index(s.device)
-        return places.view(*(1,) * len(s.batch), *((-1, 1) if rows else (1, -1)))
+            indices = (s.shard.rows if rows else s.shard.cols).index(s.device)
+        return indices.view(*(1,) * len(s.batch), *((-1, 1) if rows else (1, -1)))
 
     def _primitive(self, e: Expr, args: list[Value]) -> Value:
         primitive = PRIMITIVES[e.op]
         attributes = dict(zip(primitive.attributes, e.attrs, strict=True))
-        if not any(isinstance(a, Tensor) for a in args):  # numbers only: exact, and it stays a number
+        if not any(isinstance(a, Tensor) for a in args):  # Python numbers only: the result is one too
             kinds = [_KINDS.get(x.dtype, torch.float64) for x in e.args]
             args = [torch.tensor(a, dtype=k, device="cpu") for a, k in zip(args, kinds, strict=True)]
             if e.op == "cast":
@@ -196,7 +198,7 @@ class Evaluator:
         for a, x in zip(args, e.args, strict=True):
             if not isinstance(a, Tensor):
                 kind = _KINDS.get(x.dtype, self.sizes.compute)
-                a = torch.full((), a, dtype=kind, device=self.sizes.device)  # filled there: no copy, no wait
+                a = torch.full((), a, dtype=kind, device=self.sizes.device)  # no copy, no sync
             elif e.feature is not None and x.feature is None:
                 a = a.unsqueeze(-1)
             tensors.append(a)
@@ -204,8 +206,8 @@ class Evaluator:
         return value.to(self.sizes.compute) if e.dtype == "float" and value.dtype != self.sizes.compute else value
 
 
-def as_number(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
-    """A given tensor in the type that arithmetic is done in."""
+def to_compute_dtype(x: Tensor, e: Expr, compute: torch.dtype) -> Tensor:
+    """An input in the type that arithmetic is done in."""
     return x if e.dtype == "bool" else x.to(_KINDS.get(e.dtype, compute))
 
 
@@ -216,7 +218,7 @@ def cast(x: Tensor, to: str, compute: torch.dtype) -> Tensor:
 def _dot(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
     if x.dtype.is_floating_point:
         return x.squeeze(-2) @ y.squeeze(-3).mT
-    return (x * y).sum(-1)  # integer products have no fast road on GPUs
+    return (x * y).sum(-1)  # integer matrix products are slow on GPUs
 
 
 def _sqdist(e: Expr, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:

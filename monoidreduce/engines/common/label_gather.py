@@ -1,8 +1,7 @@
-"""Picks: sums against ``index == t`` computed on the matching pairs only, by a gather or a scatter.
+"""Label gather: sums against ``index == t``, computed on the matching pairs only by a gather or a scatter.
 
-The side that holds ``t`` (say rows) keeps its order; the other side's leaves are gathered at ``t``. The value is then
-evaluated pair by pair in the layout ``[batch, side, matches]``, in chunks of the side so that no more than a tile is
-ever held.
+The axis that holds the targets ``t`` (say rows) keeps its order; leaves of the other axis are gathered at ``t``. Values
+are then evaluated in the layout ``[batch, axis, matches]``, in chunks of the axis so that at most one tile is held.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ...program.expression import Expr, node, topological
 from .evaluate import Evaluator, Sizes
 
 
-class _Matched(Evaluator):
+class _MatchedPairs(Evaluator):
     """Evaluates on matched pairs: a product of two vectors is a sum over features, not a matrix."""
 
     def _node(self, e: Expr) -> Any:
         if e.op == "dot":
-            x, y = (self.raised(self.memo[a], a) for a in e.args)
+            x, y = (self.to_compute(self.memo[a], a) for a in e.args)
             return (x * y).sum(-1)
         return super()._node(e)
 
@@ -37,7 +36,7 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
     t = t.unsqueeze(-1) if target.feature is None else t
     t = t.expand(batch, side, t.shape[-1])
     widest = max([1, *(v.shape[-1] for e, v in leaves.items() if isinstance(v, Tensor) and e.feature is not None)])
-    chunk = chunk_of(elements, batch, t.shape[-1], widest)
+    chunk = chunk_size(elements, batch, t.shape[-1], widest)
     value, vector = _one_number_per_match((value, vector), target)
     for at in range(0, side, chunk):
         part = slice(at, min(at + chunk, side))
@@ -46,13 +45,13 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         safe = tp.clamp(0, max(other - 1, 0))
         if other == 0:
             return
-        evaluator = _Matched(sizes, {})
+        evaluator = _MatchedPairs(sizes, {})
         for e in topological([value, vector, target]):
             if e.op in ("leaf", "row_index", "col_index"):
-                evaluator.memo[e] = _matched_leaf(e, leaves, by_rows, part, safe, sizes, target)
-        weight = evaluator.raised(evaluator(value), value)
+                evaluator.memo[e] = _gather_leaf(e, leaves, by_rows, part, safe, sizes, target)
+        weight = evaluator.to_compute(evaluator(value), value)
         weight = torch.where(inside, weight, torch.zeros((), dtype=sizes.compute, device=sizes.device))
-        found = evaluator.raised(evaluator(vector), vector)
+        found = evaluator.to_compute(evaluator(vector), vector)
         gathers = (over == "cols") == by_rows
         if vector.feature is not None:
             weight = weight.unsqueeze(-1) * found
@@ -61,16 +60,16 @@ def run_pick(reduction: Expr, leaves: dict[Expr, Any], sizes: Sizes, batch: int,
         if gathers:
             out[:, part] += weight.sum(2)
         else:
-            _scatter(out, safe, weight)
+            _scatter_add(out, safe, weight)
 
 
-def chunk_of(elements: int, batch: int, matches: int, widest: int) -> int:
-    """How many of a side's are taken at once, so that no vectors of so many numbers are held."""
+def chunk_size(elements: int, batch: int, matches: int, widest: int) -> int:
+    """How many target indices are evaluated at once, so that at most ``elements`` numbers are held."""
     return max(1, elements // max(1, batch * matches * widest))
 
 
 def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr, ...]:
-    """Where t has several matches per side, vectors over the same letter are one number per match."""
+    """Where each index has several targets, vectors over the same letter are one number per target."""
     if target.feature is None:
         return exprs
     value = exprs[0]
@@ -82,7 +81,7 @@ def _one_number_per_match(exprs: tuple[Expr, Expr], target: Expr) -> tuple[Expr,
     return substitute((value,), replace)[0], exprs[1]
 
 
-def _matched_leaf(
+def _gather_leaf(
     e: Expr, leaves: dict[Expr, Any], by_rows: bool, part: slice, safe: Tensor, sizes: Sizes, target: Expr
 ) -> Any:
     if e.op in ("row_index", "col_index"):
@@ -112,8 +111,8 @@ def _matched_leaf(
     return v[rows, flat].view(batch, side, matches, v.shape[-1])
 
 
-def _scatter(out: Tensor, places: Tensor, weight: Tensor) -> None:
-    """out[b, places] += weight, in a fixed order."""
+def _scatter_add(out: Tensor, places: Tensor, weight: Tensor) -> None:
+    """out[b, places] += weight, deterministically."""
     batch, length = out.shape[:2]
     flat = (places + torch.arange(batch, device=out.device).view(-1, 1, 1) * length).reshape(-1)
     features = out.shape[2:]

@@ -1,8 +1,8 @@
-"""The one place that knows what the hardware does fast: products of tiles, and exponentials.
+"""Matrix products and exponentials of tiles and panels, as each device computes them fastest.
 
-``raise_16bit`` says whether 16-bit operands should be raised to float32 before they are multiplied (a CPU without
+:func:`needs_float32` decides whether 16-bit operands are cast to float32 before they are multiplied (a CPU without
 16-bit matrix units) or multiplied as they are, with float32 accumulation across tiles (GPUs, CPUs with AMX or AVX-512
-bf16).
+bf16). Also holds the settings of ``mr.use`` that decide how products are computed, and the free memory of a device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-# What mr.use says of precision, strict and tune: kept by a backward.
+# (precision, strict, tune) as set by mr.use; a backward uses those of its forward.
 asked: ContextVar[tuple[str | None, bool, bool | None]] = ContextVar("asked", default=(None, False, None))
 
 
 def float32_precision() -> str:
-    """How kernels multiply float32 numbers: as ``mr.use`` asks, else as torch itself would."""
+    """How kernels multiply float32 numbers: as set by ``mr.use``, else as torch is configured."""
     chosen = asked.get()[0]
     if chosen is not None:
         return chosen
@@ -38,13 +38,13 @@ def float32_precision() -> str:
     return "tf32" if said == "tf32" else "ieee"
 
 
-# What torch.backends.cuda.matmul.fp32_precision asks, since 2.9; the older switch cannot be read beside it. Asked in
-# every call: the switch itself takes four times as long.
+# The getter behind torch.backends.cuda.matmul.fp32_precision (torch 2.9 and later, where allow_tf32 can no longer be
+# read). Called directly, since it runs in every call and the public property takes four times as long.
 _PRECISION: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 @functools.cache
-def _cpu_multiplies(dtype: torch.dtype) -> bool:
+def _cpu_has_16bit_units(dtype: torch.dtype) -> bool:
     names = (
         ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
         if dtype is torch.bfloat16
@@ -53,29 +53,29 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
-def raise_16bit(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this 16-bit type are better done in float32 on this device."""
-    return device.type == "cpu" and not _cpu_multiplies(dtype)
+def needs_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether operands of this 16-bit type should be cast to float32: on CPUs without 16-bit matrix units."""
+    return device.type == "cpu" and not _cpu_has_16bit_units(dtype)
 
 
-def narrow_type(vectors: list[Tensor]) -> torch.dtype | None:
-    """bfloat16 where a program's vectors are, and the hardware multiplies it: then all its products are done in it.
+def choose_16bit_type(vectors: list[Tensor]) -> torch.dtype | None:
+    """bfloat16 if any vector of a program is bfloat16 and the hardware multiplies it: all its products then use it.
 
-    Not float16: what the program computes on one side (a vector over its row's sum) may fall below float16's range.
+    Never float16: values that a program computes per row (a vector over its row's sum) may underflow in it.
     """
     for v in vectors:
-        if v.dtype is torch.bfloat16 and not raise_16bit(v.device, v.dtype):
+        if v.dtype is torch.bfloat16 and not needs_float32(v.device, v.dtype):
             return torch.bfloat16
     return None
 
 
-def operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tensor:
-    """A tile's vectors in the type they are multiplied in."""
+def to_operand(t: Tensor, compute: torch.dtype, narrow: torch.dtype | None) -> Tensor:
+    """The vectors of a tile in the type they are multiplied in."""
     if not (t.dtype.is_floating_point and compute.is_floating_point):
         return t
     if narrow is not None:
         return t.to(narrow)
-    if t.dtype in SIXTEEN and not raise_16bit(t.device, t.dtype):
+    if t.dtype in SIXTEEN and not needs_float32(t.device, t.dtype):
         return t
     return t.to(compute)
 
@@ -99,7 +99,7 @@ def exp_into(out: Tensor, x: Tensor, factor: float = 1) -> Tensor:
 def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """out[b, m, n] = alpha · x[b, m, d] @ y[b, n, d]ᵀ."""
     if not out.dtype.is_floating_point:
-        return out.copy_(_integer_product(x, y))
+        return out.copy_(_multiply_integers(x, y))
     x = x if alpha == 1 else x * alpha  # alpha in the product itself is 1.5 times slower with OpenBLAS
     yt = y.mT.contiguous() if _TRANSPOSE_FIRST and out.device.type == "cpu" else y.mT
     if out.shape[0] == 1:
@@ -108,30 +108,30 @@ def dot_into(out: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return torch.bmm(x, yt, out=out)
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x[.., m, d] @ y[.., n, d]ᵀ, differentiable; small ones of transposed operands take four times as long on ARM."""
-    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= SMALL and dry_run_sizes.get() is None
+def multiply_transposed(x: Tensor, y: Tensor) -> Tensor:
+    """x[.., m, d] @ y[.., n, d]ᵀ, differentiable. Small ones of transposed operands are four times slower on ARM."""
+    first = _TRANSPOSE_FIRST and x.device.type == "cpu" and x.shape[-2] <= _SMALL_ROWS and dry_run_sizes.get() is None
     return x @ (y.mT.contiguous() if first else y.mT)
 
 
-SMALL = 256
+_SMALL_ROWS = 256
 
 
-def is_narrow(x: Tensor, y: Tensor) -> bool:
-    """Whether a product is done in 16 bits."""
+def is_16bit(x: Tensor, y: Tensor) -> bool:
+    """Whether a product has a 16-bit operand."""
     return x.dtype in SIXTEEN or y.dtype in SIXTEEN
 
 
-def narrow_dot(x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; kept so on GPUs, elsewhere rounded once."""
-    x, y = _same(x, y)
-    if x.device.type == "cuda" and _keeps_float32():
+def multiply_16bit(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """alpha · x @ yᵀ with 16-bit operands, accumulated in float32; the result is float32 on GPUs, elsewhere 16-bit."""
+    x, y = _match_dtypes(x, y)
+    if x.device.type == "cuda" and _supports_float32_output():
         return torch.bmm(x, y.mT, out_dtype=torch.float32).mul_(alpha)
     return torch.bmm(x if alpha == 1 else x * alpha, y.mT)
 
 
 @functools.cache
-def _keeps_float32() -> bool:
+def _supports_float32_output() -> bool:
     """Whether this torch's 16-bit products on a GPU can return float32 (since 2.8 or so)."""
     probe = torch.ones((1, 16, 16), dtype=torch.bfloat16, device="cuda")
     try:
@@ -141,26 +141,30 @@ def _keeps_float32() -> bool:
     return True
 
 
-def panel_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+def multiply_into_panel(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out[m, n] = x[m, d] @ y[n, d]ᵀ, rounded once to the type of ``out``."""
     if x.dtype == y.dtype == out.dtype:
-        torch.mm(_by_features(x) if x.device.type == "cpu" and _MUCH * x.numel() <= out.numel() else x, y.mT, out=out)
-    elif x.device.type == "cuda" and x.dtype == y.dtype and _keeps_float32() and out.dtype is torch.float32:
+        torch.mm(
+            _make_feature_major(x) if x.device.type == "cpu" and _COPY_RATIO * x.numel() <= out.numel() else x,
+            y.mT,
+            out=out,
+        )
+    elif x.device.type == "cuda" and x.dtype == y.dtype and _supports_float32_output() and out.dtype is torch.float32:
         torch.ops.aten.mm.dtype_out(x, y.mT, torch.float32, out=out)
-    elif not out.is_meta:  # raised a few columns at a time
+    elif not out.is_meta:  # cast a few columns at a time
         x = x.to(out.dtype)
-        for at in range(0, y.shape[0], _RAISED):
-            part = slice(at, at + _RAISED)
-            torch.mm(x, y[part].to(out.dtype).mT, out=out[:, part])
+        for at in range(0, y.shape[0], _CAST_COLUMNS):
+            cols = slice(at, at + _CAST_COLUMNS)
+            torch.mm(x, y[cols].to(out.dtype).mT, out=out[:, cols])
 
 
-_RAISED = 4096
-_MUCH = 16  # times as large as a copy of the rows a product must be, for that to cost next to nothing
+_CAST_COLUMNS = 4096
+_COPY_RATIO = 16  # the output must be this many times larger than x for the transposed copy to be cheap
 
 
-def _by_features(x: Tensor) -> Tensor:
-    """The same with the numbers of one feature side by side: a product of a few rows with many columns then takes 6 to
-    8 % less (Neoverse, 768 features and more)."""
+def _make_feature_major(x: Tensor) -> Tensor:
+    """The same matrix, contiguous along rows: products of few rows with many columns then take 6 to 8 % less time
+    (Neoverse, 768 features and more)."""
     return x.mT.contiguous().mT
 
 
@@ -168,7 +172,7 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
     """out[l, d] (+)= weights[l, n] @ vectors[n, d], accumulated in float32 and rounded once to the type of ``out``."""
     if out.dtype == weights.dtype:
         torch.addmm(out, weights, vectors, out=out) if add else torch.mm(weights, vectors, out=out)
-    elif weights.device.type == "cuda" and _keeps_float32():
+    elif weights.device.type == "cuda" and _supports_float32_output():
         if add:
             torch.ops.aten.addmm.dtype_out(out, weights, vectors, out.dtype, out=out)
         else:
@@ -178,49 +182,49 @@ def contract_into(out: Tensor, weights: Tensor, vectors: Tensor, add: bool) -> N
         out.add_(product) if add else out.copy_(product)
 
 
-_SOON = 0.1  # seconds
-_driver_said: dict[torch.device, tuple[float, int]] = {}  # when a GPU's driver was asked, and what there was
+_QUERY_INTERVAL = 0.1  # seconds
+_driver_answers: dict[torch.device, tuple[float, int]] = {}  # per GPU: when the driver was queried, and its answer
 
 
-def _obtainable(device: torch.device) -> int:
-    """Bytes of a GPU that this process has or could have: the driver is asked ten times a second at most, for it takes
-    longer to answer than a small call takes."""
-    now, (then, found) = time.monotonic(), _driver_said.get(device, (-math.inf, 0))
-    if now - then >= _SOON:
+def _query_available(device: torch.device) -> int:
+    """Bytes of GPU memory that this process holds or could allocate. The driver is queried at most ten times a second:
+    a query takes longer than a small call."""
+    now, (then, found) = time.monotonic(), _driver_answers.get(device, (-math.inf, 0))
+    if now - then >= _QUERY_INTERVAL:
         found = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-        _driver_said[device] = now, found
+        _driver_answers[device] = now, found
     return found
 
 
-def _allocated(device: torch.device) -> int:
-    """Bytes that torch's tensors take on a GPU. ``torch.cuda.memory_allocated`` flattens and sorts all that the
-    allocator counts: it takes four times as long."""
+def _query_allocated(device: torch.device) -> int:
+    """Bytes of all tensors on a GPU. ``torch.cuda.memory_allocated`` takes four times as long: it flattens and sorts
+    all statistics of the allocator."""
     found = torch.cuda.memory_stats_as_nested_dict(device)
     return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on a device now; on the one that is meant, where what runs stands for a call."""
+    """Bytes that could be allocated on a device now; in a dry run, on the device that the run stands for."""
     meant = dry_run_sizes.get()
     device = device if meant is None else meant.device
     if device.type == "cuda" and torch.cuda.is_available():
-        return max(0, _obtainable(device) - _allocated(device))
+        return max(0, _query_available(device) - _query_allocated(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # a system that does not say
+    except (AttributeError, OSError, ValueError):  # not available on this system
         return 0
 
 
-def _integer_product(x: Tensor, y: Tensor) -> Tensor:
-    """Integers have no fast product everywhere: one feature at a time."""
+def _multiply_integers(x: Tensor, y: Tensor) -> Tensor:
+    """A product of integers, one feature at a time: not every device has an integer matrix product."""
     total = torch.zeros((*x.shape[:-1], y.shape[-2]), dtype=x.dtype, device=x.device)
     for f in range(x.shape[-1]):
         total += x[..., f : f + 1] * y[..., f].unsqueeze(-2)
     return total
 
 
-def _same(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two operands in one type: where one is 16-bit and the hardware multiplies that, both are."""
+def _match_dtypes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast two operands to one type: the 16-bit one, if they differ."""
     if x.dtype == y.dtype:
         return x, y
     narrow = x.dtype if x.dtype in SIXTEEN else y.dtype

@@ -1,8 +1,8 @@
-"""Memory that runs out in the middle of a fold.
+"""OOM retry: what happens when memory runs out during a fold.
 
-Everything the attempt held is let go first: buffers live in the frames of the error's traceback, so the error itself
-is dropped before anything else is tried. The fold is then run once more with a part of the room. Engines write to
-nothing they were given, so a second attempt starts from the same numbers, and a failed one leaves them.
+Buffers of the failed attempt are referenced by the frames of the error's traceback, so the error is dropped first. The
+fold is then run once more under a smaller memory budget. Engines do not write to their inputs, so the second attempt
+starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -18,79 +18,79 @@ from ...errors import BudgetError, MonoidReduceError, OutOfMemoryError
 from ...plan import budget
 from ...program.lower import Fold
 from ...reductions import kind_of
-from .evaluate import Sizes, form
+from .evaluate import Sizes, result_form
 
 # What allocators say that raise a plain RuntimeError: torch's own on the CPU, and the vendor's libraries on a GPU.
-_SAYINGS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
+_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED", "bad allocation", "bad_alloc")
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: of a device, of the host, or of what one kernel may hold."""
     if isinstance(error, MonoidReduceError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or type(error).__name__ == "OutOfResources":
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAYINGS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
-def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine that tries a fold once more, with less room, where memory ran out."""
+def add_oom_retry(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine ``run``, with one retry under a smaller memory budget when memory runs out."""
 
     @functools.wraps(run)
     def folded(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> Any:
-        return twice(run, (fold, leaves, sizes), sizes, fold)
+        return run_with_retry(run, (fold, leaves, sizes), sizes, fold)
 
     return folded
 
 
-def twice(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
-    """What ``run`` returns, at the first or the second attempt; ``fold``: whose results it makes, where it is one."""
+def run_with_retry(run: Callable[..., Any], given: tuple, sizes: Sizes, fold: Fold | None = None) -> Any:
+    """Call ``run(*given)``; if memory runs out, once more with a smaller budget. ``fold``: for the error message."""
 
     def smaller(*given: Any) -> Any:
         try:
             with budget.shrink():
                 return run(*given)
         except Exception as error:
-            if not isinstance(error, BudgetError) and not ran_out(error):
+            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
             reason = str(error)
-        release(sizes.device)
-        raise _error(reason, sizes, fold)
+        release_memory(sizes.device)
+        raise _make_error(reason, sizes, fold)
 
-    return instead(run, smaller, given, sizes)
+    return run_or_fall_back(run, smaller, given, sizes)
 
 
-def typed(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
-    """What ``run`` returns; where memory runs out outside of any fold, there is nothing smaller to try."""
+def run_with_typed_error(run: Callable[..., Any], given: tuple, sizes: Sizes) -> Any:
+    """Call ``run(*given)``; running out of memory raises OutOfMemoryError, without a retry."""
     try:
         return run(*given)
     except Exception as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         reason = str(error)
-    release(sizes.device)
-    raise _error(reason, sizes)
+    release_memory(sizes.device)
+    raise _make_error(reason, sizes)
 
 
-def instead(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
-    """What ``run`` returns or, where memory runs out in it, ``other``."""
+def run_or_fall_back(run: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], sizes: Sizes) -> Any:
+    """Call ``run(*given)``; if memory runs out, ``other(*given)``."""
     try:
         return run(*given)
     except Exception as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
-    release(sizes.device)
+    release_memory(sizes.device)
     return other(*given)
 
 
-def _error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
-    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_bytes(fold, sizes))}"
+def _make_error(reason: str, sizes: Sizes, fold: Fold | None = None) -> OutOfMemoryError:
+    least = "" if fold is None else f"; its results alone take {budget.format_ceil(_result_bytes(fold, sizes))}"
     said = reason.strip().split("\n")[0] or "the allocator does not say more"
     return OutOfMemoryError(rows=sizes.rows, cols=sizes.cols, reason=said, least=least)
 
 
-def is_lost(device: torch.device) -> bool:
-    """Whether a device answers no more: after an illegal access it does not, for the rest of the process."""
+def is_device_lost(device: torch.device) -> bool:
+    """Whether a device is unusable: after an illegal access, for the rest of the process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -99,14 +99,14 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
+def release_memory(device: torch.device) -> None:
+    """Free unreachable tensors and the allocator's cached blocks."""
     gc.collect()  # frames and closures may hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _bytes(fold: Fold, sizes: Sizes) -> int:
-    """What a fold's results take, without which it cannot be run at all."""
-    forms = [form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
+def _result_bytes(fold: Fold, sizes: Sizes) -> int:
+    """Bytes of a fold's results: the least memory it needs."""
+    forms = [result_form(r, k, sizes) for r, k in fold.outputs if not kind_of(r).per_pair]
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms)

@@ -1,8 +1,8 @@
-"""What autograd saves for a backward: the same tensors whatever is cached, and results that users may change in place.
+"""What autograd saves for a backward: independent of caches, and safe against in-place changes of results.
 
-``torch.utils.checkpoint`` counts the tensors that a call saves and compares them with those of its recomputation, so a
-call may save only what its own backward reads. Graphs that the library builds for other purposes (estimating costs,
-measuring, deriving a pullback) are built under :func:`private_graphs`.
+``torch.utils.checkpoint`` compares the number of tensors that a call saves with that of its recomputation, so a call
+may save only what its own backward reads. Graphs that the library builds for itself (estimating costs, measuring,
+deriving a pullback) are built under :func:`private_graphs`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def private_graphs() -> Iterator[None]:
-    """A context for graphs of stand-in tensors on the CPU, which nothing that the caller asked of torch reaches.
+    """A context for graphs of stand-in tensors on the CPU, isolated from the caller's autograd settings.
 
-    The caller's saved-tensor hooks do not see what they save: only the innermost pair of hooks is called, so hooks
-    that do nothing hide the others. Anomaly detection does not look at their numbers, which mean nothing. Tensors are
-    made on the CPU, whatever the default device is."""
+    The caller's saved-tensor hooks are not called: torch calls only the innermost pair, and the pair set here does
+    nothing. Anomaly detection is off, since the numbers mean nothing. Tensors are created on the CPU, whatever the
+    default device."""
     with contextlib.ExitStack() as stack:
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:  # None outside torch.func
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         if torch.empty(0).device.type != "cpu":
@@ -32,18 +32,18 @@ def private_graphs() -> Iterator[None]:
         yield
 
 
-def _unchanged(t: Tensor) -> Tensor:
+def _identity(t: Tensor) -> Tensor:
     return t
 
 
-def own(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def detach_views(results: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Results of an engine as outputs of an ``autograd.Function``, none of them a view.
 
     Engines return views of their buffers, and torch refuses to change a view in place that a custom function made."""
     return tuple([t if t._base is None else t.detach() for t in results])
 
 
-def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
+def load_saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
     """``ctx.saved_tensors``, and whether the function's ``outputs`` among them (by position) still hold its results.
 
     They do not where the user changed one in place (``y += 1``); a backward then recomputes them. An input that was
@@ -56,7 +56,7 @@ def saved(ctx: Any, outputs: range) -> tuple[tuple[Tensor, ...], bool]:
         if "modified by an inplace operation" not in str(error):
             raise
     for k in outputs:  # torch does not compare the versions of what hooks unpack
-        ctx._raw_saved_tensors[k].register_hooks(_unchanged, _unchanged)
+        ctx._raw_saved_tensors[k].register_hooks(_identity, _identity)
     found = ctx.saved_tensors  # raises where it was an input
     ctx.outputs_changed = True
     return found, False

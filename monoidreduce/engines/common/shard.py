@@ -1,10 +1,9 @@
-"""How a problem lies over ranks: which rows and columns each has, and what that means for one-sided arithmetic.
+"""How a problem is sharded over ranks, and what that means for arithmetic on rows or columns alone.
 
-Tensors stay plain and local. Rows, columns or both are divided over the ranks of a group; what lacks a divided axis is
-the same on all its ranks. Folds are the business of ``distributed_fold.py``; here is what plain torch does before and
-after
-them: indices count from the start of the whole, a reduction over a divided axis ends with an exchange, and what is the
-same everywhere gets the sum of all gradients when it meets what is divided.
+Tensors stay plain and local. Rows, columns or both are sharded over the ranks of a group; a tensor without a sharded
+axis is replicated. Folds over pairs are in ``distributed_fold.py``; this module serves the plain torch code before and
+after them: indices are global, a reduction over a sharded axis ends with an all-gather, and the gradient of a
+replicated tensor is summed over the ranks where it is used together with sharded ones.
 """
 
 from __future__ import annotations
@@ -19,48 +18,50 @@ from torch import Tensor
 from ...program.expression import Expr
 from ...reductions import kind_of
 from . import combine
-from .collectives import Gathered, Group, Shared
+from .collectives import AllGather, Group, ReplicatedInput
 
-Pieces = tuple[tuple[int, int], ...]  # (start, stop) on the whole axis of consecutive stretches of a part
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) on the global axis of each contiguous range of a shard
 
 
-def length(pieces: Pieces) -> int:
-    return sum(stop - start for start, stop in pieces)
+def count_indices(ranges: Ranges) -> int:
+    """The number of indices in some ranges."""
+    return sum(stop - start for start, stop in ranges)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Rows or columns: ``pieces[r]`` are those of rank r of the group; one entry and no group where all are here."""
+    """How rows or columns are sharded: ``ranges[r]`` are those of rank r of the group; one entry and no group where the
+    axis is not sharded."""
 
-    pieces: tuple[Pieces, ...]
+    ranges: tuple[Ranges, ...]
     group: Group = None
-    whole: int | None = None  # the length of the axis where the pieces are not all of it, as in a stream
+    whole: int | None = None  # the length of the axis where the ranges do not cover it, as in a stream
 
     @property
     def total(self) -> int:
-        return sum(map(length, self.pieces)) if self.whole is None else self.whole
+        return sum(map(count_indices, self.ranges)) if self.whole is None else self.whole
 
     @property
-    def own(self) -> Pieces:
-        return self.pieces[0 if self.group is None else self.group.rank()]
+    def own(self) -> Ranges:
+        return self.ranges[0 if self.group is None else self.group.rank()]
 
     def index(self, device: torch.device) -> Tensor:
-        """The places of the local part on the whole axis."""
+        """The global indices of the local rows or columns."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.own])
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows and the columns of a call; on one group they make a ring, or a grid (``grid.py``)."""
+    """How the rows and columns of a call are sharded; both over one group make a ring or a grid (``grid.py``)."""
 
     rows: Axis
     cols: Axis
-    batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index here, whole size), if divided
-    slices: int | str | None = None  # of a grid: how many ranks' columns one takes; "best", or None for a ring
-    shared: tuple[tuple[str, Group], ...] = ()  # what is given per pair and the same on all ranks of a group
+    batch: tuple[tuple[int, int, int], ...] = ()  # (dimension from the right, first index, size)
+    slices: int | str | None = None  # of a grid: how many ranks' columns each rank folds; "best", or None for a ring
+    shared: tuple[tuple[str, Group], ...] = ()  # arguments per pair that are replicated over a group
 
     def batch_index(self, local: tuple[int, ...], device: torch.device) -> Tensor:
-        """The places of the local batch elements in the whole batch, which is numbered in order."""
+        """The global (row-major) indices of the local batch elements."""
         start, whole = [0] * len(local), list(local)
         for right, first, size in self.batch:
             start[-right], whole[-right] = first, size
@@ -87,48 +88,50 @@ class Shard:
         found = [a.group for a in (self.rows, self.cols) if a.group is not None]
         return found[:1] if self.ring else found
 
-    def given(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs, with the sum of all ranks' gradients for what is given per pair but shared."""
+    def replicate_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs; gradients of replicated arguments per pair are summed over the ranks."""
         found = dict(inputs)
         for name, group in self.shared:
             if found[name].requires_grad:
-                found[name] = Shared.apply(found[name], group)
+                found[name] = ReplicatedInput.apply(found[name], group)
         return found
 
-    def met(self, value: Tensor, has: Expr, user: Expr) -> Tensor:
-        """A value on its way into ``user``: summed gradients where it lacks a divided axis that ``user`` has."""
+    def replicate_operand(self, value: Tensor, has: Expr, user: Any) -> Tensor:
+        """An operand of ``user``: its gradient is summed over the ranks of each sharded axis that only ``user`` has."""
         lacks = [(user.rows and not has.rows, self.rows), (user.cols and not has.cols, self.cols)]
         for lacking, axis in lacks:
             if lacking and axis.group is not None and value.requires_grad:
-                value = Shared.apply(value, axis.group)
+                value = ReplicatedInput.apply(value, axis.group)
         return value
 
-    def reduced(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
-        """A one-sided reduction: ``local(fields, params, length)`` here, then exchanged and combined."""
+    def reduce(self, e: Expr, fields: list[Tensor], local: Callable[[list[Tensor], tuple, int], list[Tensor]]) -> Any:
+        """A reduction of row or column values: ``local(fields, params, length)`` on each rank, then an all-gather and a
+        combination of the partial results."""
         kind, (_, over, params) = kind_of(e), e.attrs
         axis = self.axis(over)
-        mine = length(axis.own)
+        mine = count_indices(axis.own)
         if axis.group is None:
             return local(fields, params, mine)
-        fields = [self.met(f, a, _with(over)) for f, a in zip(fields, e.args, strict=True)]
+        fields = [
+            self.replicate_operand(f, a, _OneAxis(over == "rows", over == "cols"))
+            for f, a in zip(fields, e.args, strict=True)
+        ]
         results = kind.dense_part(local, fields, params, mine)
         if kind.place is not None:
-            results[kind.place] = self._moved(results[kind.place], axis)
+            results[kind.place] = self._to_global(results[kind.place], axis)
         results = kind.dense_results(results)
-        stacked = [Gathered.apply(t, axis.group) for t in results]
-        lengths = [length(p) for p in axis.pieces]
+        stacked = [AllGather.apply(t, axis.group) for t in results]
+        lengths = [count_indices(p) for p in axis.ranges]
         return combine.closed(e, combine.merged(e, [combine.opened(e, stacked, lengths, [0] * len(lengths))]))
 
-    def _moved(self, place: Tensor, axis: Axis) -> Tensor:
+    def _to_global(self, place: Tensor, axis: Axis) -> Tensor:
         where = axis.index(place.device)
         return torch.where(place < 0, place, where[place.clamp(min=0)]) if len(where) else place
 
 
-def _with(over: str) -> Any:
-    return _Side(over == "rows", over == "cols")
-
-
 @dataclass(frozen=True)
-class _Side:
+class _OneAxis:
+    """Stands for an expression that has this axis alone."""
+
     rows: bool
     cols: bool

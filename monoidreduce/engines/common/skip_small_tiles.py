@@ -62,11 +62,11 @@ class skip_below(contextlib.ContextDecorator):
         self._tokens: list[contextvars.Token] = []
 
     def __enter__(self) -> skip_below:
-        self._tokens.append(_asked.set(self))
+        self._tokens.append(_requested.set(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _asked.reset(self._tokens.pop())
+        _requested.reset(self._tokens.pop())
 
     def __repr__(self) -> str:
         return f"skip_below({self.bound!r})"
@@ -87,47 +87,47 @@ class skip_below(contextlib.ContextDecorator):
             self._kept += kept
 
 
-_asked: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
+_requested: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skip_below", default=None)
 
 
-_now: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
+_active: contextvars.ContextVar[skip_below | None] = contextvars.ContextVar("skipping", default=None)
 
 
-def asked() -> skip_below | None:
-    """The bound in force, if there is one."""
-    return _asked.get()
+def requested() -> skip_below | None:
+    """The enclosing ``mr.skip_below``, or None."""
+    return _requested.get()
 
 
-def now() -> skip_below | None:
-    """The bound of the gradient that runs, if it leaves tiles out."""
-    return _now.get()
-
-
-@contextlib.contextmanager
-def again(then: skip_below | None) -> Iterator[None]:
-    """A forward's bound in its backward, which another thread may run."""
-    token = _asked.set(then)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+def active() -> skip_below | None:
+    """The ``mr.skip_below`` that applies to the gradient being computed, or None."""
+    return _active.get()
 
 
 @contextlib.contextmanager
-def gradient() -> Iterator[None]:
-    """What is asked for holds inside the block: there every sum of vectors is a gradient."""
-    token = _now.set(_asked.get())
+def restore(then: skip_below | None) -> Iterator[None]:
+    """Apply the bound of a forward in its backward, which may run in another thread."""
+    token = _requested.set(then)
     try:
         yield
     finally:
-        _now.reset(token)
+        _requested.reset(token)
 
 
-class Accumulate:
-    """Contractions of one sum, tile after tile: the largest weight so far says what is small.
+@contextlib.contextmanager
+def apply_to_gradient() -> Iterator[None]:
+    """Inside the block, every sum of vectors is a gradient, and the requested bound applies to it."""
+    token = _active.set(_requested.get())
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
-    The kept parts of the folded axis are gathered for 128 kept indices at a time. On a GPU looking would mean waiting:
-    all tiles are contracted there (kernels on panels look for themselves, ``triton/filtered.py``).
+
+class SkippingContraction:
+    """Contractions of one sum, tile by tile; what is small is relative to the largest weight so far.
+
+    The large tiles along the folded axis are gathered for 128 kept indices at a time. On a GPU all tiles are contracted
+    here, since comparing would need a host sync; panel kernels compare on the device (``sparse_contraction.py``).
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Accumulate:
 
     def __call__(self, total: Tensor, weights: Tensor, vectors: Tensor) -> None:
         """total[b, l, d] += weights[b, l, n] @ vectors[b, n, d], without the tiles that are left out."""
-        skipped = _now.get()
+        skipped = _active.get()
         if skipped is None or weights.device.type != "cpu":
             matmul.accumulate(total, weights, vectors)
             return
@@ -143,19 +143,19 @@ class Accumulate:
         least = self.largest * skipped.bound if math.isfinite(self.largest) else 0.0
         for b in range(weights.shape[0]):
             for at in range(0, weights.shape[1], TILE):
-                part, one = weights[b, at : at + TILE], slice(b, b + 1)
-                strong = _strong(part, least)
-                kept = int(strong.sum())
-                skipped.count(kept, len(strong))
-                if kept == len(strong):
-                    matmul.accumulate(total[one, at : at + TILE], part.unsqueeze(0), vectors[one])
+                block, one = weights[b, at : at + TILE], slice(b, b + 1)
+                large = _find_large_tiles(block, least)
+                kept = int(large.sum())
+                skipped.count(kept, len(large))
+                if kept == len(large):
+                    matmul.accumulate(total[one, at : at + TILE], block.unsqueeze(0), vectors[one])
                 elif kept:
-                    chosen = strong.repeat_interleave(TILE)[: part.shape[1]].nonzero().squeeze(1)
-                    few = part[:, chosen].unsqueeze(0), vectors[b, chosen].unsqueeze(0)
+                    chosen = large.repeat_interleave(TILE)[: block.shape[1]].nonzero().squeeze(1)
+                    few = block[:, chosen].unsqueeze(0), vectors[b, chosen].unsqueeze(0)
                     matmul.accumulate(total[one, at : at + TILE], *few)
 
 
-def _strong(part: Tensor, least: float) -> Tensor:
-    """Which runs of 128 columns have a number that is not below; NaN is not."""
-    weak = (part.abs().amax(0) < least).to(torch.uint8)
+def _find_large_tiles(block: Tensor, least: float) -> Tensor:
+    """Which blocks of 128 columns have a number that is not below ``least``; NaN counts as large."""
+    weak = (block.abs().amax(0) < least).to(torch.uint8)
     return torch.stack([run.amin() for run in weak.split(TILE)]) == 0

@@ -1,8 +1,8 @@
-"""A fold over part of a larger problem: pieces of its rows and columns, each run by an engine where it stands.
+"""A fold over a subproblem: some ranges of the rows and columns of a larger problem.
 
-A shard, a step of a ring and a chunk of a stream are all this: the leaves hold some rows and columns of the whole, and
-the results are states (``combine.py``) that meet those of the other parts. Leaves are only ever sliced; what is given
-per pair is sliced along both axes, and what a fold gives per pair is written where it belongs.
+A shard, a step of a ring and a chunk of a stream are all subproblems: the leaves hold some of the global rows and
+columns, and the results are states (``combine.py``) that are merged with those of the other subproblems. Each pair of
+contiguous ranges is one engine call on slices of the leaves.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ...reductions import kind_of
 from . import combine
 from .combine import State
 from .evaluate import Sizes
-from .shard import Pieces
+from .shard import Ranges
 
 Engine = Callable[[Fold, list[Any], Sizes], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which rows and columns of a whole of ``totals`` rows and columns the leaves hold; where ``wide``, what is given
-    per pair holds all columns of the whole instead, in their order."""
+class Subproblem:
+    """The global ranges of rows and columns that the leaves hold, of ``totals`` rows and columns. With ``wide``,
+    arguments per pair hold all global columns instead."""
 
-    rows: Pieces
-    cols: Pieces
+    rows: Ranges
+    cols: Ranges
     totals: tuple[int, int]
     wide: bool = False
 
 
-def run(
-    fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, engine: Engine, into: dict[int, Tensor] | None = None
+def run_subproblem(
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, engine: Engine, into: dict[int, Tensor] | None = None
 ) -> list[State]:
-    """The states of a part, one per reduction: for its rows (folded over its columns) or the other way round. Numbers
-    per pair are added to ``into``, by the place of their reduction."""
-    rows, cols = _stretches(part.rows), _stretches(part.cols)
-    into = rooms(fold, leaves, sizes) if into is None and len(rows) * len(cols) > 1 else into
+    """Run a fold on a subproblem; returns one state per reduction, for the rows or the columns of the subproblem.
+    Results per pair are added to ``into``, by the number of their reduction."""
+    rows, cols = _join_ranges(part.rows), _join_ranges(part.cols)
+    into = allocate_pair_results(fold, leaves, sizes) if into is None and len(rows) * len(cols) > 1 else into
     grid: list[list[list[State]]] = []
     for row in rows:
         grid.append([])
         for col in cols:
-            grid[-1].append(_block(fold, leaves, sizes, part, row, col, engine))
-            for k, room in (into or {}).items():
-                _write(room, grid[-1][-1][k][0].squeeze(0), row, col, part.wide)
+            grid[-1].append(_run_block(fold, leaves, sizes, part, row, col, engine))
+            for k, target in (into or {}).items():
+                _add_pair_results(target, grid[-1][-1][k][0].squeeze(0), row, col, part.wide)
                 grid[-1][-1][k] = []
     states = []
     for k, r in enumerate(fold.reductions):
@@ -65,65 +65,69 @@ def run(
     return states
 
 
-def results(fold: Fold, states: list[State]) -> list[Tensor]:
-    """States as an engine's results."""
+def finish_states(fold: Fold, states: list[State]) -> list[Tensor]:
+    """The results of a fold, from the states of its reductions."""
     return [t for r, state in zip(fold.reductions, states, strict=True) for t in combine.closed(r, state)]
 
 
-def rooms(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
-    """Where the numbers per pair that a fold gives are added up: each in the shape of the argument it belongs to."""
+def allocate_pair_results(fold: Fold, leaves: list[Any], sizes: Sizes) -> dict[int, Tensor]:
+    """Zeros for the results per pair of a fold, each in the shape of the argument it is a gradient of."""
     found = {}
     for k, r in enumerate(fold.reductions):
         if kind_of(r).per_pair:
             like = leaves[fold.leaves.index(r.args[1])]
-            once = like.shape == (*sizes.batch, sizes.rows, sizes.cols)  # else it is a sum, and kept as one
+            once = like.shape == (
+                *sizes.batch,
+                sizes.rows,
+                sizes.cols,
+            )  # else gradients are summed, in the compute type
             found[k] = torch.zeros(like.shape, dtype=like.dtype if once else sizes.compute, device=like.device)
     return found
 
 
-def _write(room: Tensor, value: Tensor, row: _Stretch, col: _Stretch, wide: bool) -> None:
-    """Add a block's numbers per pair; along an axis of size 1 all blocks are added up."""
+def _add_pair_results(target: Tensor, value: Tensor, row: _Range, col: _Range, wide: bool) -> None:
+    """Add a block's results per pair; along an axis of size 1 all blocks are summed."""
     for axis, at in ((-2, row.local), (-1, col.inside(wide))):
-        if room.shape[axis] != 1:
-            room = room.narrow(axis, at.start, at.stop - at.start)
-    room += value
+        if target.shape[axis] != 1:
+            target = target.narrow(axis, at.start, at.stop - at.start)
+    target += value
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """One piece: where it lies in the part, and where it starts in the whole."""
+class _Range:
+    """A contiguous range: its local slice, and its global start."""
 
     local: slice
     start: int
 
     def inside(self, wide: bool) -> slice:
-        """Where it lies in what holds the part, or (``wide``) the whole."""
+        """The slice of a tensor that holds the local indices, or (``wide``) all global ones."""
         return slice(self.start, self.start + self.local.stop - self.local.start) if wide else self.local
 
 
-def _stretches(pieces: Pieces) -> list[_Stretch]:
-    """The pieces, those that continue each other as one."""
-    found: list[_Stretch] = []
+def _join_ranges(ranges: Ranges) -> list[_Range]:
+    """The ranges, with adjacent ones joined."""
+    found: list[_Range] = []
     at = 0
-    for start, stop in pieces:
+    for start, stop in ranges:
         count = stop - start
         if found and (last := found[-1]).start + last.local.stop - last.local.start == start:
-            found[-1] = _Stretch(slice(last.local.start, at + count), last.start)
+            found[-1] = _Range(slice(last.local.start, at + count), last.start)
         else:
-            found.append(_Stretch(slice(at, at + count), start))
+            found.append(_Range(slice(at, at + count), start))
         at += count
     return found
 
 
-def _block(
-    fold: Fold, leaves: list[Any], sizes: Sizes, part: Part, row: _Stretch, col: _Stretch, engine: Engine
+def _run_block(
+    fold: Fold, leaves: list[Any], sizes: Sizes, part: Subproblem, row: _Range, col: _Range, engine: Engine
 ) -> list[State]:
     own = replace(sizes, rows=row.local.stop - row.local.start, cols=col.local.stop - col.local.start)
     placed, fed = offset_fold(fold)
-    cut = [_cut(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
+    cut = [_slice_leaf(v, e, row, col, part.wide) for v, e in zip(leaves, fold.leaves, strict=True)]
     starts = {"row_start": row.start, "col_start": col.start}
     given = dict(zip(fold.leaves, cut, strict=True))
-    cut += [_feed(f, given, starts, part.totals, own) for f in fed]
+    cut += [_make_offset_leaf(f, given, starts, part.totals, own) for f in fed]
     found = [t.unsqueeze(0) for t in engine(placed, cut, own)]
     along = {"rows": (own.rows, row.start), "cols": (own.cols, col.start), "neither": (0, 0)}
     return [
@@ -132,8 +136,8 @@ def _block(
     ]
 
 
-def _cut(value: Any, e: Expr, row: _Stretch, col: _Stretch, wide: bool) -> Any:
-    """A leaf's rows and columns of a block; an axis of size 1 of what is given per pair is broadcast, and stays."""
+def _slice_leaf(value: Any, e: Expr, row: _Range, col: _Range, wide: bool) -> Any:
+    """The rows and columns of a leaf that a block reads; broadcast axes (size 1) of arguments per pair stay."""
     if not isinstance(value, Tensor):
         return value
     last = value.dim() - 1 - (e.feature is not None)
@@ -145,7 +149,9 @@ def _cut(value: Any, e: Expr, row: _Stretch, col: _Stretch, wide: bool) -> Any:
     return value
 
 
-def _feed(what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes) -> Any:
+def _make_offset_leaf(
+    what: Fed, given: dict[Expr, Any], starts: dict[str, int], totals: tuple[int, int], sizes: Sizes
+) -> Any:
     if isinstance(what, str):
         return {**starts, "num_rows": totals[0], "num_cols": totals[1]}[what]
     away = starts[f"{what.axis}_start"]

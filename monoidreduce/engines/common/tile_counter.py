@@ -32,7 +32,7 @@ class Tally:
         return self.computed + self.skipped
 
 
-_current: contextvars.ContextVar[tuple[Tally, ...]] = contextvars.ContextVar("tally", default=())
+_counters: contextvars.ContextVar[tuple[Tally, ...]] = contextvars.ContextVar("tally", default=())
 
 
 @contextlib.contextmanager
@@ -45,25 +45,26 @@ def tally() -> Iterator[Tally]:
     (0, 0)
     """
     mine = Tally()
-    token = _current.set((*_current.get(), mine))
+    token = _counters.set((*_counters.get(), mine))
     try:
         yield mine
     finally:
-        _current.reset(token)
+        _counters.reset(token)
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[None]:
+def pause_counting() -> Iterator[None]:
     """Nothing that runs inside the block is counted: for dry runs."""
-    token = _current.set(())
+    token = _counters.set(())
     try:
         yield
     finally:
-        _current.reset(token)
+        _counters.reset(token)
 
 
-def tile(computed: bool, batch: int, rows: int, cols: int) -> None:
-    for t in _current.get():
+def count_tile(computed: bool, batch: int, rows: int, cols: int) -> None:
+    """Add one tile to all active counters; ``computed``: False if it was skipped."""
+    for t in _counters.get():
         if computed:
             t.computed += 1
             t.pairs_computed += batch * rows * cols

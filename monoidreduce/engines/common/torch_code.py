@@ -24,7 +24,7 @@ from ...program.primitives import PRIMITIVES
 from ...reductions import KINDS
 from .evaluate import Sizes, cast, from_layout, to_layout
 from .generated_code import FunctionWriter, function_text, run_text
-from .one_sided import Side, gather
+from .one_sided import Side, find_sides
 
 Value = Any  # a Tensor as users hold it, or a Python number
 Folder = Callable[[Fold, list[Value], Sizes, tuple[int, ...]], Sequence[Tensor]]  # the results asked for
@@ -157,7 +157,7 @@ class Writer(FunctionWriter):
 
     def gather(self, roots: Sequence[Expr]) -> None:
         """Write what can be done together as one step each."""
-        for side, fed, outputs in gather(roots, frozenset(self.names)):
+        for side, fed, outputs in find_sides(roots, frozenset(self.names)):
             names, before = [self.of(e) for e in fed], len(self.lines)
             found = self._line(f"folder.side({self.hold(side)}, [{', '.join(names)}], S)")
             for k, e in enumerate(outputs):

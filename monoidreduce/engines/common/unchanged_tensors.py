@@ -1,12 +1,12 @@
-"""What was computed from tensors that have not changed since: document numbers meet many layers and two passes each.
+"""A cache of values computed from tensors that have not changed since, such as tile ranges of document numbers.
 
-A tensor is recognised by its storage, which must still be alive, its place in it and its version, which torch moves
-with every change in place (as autograd itself relies on). Nothing is remembered while a CUDA graph is captured, whose
-replays may find other numbers in the same place, nor of tensors that have no version.
+A tensor is identified by its storage (which must still be alive), its offset, shape and strides, and its version, which
+torch increments on every in-place change. Nothing is cached during CUDA graph capture, since a replay may read other
+numbers at the same address, nor for inference tensors, which have no version.
 
-A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a pool
-of memory for whatever its thread allocates, in which nothing may stay. So what is remembered from inside the operator
-is made in another thread (:func:`apart`).
+A compiler that captures graphs (``torch.compile(mode="reduce-overhead")``) runs our operator once before, with a memory
+pool for all that its thread allocates, in which nothing may stay allocated. So values cached from inside the operator
+are computed in another thread (:func:`allocate_in_own_thread`).
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MOST = 256
-_kept: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
-_is_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+_MAX_ENTRIES = 256
+_cache: OrderedDict[tuple, tuple[list[StorageWeakRef], Any]] = OrderedDict()
+_in_own_thread: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """What is remembered from inside the block is no memory of this thread."""
-    token = _is_apart.set(True)
+def allocate_in_own_thread() -> Iterator[None]:
+    """Inside the block, cached values are computed in another thread, outside this thread's memory pool."""
+    token = _in_own_thread.set(True)
     try:
         yield
     finally:
-        _is_apart.reset(token)
+        _in_own_thread.reset(token)
 
 
-def _key(parts: Sequence[Any]) -> tuple | None:
+def _make_key(given: Sequence[Any]) -> tuple | None:
     found: list[Any] = []
-    for part in parts:
-        if isinstance(part, Tensor):
-            if part.is_inference() or (part.is_cuda and torch.cuda.is_current_stream_capturing()):
+    for value in given:
+        if isinstance(value, Tensor):
+            if value.is_inference() or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return None
-            at = part.untyped_storage()._cdata
-            found += [at, part._version, part.dtype, part.shape, part.stride(), part.storage_offset()]
+            at = value.untyped_storage()._cdata
+            found += [at, value._version, value.dtype, value.shape, value.stride(), value.storage_offset()]
         else:
-            found.append(part)
+            found.append(value)
     return tuple(found)
 
 
-def remembered(parts: Sequence[Any], make: Callable[[], Any], device: torch.device) -> Any:
-    """What was made from equal parts, if the tensors among them are still the same; else it is made, and kept."""
-    key = _key(parts)
+def compute_once(given: Sequence[Any], make: Callable[[], Any], device: torch.device) -> Any:
+    """The cached result of ``make`` for these inputs if no tensor among them has changed; else call it and cache it."""
+    key = _make_key(given)
     if key is None:
         return make()
-    found = _kept.get(key)
+    found = _cache.get(key)
     if found is None or any(ref.expired() for ref in found[0]):
-        made = _elsewhere(make, device) if _is_apart.get() else make()
-        found = [StorageWeakRef(p.untyped_storage()) for p in parts if isinstance(p, Tensor)], made
-        _kept[key] = found
-        while len(_kept) > _MOST:
-            _kept.popitem(last=False)
+        made = _run_in_thread(make, device) if _in_own_thread.get() else make()
+        found = [StorageWeakRef(p.untyped_storage()) for p in given if isinstance(p, Tensor)], made
+        _cache[key] = found
+        while len(_cache) > _MAX_ENTRIES:
+            _cache.popitem(last=False)
     return found[1]
 
 
-def _elsewhere(make: Callable[[], Any], device: torch.device) -> Any:
-    """What ``make`` returns, made in a thread of its own, on the stream of this one."""
+def _run_in_thread(make: Callable[[], Any], device: torch.device) -> Any:
+    """Call ``make`` in another thread, on this thread's CUDA stream."""
     here = contextvars.copy_context()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

@@ -21,81 +21,89 @@ from ...program.expression import Expr, size
 from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import batching, skip_small_tiles
-from ..common.evaluate import Sizes, form, pair_form
+from ..common.evaluate import Sizes, pair_result_form, result_form
 from . import branch_and_bound
 from .tile_run import Buffers
-from .tile_walk import Chunk, FoldCode, code_of
+from .tile_walk import BatchChunk, FoldCode, compile_fold
 
 Coder = Callable[[Fold, frozenset[Expr]], FoldCode]
 
 
 def run(
-    fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None, coder: Coder = code_of
+    fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None = None, coder: Coder = compile_fold
 ) -> list[Tensor]:
     """Run a fold. Leaves are ``[*batch, M or N, f]`` or Python numbers; results come back the same way."""
-    if coder is code_of and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
+    if coder is compile_fold and (found := branch_and_bound.run(fold, leaves, sizes, tiles)) is not None:
         return found
-    fold = fold if skip_small_tiles.now() is None else _unscaled(fold)
+    fold = fold if skip_small_tiles.active() is None else _move_scales_inside(fold)
     scalars = frozenset(e for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor))
     code = coder(fold, scalars)
-    given = {e: _whole(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
+    given = {e: _expand_pairs(v, e, sizes) for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     numbers = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
-    written = {r: _zeros(leaves[fold.leaves.index(r.args[1])], sizes) for r in fold.reductions if kind_of(r).per_pair}
-    whole = [_whole(t, r, sizes) for r, t in written.items()]
-    shape, views = batching.merge(sizes.batch, [*given.values(), *whole])
-    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, width(fold, sizes))
+    written = {
+        r: _allocate_pair_result(leaves[fold.leaves.index(r.args[1])], sizes)
+        for r in fold.reductions
+        if kind_of(r).per_pair
+    }
+    whole = [_expand_pairs(t, r, sizes) for r, t in written.items()]
+    shape, views = batching.merge_batch_dims(sizes.batch, [*given.values(), *whole])
+    tiles = tiles or plan.choose(shape[-1], sizes.rows, sizes.cols, numbers_per_pair(fold, sizes))
     tiles = replace(tiles, batch=max(1, min(tiles.batch, shape[-1])))
     kept = [(r, k) for r, k in fold.outputs if r not in written]
-    outputs = [_empty(r, k, shape, sizes) for r, k in kept]
+    outputs = [_allocate_result(r, k, shape, sizes) for r, k in kept]
     constants = numbers | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
     elements = tiles.batch * min(tiles.rows, sizes.rows) * min(tiles.cols, sizes.cols)
     buffers = Buffers(elements, sizes.compute, sizes.device, constants)
-    for where in batching.outer(shape):
+    for where in batching.iterate_outer(shape):
         for b in range(0, max(shape[-1], 1), tiles.batch):
             chunk = slice(b, min(b + tiles.batch, shape[-1]))
             part = {e: v[where][chunk] for e, v in zip([*given, *written], views, strict=True)}
             homes = [o[where][chunk] for o in outputs]
-            own = _by_reduction(kept, homes)
-            results = Chunk(code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers, homes=own).run()
+            own = _group_by_reduction(kept, homes)
+            results = BatchChunk(
+                code, {**part, **numbers}, sizes, tiles, chunk.stop - chunk.start, buffers, homes=own
+            ).run()
             for home, value in zip(homes, results, strict=True):
-                if value is not home:  # totals are kept where the result lies
+                if value is not home:  # most accumulators write to the output itself
                     home.copy_(value)
-    _scale(fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants)
+    _apply_scales(
+        fold, dict(zip(kept, outputs, strict=True)), dict(zip([*given, *written], views, strict=True)) | constants
+    )
     folded = iter(o.view(*sizes.batch, *o.shape[len(shape) :]) for o in outputs)
     return [written[r] if r in written else next(folded) for r, _ in fold.outputs]
 
 
 @functools.lru_cache(maxsize=1024)
-def _unscaled(fold: Fold) -> Fold:
-    """The same fold with its scales inside: what is small is decided by whole numbers of pairs."""
+def _move_scales_inside(fold: Fold) -> Fold:
+    """The same fold with its scales inside the sum: small tiles are decided by the scaled numbers."""
     return Fold(fold.leaves, fold.pure)
 
 
-def _by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) -> dict[Expr, list[Tensor]]:
+def _group_by_reduction(outputs: list[tuple[Expr, int]], homes: list[Tensor]) -> dict[Expr, list[Tensor]]:
     found: dict[Expr, list[Tensor]] = {}
     for (r, _), home in zip(outputs, homes, strict=True):
         found.setdefault(r, []).append(home)
     return found
 
 
-def _whole(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
-    """What is given per pair, viewed with all its rows and columns."""
+def _expand_pairs(t: Tensor, e: Expr, sizes: Sizes) -> Tensor:
+    """Expand an argument per pair to all rows and columns (a view)."""
     return t.expand(*t.shape[:-2], sizes.rows, sizes.cols) if e.is_pair else t
 
 
-def _zeros(like: Tensor, sizes: Sizes) -> Tensor:
-    """Where a number per pair is written."""
-    shape, dtype = pair_form(like, sizes)
+def _allocate_pair_result(like: Tensor, sizes: Sizes) -> Tensor:
+    """Zeros for a result per pair."""
+    shape, dtype = pair_result_form(like, sizes)
     return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
-def written(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
-    """Bytes of the results per pair, in the shape of the arguments they are gradients of."""
+def pair_result_bytes(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> int:
+    """Bytes of the results per pair, which have the shapes of the arguments they are gradients of."""
     pairs = [leaves[fold.leaves.index(r.args[1])] for r in fold.reductions if kind_of(r).per_pair]
     return sum(t.numel() * sizes.compute.itemsize for t in pairs)
 
 
-def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
+def _apply_scales(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Expr, Any]) -> None:
     """Multiply the results that have a scale by it."""
     scale = {r: s for r, s in fold.scaled if s is not ONE}
     for (r, _), out in outputs.items():
@@ -107,11 +115,11 @@ def _scale(fold: Fold, outputs: dict[tuple[Expr, int], Tensor], values: dict[Exp
             out *= factor
 
 
-def width(fold: Fold, sizes: Sizes) -> int:
-    """How many numbers a pair holds at once: more than one only for vectors that are folded whole."""
+def numbers_per_pair(fold: Fold, sizes: Sizes) -> int:
+    """How many numbers a pair holds at once: more than one only for reductions of whole vectors."""
     return max([1, *(kind_of(r).tile_width(r, sizes.of) for r in fold.reductions)])
 
 
-def _empty(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
-    shape, dtype = form(reduction, k, sizes, batch)
+def _allocate_result(reduction: Expr, k: int, batch: tuple[int, ...], sizes: Sizes) -> Tensor:
+    shape, dtype = result_form(reduction, k, sizes, batch)
     return torch.empty(shape, dtype=dtype, device=sizes.device)

@@ -13,7 +13,8 @@ from ...reductions import kind_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, skip_small_tiles
 from ..common.evaluate import Sizes
-from .tile_run import FEW_FEATURES, TileRun, differences
+from .tile_code import FEW_FEATURES
+from .tile_run import TileRun, feature_differences
 
 
 def make_accumulator(r: Expr, batch: int, length: int, sizes: Sizes, homes: Sequence[Tensor] = ()) -> Accumulator:
@@ -31,7 +32,7 @@ class TileArithmetic:
 
     def __init__(self, over: str):
         self.over, self.dim = over, -1 if over == "cols" else -2
-        self.accumulate = skip_small_tiles.Accumulate()
+        self.accumulate = skip_small_tiles.SkippingContraction()
 
     def contract(self, total: Tensor, weight: Tensor, c: Contraction, tile: TileRun) -> None:
         """total += Σ weight × vector over the folded axis."""
@@ -53,7 +54,7 @@ class TileArithmetic:
         assert c.vector is not None and c.minus is not None
         x, y = (tile.get(v).to(total.dtype) for v in (c.vector, c.minus))
         if x.shape[-1] <= FEW_FEATURES:
-            gaps, gap = differences(x, y), torch.empty(tile.tile, dtype=total.dtype, device=total.device)
+            gaps, gap = feature_differences(x, y), torch.empty(tile.tile, dtype=total.dtype, device=total.device)
             for f in range(x.shape[-1]):
                 total[..., f] += gaps(f, gap).mul_(weight).sum(self.dim)
             return

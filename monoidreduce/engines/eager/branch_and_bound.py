@@ -1,11 +1,11 @@
-"""Branch and bound: a fold for the best of a distance meets what is near first, and leaves out what is too far.
+"""Branch and bound: nearest-neighbour folds visit near blocks of points first and skip blocks that are too far.
 
-``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs, of each row, the columns around it alone. Both sides are sorted
-into blocks of points that lie together. A block of rows meets the columns whose boxes are nearest to its own, and from
-then on those only that may hold a better pair than the worst it has kept. How good a pair can be at a distance,
-interval arithmetic on the program says: this holds for every number that a distance bounds, however it is written.
-Results are those of all pairs, the first of equals included. Points of few features, on a CPU: with many, all are about
-equally far from each other, and no box leaves anything out.
+``mr.topk(mr.sqdist(x, y), k, largest=False)`` needs only the columns near each row. Rows and columns are sorted into
+blocks of points that lie together. A block of rows is folded with the columns whose bounding boxes are nearest, and
+from then on only with those that may hold a better pair than the worst kept so far. Interval arithmetic on the program
+bounds the value of a pair at a given distance, so this works for any value that a distance bounds. Results are those of
+all pairs, including the order of ties. Used on CPUs for points of few features; with many, all points are about equally
+far from each other and no box can be skipped.
 """
 
 from __future__ import annotations
@@ -30,48 +30,63 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from ..common import tile_counter
 from ..common.evaluate import Sizes
-from .tile_code import hot_sum
-from .tile_run import FEW_FEATURES, Buffers, TileRun
-from .tile_walk import Chunk, code_of, slices
+from .tile_code import FEW_FEATURES, match_label_scatter
+from .tile_run import Buffers, TileRun
+from .tile_walk import BatchChunk, compile_fold, split_range
 
 # measured with 10 neighbours of 10,000 to 100,000 points in 3 dimensions (benchmarks/cpu.py): half or twice is alike
-KEPT, FOLDED = 256, 32  # points of a block
-FIRST, MORE = 512, 8  # points met at first, at least, and how many times more the next time
-SORTED = 64  # numbers per one that is sought, from which torch finds the best of them by a heap, in half the time
-LEAST = 8192  # points of either side from which this pays; at half, all pairs take as long or less
+KEPT_BLOCK, FOLDED_BLOCK = 256, 32  # points of a block
+FIRST_POINTS, GROWTH = 512, 8  # points folded first (at least), and the growth factor of later rounds
+HEAP_RATIO = 64  # candidates per result from which torch.topk uses a heap, in half the time
+MIN_POINTS = 8192  # rows and columns from which this is faster; at half, all pairs take as long
 
-ROUNDING = 1e-5  # relative: more than the arithmetic of a pair loses
-RELATIVE = ("sqdist", "neg", "mul", "div", "sqrt", "where")  # what leaves a relative error relative
-# squared distances at which numbers are looked at, and beyond them NaN: nothing is farther than that
-STEPS = torch.tensor([*(2 ** (n / 8) for n in range(-800, 801)), math.nan], dtype=torch.float64, device="cpu")
+ROUNDING = 1e-5  # relative; an upper bound of the rounding error of a pair
+KEEPS_RELATIVE_ERROR = (
+    "sqdist",
+    "neg",
+    "mul",
+    "div",
+    "sqrt",
+    "where",
+)  # operations that keep a relative error relative
+# squared distances at which bounds are evaluated; the last is NaN, for pairs beyond all of them
+DISTANCES = torch.tensor([*(2 ** (n / 8) for n in range(-800, 801)), math.nan], dtype=torch.float64, device="cpu")
 
 
 def run(fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None) -> list[Tensor] | None:
-    """Run a fold; None where this is not the way to do it."""
-    bounds = ladders(fold, leaves, sizes)
-    return None if bounds is None else by_distance(fold, leaves, sizes, tiles, bounds, Near)
+    """Run a fold by branch and bound; None if that does not apply or would be slower."""
+    bounds = find_distance_bounds(fold, leaves, sizes)
+    return None if bounds is None else run_by_distance(fold, leaves, sizes, tiles, bounds, NearestSearch)
 
 
-def ladders(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
-    """What distances say of each reduction; None where one is not done this way. Points are not looked at."""
-    if not _pays(fold, sizes):
+def find_distance_bounds(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> list[Tensor] | None:
+    """A bound by distance for each reduction; None if one has none. Does not read the points."""
+    if not _is_faster(fold, sizes):
         return None
-    numbers = _numbers(fold, leaves, sizes)
-    found = [_ladder(r, tuple((e, v) for e, v in numbers.items() if e in _under(r))) for r in fold.reductions]
+    numbers = _scalar_values(fold, leaves, sizes)
+    found = [
+        _bound_by_distance(r, tuple((e, v) for e, v in numbers.items() if e in _nodes_under(r)))
+        for r in fold.reductions
+    ]
     bounds = [ladder for ladder in found if ladder is not None]
     return bounds if len(bounds) == len(found) else None
 
 
-def _numbers(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> dict[Expr, Any]:
+def _scalar_values(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> dict[Expr, Any]:
     given = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if not isinstance(v, Tensor)}
     return given | {size(axis): sizes.of(axis) for axis in ("rows", "cols", *sizes.letters)}
 
 
-def by_distance(
-    fold: Fold, leaves: list[Any], sizes: Sizes, tiles: plan.Tiles | None, bounds: list[Tensor], near: type[Near]
+def run_by_distance(
+    fold: Fold,
+    leaves: list[Any],
+    sizes: Sizes,
+    tiles: plan.Tiles | None,
+    bounds: list[Tensor],
+    near: type[NearestSearch],
 ) -> list[Tensor]:
     """Run a fold, reduction by reduction, batch element by batch element."""
-    batch, numbers = torch.Size(sizes.batch), _numbers(fold, leaves, sizes)
+    batch, numbers = torch.Size(sizes.batch), _scalar_values(fold, leaves, sizes)
     tensors = {e: v for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)}
     views = {e: v.expand(*batch, *v.shape[len(batch) :]) for e, v in tensors.items()}
     found: list[Tensor] = []
@@ -84,20 +99,20 @@ def by_distance(
     return found
 
 
-def _pays(fold: Fold, sizes: Sizes) -> bool:
-    if sizes.device.type != "cpu" or min(sizes.rows, sizes.cols) < LEAST or not torch.Size(sizes.batch).numel():
+def _is_faster(fold: Fold, sizes: Sizes) -> bool:
+    if sizes.device.type != "cpu" or min(sizes.rows, sizes.cols) < MIN_POINTS or not torch.Size(sizes.batch).numel():
         return False
     if budget.requested() is not None or budget.shrink_factor() > 1:  # the order of points is memory too
         return False
-    return all(d is not None and sizes.of(str(d.args[0].feature)) <= FEW_FEATURES for d in _distances(fold))
+    return all(d is not None and sizes.of(str(d.args[0].feature)) <= FEW_FEATURES for d in _find_distances(fold))
 
 
 @functools.lru_cache(maxsize=1024)
-def _distances(fold: Fold) -> tuple[Expr | None, ...]:
-    return tuple(_distance(r) if s is ONE else None for r, s in fold.scaled)
+def _find_distances(fold: Fold) -> tuple[Expr | None, ...]:
+    return tuple(_find_distance(r) if s is ONE else None for r, s in fold.scaled)
 
 
-def _distance(r: Expr) -> Expr | None:
+def _find_distance(r: Expr) -> Expr | None:
     """The one squared distance between leaves that all pairs of a reduction are made of, if there is one.
 
     Numbers made of it by anything that might cancel are left alone: there rounding, not distance, decides."""
@@ -109,36 +124,35 @@ def _distance(r: Expr) -> Expr | None:
         return None
     made = {found[0]}
     for e in under:
-        if hot_sum(e) is not None or (e.op == "leaf" and e.is_pair):  # these look at consecutive columns
+        if match_label_scatter(e) is not None or (e.op == "leaf" and e.is_pair):  # these read consecutive columns
             return None
         if e.dtype == "float" and not made.isdisjoint(e.args):
             made.add(e)
-            if e.op not in RELATIVE:
+            if e.op not in KEEPS_RELATIVE_ERROR:
                 return None
     return found[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _under(r: Expr) -> frozenset[Expr]:
+def _nodes_under(r: Expr) -> frozenset[Expr]:
     return frozenset(topological(r.args))
 
 
 @functools.lru_cache(maxsize=256)
-def _ladder(r: Expr, numbers: tuple[tuple[Expr, float], ...]) -> Tensor | None:
-    """The least number (negated if the largest are sought) of a pair as far apart as each of ``STEPS``, or farther.
-
-    None where distance says nothing of it."""
-    distance, largest = _distance(r), r.attrs[2][-1]
+def _bound_by_distance(r: Expr, numbers: tuple[tuple[Expr, float], ...]) -> Tensor | None:
+    """A lower bound of the value (negated where the largest are sought) of pairs at least as far apart as each of
+    ``DISTANCES``; None if distance does not bound it."""
+    distance, largest = _find_distance(r), r.attrs[2][-1]
     assert distance is not None
     known = {e: (float(v), float(v)) for e, v in numbers}
-    ends = [interval(r.args[0], {**known, distance: (s, INF)}) for s in STEPS[:-1].tolist()]
+    ends = [interval(r.args[0], {**known, distance: (s, INF)}) for s in DISTANCES[:-1].tolist()]
     best = torch.tensor([-high if largest else low for low, high in ends], dtype=torch.float64, device="cpu")
     best = best.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).flip(0).cummin(0).values.flip(0)
     return best if best[-1] > best[0] else None
 
 
-class Near(Chunk):
-    """One reduction of one batch element."""
+class NearestSearch(BatchChunk):
+    """The search for one reduction of one batch element."""
 
     def __init__(
         self,
@@ -150,21 +164,21 @@ class Near(Chunk):
         ladder: Tensor,
     ):
         tiles = tiles or plan.choose(1, sizes.rows, sizes.cols)
-        elements = max(tiles.rows * tiles.cols, KEPT * FOLDED)
+        elements = max(tiles.rows * tiles.cols, KEPT_BLOCK * FOLDED_BLOCK)
         numbers = {e: v for e, v in leaves.items() if not isinstance(v, Tensor)}
-        code = code_of(Fold(fold.leaves, (r,)), frozenset(numbers))
+        code = compile_fold(Fold(fold.leaves, (r,)), frozenset(numbers))
         buffers = Buffers(elements, sizes.compute, sizes.device, numbers)
         super().__init__(code, leaves, sizes, replace(tiles, batch=1), 1, buffers)
         self.ladder, self.over, self.largest = ladder, r.attrs[1], r.attrs[2][-1]
-        distance = _distance(r)
+        distance = _find_distance(r)
         assert distance is not None
         points = [
             leaves[a][0].to(sizes.compute) for a in sorted(distance.args, key=lambda a: a.rows == (self.over == "rows"))
         ]
         self.points, folded = points
-        self.kept, self.folded = order(self.points, KEPT), order(folded, FOLDED)
-        self.low, self.high = _boxes(folded, self.folded)
-        self.most = elements // (KEPT * FOLDED)  # blocks of a tile
+        self.kept, self.folded = sort_into_blocks(self.points, KEPT_BLOCK), sort_into_blocks(folded, FOLDED_BLOCK)
+        self.low, self.high = _bounding_boxes(folded, self.folded)
+        self.most = elements // (KEPT_BLOCK * FOLDED_BLOCK)  # blocks of a tile
 
     def run(self) -> list[Tensor]:
         self.walk()
@@ -180,81 +194,82 @@ class Near(Chunk):
         (accumulator,) = self.accumulators
         assert accumulator is not None
         wanted = accumulator.kind.selected(accumulator.params)
-        for at in slices(len(self.kept), KEPT):
+        for at in split_range(len(self.kept), KEPT_BLOCK):
             block = self.kept[at]
-            values = self.side(block, self.over == "cols")
+            values = self.load_axis(block, self.over == "cols")
             points = self.points[block].mT.unsqueeze(-1)
             low, high = points.amin(1), points.amax(1)
-            gaps = _gaps(low, high, self.low, self.high)
+            gaps = _box_distances(low, high, self.low, self.high)
             left = torch.ones_like(gaps, dtype=torch.bool)
-            room = min(self.most, len(gaps), -(-max(FIRST, SORTED * wanted) // FOLDED))
+            room = min(self.most, len(gaps), -(-max(FIRST_POINTS, HEAP_RATIO * wanted) // FOLDED_BLOCK))
             centres = (self.low + self.high - low - high).square_().sum(0).nan_to_num_(nan=0.0)
             chosen, met = centres.topk(room, largest=False).indices, 0
             while len(chosen):
                 left[chosen] = False
-                met += self._meet(at, block, values, chosen)
-                room = min(self.most, room * MORE)
+                met += self._fold_blocks(at, block, values, chosen)
+                room = min(self.most, room * GROWTH)
                 chosen = self._next(points, gaps, left, self._reach(accumulator.edge(at)[0]), room)
-            tile_counter.tile(False, 1, len(block), len(self.folded) - met)
+            tile_counter.count_tile(False, 1, len(block), len(self.folded) - met)
 
     def _next(self, points: Tensor, gaps: Tensor, left: Tensor, reach: Tensor, room: int) -> Tensor:
-        """The nearest of the blocks left, as far as any of these points reaches; what none does is left no more."""
+        """The nearest remaining blocks that may improve any of these points; the others are removed from ``left``."""
         while True:
             chosen = (left & ~(gaps >= reach.amax())).nonzero().squeeze(1)
             if len(chosen) > room:
                 chosen = chosen[gaps[chosen].topk(room, largest=False).indices]
             low, high = self.low[:, None, chosen], self.high[:, None, chosen]
-            near = ~(_gaps(points, points, low, high) >= reach.unsqueeze(-1))
+            near = ~(_box_distances(points, points, low, high) >= reach.unsqueeze(-1))
             left[chosen] = False
             reached = chosen[near.any(0)]
             if len(reached) or not len(chosen):
                 return reached
 
     def _reach(self, edge: Tensor) -> Tensor:
-        """The squared distance at which nothing reaches an edge any more; NaN where everything does."""
+        """The squared distance from which on no pair can improve on ``edge``; NaN if any pair may."""
         edge = (-edge if self.largest else edge).double()
         edge = (edge + edge.abs() * ROUNDING).nan_to_num(nan=INF, posinf=INF, neginf=-INF)
-        return (STEPS[torch.searchsorted(self.ladder, edge, right=True)] * (1 + ROUNDING)).to(self.sizes.compute)
+        return (DISTANCES[torch.searchsorted(self.ladder, edge, right=True)] * (1 + ROUNDING)).to(self.sizes.compute)
 
-    def _meet(self, at: slice, block: Tensor, values: dict[Expr, Any], chosen: Tensor) -> int:
-        """Fold the pairs of a block and the points of some blocks of the other side; how many points those were."""
+    def _fold_blocks(self, at: slice, block: Tensor, values: dict[Expr, Any], chosen: Tensor) -> int:
+        """Fold a kept block with some folded blocks; returns how many folded points those hold."""
         count = len(self.folded)
-        places = (chosen.unsqueeze(-1) * FOLDED + torch.arange(FOLDED, device=chosen.device)).flatten()
+        places = (chosen.unsqueeze(-1) * FOLDED_BLOCK + torch.arange(FOLDED_BLOCK, device=chosen.device)).flatten()
         others = self.folded[places[places < count]].sort().values
         self.fold_pairs(at, block, values, others)
         return len(others)
 
     def fold_pairs(self, at: slice, block: Tensor, values: dict[Expr, Any], others: Tensor) -> None:
-        """Fold all pairs of a block and some points of the other side."""
+        """Fold all pairs of a kept block and some folded points."""
         by_rows = self.over == "cols"
         shape = (1, len(block), len(others)) if by_rows else (1, len(others), len(block))
-        tile = TileRun({**values, **self.side(others, not by_rows)}, shape, self.buffers, (0, 0))
+        tile = TileRun({**values, **self.load_axis(others, not by_rows)}, shape, self.buffers, (0, 0))
         (accumulator,) = self.accumulators
         assert accumulator is not None
         code = self.code.variant({})
         assert code is not None
         tile.run(code, lambda reducer, owned, tile: accumulator.step(reducer, owned, tile, at, others))
-        tile_counter.tile(True, *shape)
+        tile_counter.count_tile(True, *shape)
 
 
-def _gaps(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> Tensor:
-    """The squared distance of boxes, features first; NaN where a box has no end."""
+def _box_distances(low: Tensor, high: Tensor, others_low: Tensor, others_high: Tensor) -> Tensor:
+    """Squared distances between boxes, features first; NaN for unbounded boxes."""
     return torch.maximum(others_low - high, low - others_high).clamp_(min=0).square_().sum(0)
 
 
-def _boxes(points: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and greatest of every feature [d, blocks] of the blocks of some points."""
-    blocks = -(-len(order) // FOLDED)
-    filled = torch.cat([order, order[-1:].expand(blocks * FOLDED - len(order))])
-    parts = points[filled].view(blocks, FOLDED, -1)
+def _bounding_boxes(points: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of every feature [d, blocks], for each block of points."""
+    blocks = -(-len(order) // FOLDED_BLOCK)
+    filled = torch.cat([order, order[-1:].expand(blocks * FOLDED_BLOCK - len(order))])
+    parts = points[filled].view(blocks, FOLDED_BLOCK, -1)
     return parts.amin(1).mT.contiguous(), parts.amax(1).mT.contiguous()
 
 
-def order(points: Tensor, block: int) -> Tensor:
-    """An order of points [n, d] in which every so many are near each other: slabs by one feature, those by the next.
+def sort_into_blocks(points: Tensor, block: int) -> Tensor:
+    """A permutation of points [n, d] that puts near points into the same block: slabs along one feature, each cut into
+    slabs along the next.
 
-    Of the widest feature first, in so many slabs that blocks become about as long in all features; a sample says how
-    wide features are, without their extremes."""
+    The widest feature comes first, with as many slabs as make blocks about equally long in all features. Widths are
+    those of a sample, without its extremes."""
     count, _ = points.shape
     sample = points[:: max(1, count // 1024)].sort(0).values
     tenth = len(sample) // 10

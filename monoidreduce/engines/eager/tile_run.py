@@ -1,4 +1,4 @@
-"""One tile being computed: buffers used again from tile to tile, and the steps of its code run in place."""
+"""Runs the code of one tile: the buffers reused from tile to tile, and the steps executed in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...program.expression import Expr, topological
 from ...program.primitives import PRIMITIVES
 from ..common import matmul
 from ..common.evaluate import cast
-from .tile_code import Code, HotSum, Reducer, Step, hot_sum
+from .tile_code import FEW_FEATURES, LabelScatter, Reducer, Step, TileCode, match_label_scatter
 
-Tile = tuple[int, int, int]
+TileShape = tuple[int, int, int]
 
 
 class Buffers:
@@ -35,7 +35,7 @@ class Buffers:
             self.constants[e] = torch.full((), value, dtype=self.kinds[e.dtype], device=self.device)
         return self.constants[e]
 
-    def view(self, slot: int, kind: str, tile: Tile) -> Tensor:
+    def view(self, slot: int, kind: str, tile: TileShape) -> Tensor:
         key = (slot, kind)
         if key not in self.flat:
             self.flat[key] = torch.empty(self.elements, dtype=self.kinds[kind], device=self.device)
@@ -48,34 +48,34 @@ class TileRun:
     """One tile being computed: its leaf values, and the values of its nodes so far."""
 
     values: dict[Expr, Any]
-    tile: Tile
+    tile: TileShape
     buffers: Buffers
     offset: tuple[int, int]  # the tile's first row and column
-    narrow: dict[Expr, Tensor] = field(default_factory=dict)  # products left in 16 bits until something reads them
-    homes: dict[Expr, Tensor] = field(default_factory=dict)  # and where they go then
+    narrow: dict[Expr, Tensor] = field(default_factory=dict)  # 16-bit products that nothing has read yet
+    homes: dict[Expr, Tensor] = field(default_factory=dict)  # the buffers they are cast into when read
     rounded: tuple[tuple[int, int], Tensor, Tensor] | None = None  # the last weights rounded for a product
 
-    def run(self, code: Code, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
+    def run(self, code: TileCode, hand_over: Callable[[Reducer, tuple[bool, ...], TileRun], None]) -> None:
         for step in code.steps:
             if step.reducer is not None:
                 hand_over(step.reducer, step.owned, self)
             else:
                 self._compute(step, code)
 
-    def _compute(self, step: Step, code: Code) -> None:
+    def _compute(self, step: Step, code: TileCode) -> None:
         e = step.node
         assert e is not None
         out: Any = self.buffers.view(step.slot, code.slots[step.slot], self.tile) if step.slot >= 0 else None
-        base = e if step.riding is None else step.riding.base
+        base = e if step.fused is None else step.fused.base
         if base.op == "dot":
             self._dot(e, out, self.get(base.args[0]), self.get(base.args[1]), self._factor(step))
-        elif step.riding is not None:
+        elif step.fused is not None:
             self.values[e] = matmul.exp_into(out, self.get(base), self._factor(step))
         elif e.op == "sub" and e.args[0] in self.narrow and not e.args[1].is_pair and e.args[1].op == "leaf":
-            self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # raised as it is read
-        elif e.op == "exp" and out is not None and _is_weight(e.args[0]):
+            self.values[e] = torch.sub(self.narrow[e.args[0]], self.get(e.args[1]), out=out)  # cast while it is read
+        elif e.op == "exp" and out is not None and _is_softmax_exponent(e.args[0]):
             self.values[e] = matmul.exp_into(out, self.get(e.args[0]))
-        elif (hot := hot_sum(e)) is not None:
+        elif (hot := match_label_scatter(e)) is not None:
             assert out is not None
             self.values[e] = self._scatter(out, hot)
         elif e.op == "sqdist":
@@ -86,24 +86,24 @@ class TileRun:
                 total += self.component(e.args[0], f)
             self.values[e] = total
         else:
-            self.values[e] = _apply(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
+            self.values[e] = _apply_primitive(e, [self.get(a) for a in e.args], out, self.buffers.kinds["float"])
 
     def _factor(self, step: Step) -> float:
-        """The number that rides in a product."""
+        """The product of the scalar factors fused into a step."""
         factor = 1.0
-        for e, divides in step.riding.factors if step.riding is not None else ():
+        for e, divides in step.fused.factors if step.fused is not None else ():
             k = e.const if e.op == "const" else self.buffers.numbers[e]
-            factor *= _inverse(k) if divides else k
+            factor *= _reciprocal(k) if divides else k
         return factor
 
     def _dot(self, e: Expr, out: Tensor, x: Tensor, y: Tensor, alpha: float) -> None:
-        if matmul.is_narrow(x, y):
-            self.narrow[e], self.homes[e] = matmul.narrow_dot(x, y, alpha), out
+        if matmul.is_16bit(x, y):
+            self.narrow[e], self.homes[e] = matmul.multiply_16bit(x, y, alpha), out
         else:
             self.values[e] = matmul.dot_into(out, x, y, alpha)
 
-    def _scatter(self, out: Tensor, hot: HotSum) -> Tensor:
-        """out = dense, with the value added at the one place per row (or column) that matches, if this tile has it."""
+    def _scatter(self, out: Tensor, hot: LabelScatter) -> Tensor:
+        """out = dense, plus the value at the one label per row (or column), if it is in this tile."""
         dense = self.full(hot.dense)
         if dense.data_ptr() != out.data_ptr():
             out.copy_(dense)
@@ -125,7 +125,7 @@ class TileRun:
             elif e.op in ("const", "nan") or e in self.buffers.numbers:
                 self.values[e] = self.buffers.constant(e)
             else:
-                for n in topological(e.args, stop=self._is_there):  # arguments first: none is more than one call away
+                for n in topological(e.args, stop=self._is_there):  # operands first: bounds the recursion
                     self.get(n)
                 self.values[e] = self._one_sided(e)
         return self.values[e]
@@ -134,9 +134,9 @@ class TileRun:
         return e in self.values or e in self.narrow or not e.args
 
     def _one_sided(self, e: Expr) -> Any:
-        """A value of one side that no pass was fed: what is left of a pair expression where a condition is decided.
+        """A row or column value that is not a leaf: what remains of a pair expression where a condition is decided.
 
-        Row numbers are [b, m, 1] and column numbers [b, 1, n]; vectors of either side are [b, l, features].
+        Row numbers are [b, m, 1], column numbers [b, 1, n]; vectors are [b, l, features].
         """
         args = [self.get(a) for a in e.args]
         if e.op in ("fsum", "famax", "famin"):
@@ -147,12 +147,12 @@ class TileRun:
             return x.unsqueeze(-2) if e.cols else x.unsqueeze(-1)
         if e.feature is not None and e.cols:
             args = [a.mT if x.feature is None and x.cols else a for a, x in zip(args, e.args, strict=True)]
-        value = args[0] if e.op == "spread" else _apply(e, args, None, self.buffers.kinds["float"])
+        value = args[0] if e.op == "spread" else _apply_primitive(e, args, None, self.buffers.kinds["float"])
         narrow = e.feature is not None and any(a.dtype is torch.bfloat16 for a in args)
         return value.to(torch.bfloat16) if narrow else value
 
     def multiplied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tile in the type it is multiplied in; rounded once, however many products it enters."""
+        """A tile of weights in the type it is multiplied in; rounded once, even if several products read it."""
         if weight.dtype == dtype or dtype not in matmul.SIXTEEN:
             return weight.to(dtype)
         key = (weight.data_ptr(), weight._version)
@@ -181,20 +181,20 @@ class TileRun:
             elif n.op == "spread":
                 memo[n] = memo[n.args[0]]
             else:
-                memo[n] = _apply(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
+                memo[n] = _apply_primitive(n, [memo[a] for a in n.args], None, self.buffers.kinds["float"])
         return memo[e]
 
 
-def _inverse(k: float) -> float:
+def _reciprocal(k: float) -> float:
     return 1 / k if k else math.copysign(math.inf, k)
 
 
-def _is_weight(x: Expr) -> bool:
+def _is_softmax_exponent(x: Expr) -> bool:
     """A pair number minus a row's: a softmax weight's exponent, where the rounding of exp2 falls on tiny weights."""
     return x.op == "sub" and not x.args[1].is_pair
 
 
-def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
+def _apply_primitive(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -> Any:
     p = PRIMITIVES[e.op]
     if e.op == "cast":
         value = cast(args[0], e.attrs[0], compute)
@@ -204,18 +204,18 @@ def _apply(e: Expr, args: list[Any], out: Tensor | None, compute: torch.dtype) -
 
 
 def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """|x_i - y_j|²: directly for few features; else by one product, and directly again for pairs too close for that."""
+    """|x_i - y_j|²: directly for few features; else by a matrix product, with close pairs recomputed directly."""
     x, y = x.to(out.dtype), y.to(out.dtype)
     if x.shape[-1] <= FEW_FEATURES:
         return _sqdist_direct(out, x, y)
-    centre = y.mean(1, keepdim=True)  # distances do not move, and smaller numbers cancel less
+    centre = y.mean(1, keepdim=True)  # centred: distances are the same, and cancellation is smaller
     cx, cy = x - centre, y - centre
-    (xh, xl), (yh, yl) = _norms(cx), _norms(cy)
+    (xh, xl), (yh, yl) = _split_norms(cx), _split_norms(cy)
     one = torch.ones((), dtype=x.dtype, device=x.device)
     left = torch.cat([cx * -2, xh, xl, one.expand_as(xh), one.expand_as(xh)], -1)
     right = torch.cat([cy, one.expand_as(yh), one.expand_as(yh), yh, yl], -1)
     matmul.dot_into(out, left, right, 1)
-    close = out < 1e-2 * (xh + yh.amax(1, keepdim=True))  # here cancellation may have cost two digits
+    close = out < 1e-2 * (xh + yh.amax(1, keepdim=True))  # cancellation may have cost two digits here
     count = int(close.sum())
     if count > out.numel() // 8:
         return _sqdist_direct(out, x, y)
@@ -230,7 +230,7 @@ def _sqdist_into(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     if not x.shape[-1]:
         return out.zero_()
-    gaps = differences(x, y)
+    gaps = feature_differences(x, y)
     gaps(0, out).square_()
     gap = torch.empty_like(out) if x.shape[-1] > 1 else out
     for f in range(1, x.shape[-1]):
@@ -238,18 +238,18 @@ def _sqdist_direct(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
-    """x_i - y_j of one feature, as a tile. Of y a feature's numbers stand together: else it takes six times as long."""
+def feature_differences(x: Tensor, y: Tensor) -> Callable[[int, Tensor | None], Tensor]:
+    """A function of (f, out) that computes x_i - y_j of feature f as a tile. y is transposed to be contiguous along n:
+    six times as fast."""
     left, right = x.mT.unsqueeze(-1), y.mT.contiguous().unsqueeze(-2)
     return lambda f, out: torch.sub(left[:, f], right[:, f], out=out)
 
 
-def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms as high and low parts: their rounding would be the largest error of the product form."""
+def _split_norms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms as high + low: their rounding would be the largest error of the product form."""
     exact = x.double().square().sum(-1, keepdim=True)
     high = exact.to(x.dtype)
     return high, (exact - high.double()).to(x.dtype)
 
 
 _CLOSE_CHUNK = 4096
-FEW_FEATURES = 16  # up to here differences are taken directly: three passes a feature, and no cancellation

@@ -1,4 +1,4 @@
-"""A chunk of the batch being folded: the code of its tiles, its accumulators, and the walk over rows and columns."""
+"""The eager engine's loop over tiles: one chunk of the batch, its accumulators, and the code that its tiles run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...program.lower import Fold
 from ...reductions import kind_of
 from ...reductions.accumulator import Accumulator
 from ..common import matmul, tile_counter
-from ..common.evaluate import Sizes, as_number
+from ..common.evaluate import Sizes, to_compute_dtype
 from ..common.label_gather import run_pick
 from .accumulators import make_accumulator
-from .tile_code import Code, Reducer, compile_variant
+from .tile_code import Reducer, TileCode, compile_variant
 from .tile_run import Buffers, TileRun
 
 
 @dataclass
 class FoldCode:
-    """What is compiled once per fold: its conditions and the code of each variant met so far."""
+    """The compiled form of a fold: its conditions, and the code of each variant used so far."""
 
     fold: Fold
     scalars: frozenset[Expr]
@@ -36,7 +36,7 @@ class FoldCode:
     ranged: tuple[Expr, ...] = ()
     indices: frozenset[Expr] = frozenset()
     pairs: tuple[Expr, ...] = ()  # the leaves given per pair that are read
-    variants: dict[tuple, Code | None] = field(default_factory=dict)
+    variants: dict[tuple, TileCode | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conditions = conditions(self.fold)
@@ -45,7 +45,8 @@ class FoldCode:
         self.indices = frozenset(e for e in under if e.op in ("row_index", "col_index"))
         self.pairs = tuple(e for e in under if e.op == "leaf" and e.is_pair)
 
-    def variant(self, known: dict[Expr, tuple[float, float]]) -> Code | None:
+    def variant(self, known: dict[Expr, tuple[float, float]]) -> TileCode | None:
+        """The code for tiles on which values have these ranges; None if no reduction has anything to do."""
         truths = tuple(interval(c, known) for c in self.conditions)
         if truths not in self.variants:
             decided = {c: t[0] == 1 for c, t in zip(self.conditions, truths, strict=True) if t[0] == t[1]}
@@ -54,15 +55,15 @@ class FoldCode:
 
 
 @functools.lru_cache(maxsize=1024)
-def code_of(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
+def compile_fold(fold: Fold, scalars: frozenset[Expr]) -> FoldCode:
     return FoldCode(fold, scalars)
 
 
-class Chunk:
+class BatchChunk:
     """The fold of one chunk of the batch: its accumulators, and the walk over its tiles.
 
-    With ``rows`` it covers that part of the rows alone, and the leaves hold no others; ``kept`` are accumulators over
-    rows that were begun by the parts before. ``homes``: where each reduction's results will lie.
+    With ``rows`` it covers these rows alone, and the leaves hold no others; ``kept`` are accumulators over rows that
+    were started by earlier panels. ``homes``: the output tensors of each reduction.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Chunk:
         self.buffers = buffers
         self.rows = rows or slice(0, sizes.rows)
         vectors = [v for e, v in leaves.items() if e.feature is not None and isinstance(v, Tensor)]
-        self.narrow = matmul.narrow_type(vectors)
+        self.narrow = matmul.choose_16bit_type(vectors)
         self.accumulators: list[Accumulator | None] = []
         self.picked: dict[int, Tensor] = {}
         for place, r in enumerate(code.fold.reductions):
@@ -116,20 +117,20 @@ class Chunk:
             return
         if all(a is None for a in self.accumulators):
             return
-        rows = slices(self.rows.stop - self.rows.start, self.tiles.rows)
-        cols = slices(self.sizes.cols, self.tiles.cols)
+        rows = split_range(self.rows.stop - self.rows.start, self.tiles.rows)
+        cols = split_range(self.sizes.cols, self.tiles.cols)
         row_ranges, col_ranges, fixed = self._ranges(rows, cols)
         for i, row in enumerate(rows):
-            row_values = self.side(row, True)
+            row_values = self.load_axis(row, True)
             for j, col in enumerate(cols):
                 code = self.code.variant({**fixed, **row_ranges[i], **col_ranges[j]})
-                tile_counter.tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
+                tile_counter.count_tile(code is not None, self.batch, row.stop - row.start, col.stop - col.start)
                 if code is not None:
                     self._tile(code, row, col, row_values)
 
-    def _tile(self, code: Code, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
-        values = {**row_values, **self.side(col, False)}
-        values |= {e: as_number(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
+    def _tile(self, code: TileCode, row: slice, col: slice, row_values: dict[Expr, Any]) -> None:
+        values = {**row_values, **self.load_axis(col, False)}
+        values |= {e: to_compute_dtype(self.leaves[e][:, row, col], e, self.sizes.compute) for e in self.code.pairs}
         shape = (self.batch, row.stop - row.start, col.stop - col.start)
         begin = self.rows.start
         tile = TileRun(values, shape, self.buffers, (begin + row.start, col.start))
@@ -142,8 +143,8 @@ class Chunk:
 
         tile.run(code, hand_over)
 
-    def side(self, part: slice | Tensor, rows: bool) -> dict[Expr, Any]:
-        """The leaves of one side of a tile, consecutive ones or those of some indices: numbers shaped to broadcast,
+    def load_axis(self, which: slice | Tensor, rows: bool) -> dict[Expr, Any]:
+        """The row leaves (or column leaves) of a tile, for a slice or for some indices: numbers shaped to broadcast,
         vectors in the type they are multiplied in."""
         values: dict[Expr, Any] = {}
         compute = self.sizes.compute
@@ -155,24 +156,24 @@ class Chunk:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(1) if e.feature is not None else v.view(-1, 1, 1)
             elif e.rows == rows:
-                v = v[:, part]
+                v = v[:, which]
                 if e.feature is not None:
-                    values[e] = matmul.operand(v, compute, self.narrow)
+                    values[e] = matmul.to_operand(v, compute, self.narrow)
                 else:
                     v = v.to(compute) if e.dtype == "float" else v
                     values[e] = v.unsqueeze(-1) if rows else v.unsqueeze(-2)
-        which = index("row" if rows else "col")
-        if which in self.code.indices:
+        position = index("row" if rows else "col")
+        if position in self.code.indices:
             begin = self.rows.start if rows else 0
-            if isinstance(part, slice):
-                at = torch.arange(begin + part.start, begin + part.stop, device=self.sizes.device)
+            if isinstance(which, slice):
+                at = torch.arange(begin + which.start, begin + which.stop, device=self.sizes.device)
             else:
-                at = part
-            values[which] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
+                at = which
+            values[position] = (at.view(1, -1, 1) if rows else at.view(1, 1, -1)).expand(self.batch, -1, -1)
         return values
 
     def _ranges(self, rows: list[slice], cols: list[slice]) -> tuple[list[dict], list[dict], dict]:
-        """Least and greatest value, per tile, of every index and leaf that a condition looks at; one read per leaf."""
+        """Minimum and maximum, per tile, of every index and leaf that a condition reads; one host read per leaf."""
         begin = self.rows.start
         row_ranges: list[dict] = [{index("row"): (begin + s.start, begin + s.stop - 1)} for s in rows]
         col_ranges: list[dict] = [{index("col"): (s.start, s.stop - 1)} for s in cols]
@@ -185,25 +186,25 @@ class Chunk:
             if not isinstance(v, Tensor):
                 fixed[e] = (v, v) if e.dtype == "int" else (float(v), float(v))
                 continue
-            if e.is_pair:  # looking would cost as much as the tile
+            if e.is_pair:  # reading it would cost as much as the tile
                 fixed[e] = EITHER if e.dtype == "bool" else NAN
                 continue
             if not e.rows and not e.cols:
-                parts, ranges = [v], [fixed]
+                blocks, ranges = [v], [fixed]
             else:
-                side, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
-                parts = [v[:, s] for s in side]
+                extents, ranges = (rows, row_ranges) if e.rows else (cols, col_ranges)
+                blocks = [v[:, s] for s in extents]
             kind = torch.int64 if e.dtype == "int" else torch.float64  # float64 would round integers beyond 2**53
-            ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in parts]).tolist()
+            ends = torch.stack([torch.stack(torch.aminmax(p.to(kind))) for p in blocks]).tolist()
             for r, (low, high) in zip(ranges, ends, strict=True):
                 r[e] = known(low, high)
         return row_ranges, col_ranges, fixed
 
 
-def whole_code(fold: Fold, scalars: frozenset[Expr]) -> Code:
-    """The code of tiles of which nothing is known beforehand."""
-    return code_of(fold, scalars).variant({}) or Code((), ())
+def compile_unconditional(fold: Fold, scalars: frozenset[Expr]) -> TileCode:
+    """The code of tiles on which no condition is decided."""
+    return compile_fold(fold, scalars).variant({}) or TileCode((), ())
 
 
-def slices(length: int, step: int) -> list[slice]:
+def split_range(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]

@@ -28,7 +28,7 @@ from ..common.evaluate import Evaluator, Sizes, from_layout, to_layout
 from ..common.label_gather import run_pick
 from ..eager.accumulators import make_accumulator
 from ..eager.tile_run import Buffers
-from ..eager.tile_walk import Chunk, FoldCode, code_of, slices
+from ..eager.tile_walk import BatchChunk, FoldCode, compile_fold, split_range
 from .panel_program import (
     PanelLoop,
     as_program,
@@ -277,8 +277,8 @@ class _LoopRun:
 
 def iterate_grid(sizes: Sizes, layout: panel_layout.PanelLayout) -> Iterator[tuple[slice, slice]]:
     """The panels in their order; where there are no pairs, an empty one, which gives the identities."""
-    rows = slices(sizes.rows, layout.rows) or [slice(0, 0)]
-    cols = slices(sizes.cols, layout.cols) or [slice(0, 0)]
+    rows = split_range(sizes.rows, layout.rows) or [slice(0, 0)]
+    cols = split_range(sizes.cols, layout.cols) or [slice(0, 0)]
     if layout.outer == "rows":
         yield from itertools.product(rows, cols)
     else:
@@ -322,7 +322,7 @@ class TorchStep:
 
     def __init__(self, loop: PanelLoop, sizes: Sizes, dtypes: set[torch.dtype]):
         self.loop, self.sizes = loop, sizes
-        narrow = torch.bfloat16 in dtypes and not matmul.raise_16bit(sizes.device, torch.bfloat16)
+        narrow = torch.bfloat16 in dtypes and not matmul.needs_float32(sizes.device, torch.bfloat16)
         self.pair_dtype = torch.bfloat16 if narrow and not loop.exact else sizes.compute
         self.tile_bytes = plan.LEAST
         self.groups = tuple(range(at, at + 1) for at in range(len(loop.stages)))
@@ -353,7 +353,7 @@ class TorchStep:
         self.buffers: dict[int, Buffers] = {}
 
     def code(self, fold: Fold, numbers: frozenset[Expr]) -> FoldCode:
-        return code_of(fold, numbers)
+        return compile_fold(fold, numbers)
 
     def pitch(self, layout: panel_layout.PanelLayout) -> int:
         """Elements from one row of a panel to the next."""
@@ -384,7 +384,7 @@ class TorchStep:
         numbers = {e: v for e, v in given.items() if not isinstance(v, Tensor)}
         code = self.code(stage.fold, frozenset(numbers))
         buffers, accumulators = self._tile_buffers(at, numbers), self.accumulators[at]
-        chunk = Chunk(code, given, self.sizes, self.tiles, 1, buffers, panel.rows, accumulators)
+        chunk = BatchChunk(code, given, self.sizes, self.tiles, 1, buffers, panel.rows, accumulators)
         chunk.walk()
         for place, accumulator in enumerate(chunk.accumulators):
             if place not in accumulators:
@@ -406,7 +406,7 @@ class TorchStep:
             self.filled = (rows, set())
         if f not in self.filled[1]:
             x, y = (panel.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1]))
-            matmul.panel_into(out, x, y)
+            matmul.multiply_into_panel(out, x, y)
             self.filled[1].add(f)
         return out
 

@@ -1,7 +1,7 @@
-"""Before a sharded call does any work, its ranks agree: on the op, the numbers, the shapes and who has what.
+"""The agreement of all ranks, before a sharded call does any work, on the op, its numbers, shapes and shards.
 
-Every rank sends one small header of integers. If any differ, or a rank could not even get so far, all ranks then tell
-their reasons and all raise the same kind of error; a call that is wrong anywhere is wrong everywhere, and none waits.
+Every rank all-gathers one small header of integers. If any differ, or a rank has failed, all ranks exchange their
+reasons and raise the same error: a call that is wrong on one rank is an error on every rank, and none waits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ...program.expression import Expr, topological
 from ..common import collectives
 from ..common.collectives import Group
 from ..common.evaluate import Sizes
-from ..common.shard import Axis, Pieces, Shard
+from ..common.shard import Axis, Ranges, Shard
 
 ORDERS = ("contiguous", "zigzag")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the user asked for: the groups that rows and columns are divided over, and in which order they lie."""
+    """The user's request: the groups that rows and columns are sharded over, and the order of the shards."""
 
     rows: Group = None
     cols: Group = None
     order: str = "contiguous"
-    batch: tuple[tuple[int, int, int], ...] = ()  # of divided batch dimensions: see Shard.batch
+    batch: tuple[tuple[int, int, int], ...] = ()  # of sharded batch dimensions: see Shard.batch
     slices: int | str | None = None  # see Shard.slices
-    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of what is given per pair and known to be shared
+    shared: frozenset[tuple[str, str]] = frozenset()  # (name, axis) of replicated arguments per pair
 
     @property
     def ring(self) -> bool:
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def rounds(self) -> list[Group]:
-        """The groups to agree with: where there are two, the first again, for what only the second one found."""
+        """The groups to compare headers with: with two groups the first again, for errors found in the second."""
         return [*self.groups, *self.groups[:1]] if len(self.groups) == 2 else self.groups
 
 
@@ -59,8 +59,8 @@ class Layout:
 layout_in_force: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
 
 
-def current() -> Layout | None:
-    """The layout in force; none in what torch.compile traces."""
+def current_layout() -> Layout | None:
+    """The current layout; None while torch.compile traces."""
     return None if torch.compiler.is_dynamo_compiling() else layout_in_force.get()
 
 
@@ -87,15 +87,15 @@ def shard(
     """
     if order not in ORDERS:
         raise ArgumentError(detail=f"mr.shard was given order={order!r}", fix=f"Use one of {', '.join(ORDERS)}")
-    layout = Layout(*_apart(_group("rows", rows), _group("cols", cols)), order, slices=slices)
+    layout = Layout(*_resolve_groups(_resolve_group("rows", rows), _resolve_group("cols", cols)), order, slices=slices)
     if rows is not None or cols is not None:  # else it is said of DTensors, whose placements are not known yet
         check_slices(layout)
-    with dividing(layout):
+    with use_layout(layout):
         yield
 
 
 def check_slices(layout: Layout) -> None:
-    """Whether the ranks can stand in a grid of so many slices."""
+    """Raise ArgumentError unless the ranks can form a grid with this many slices."""
     asked, ranks = layout.slices, layout.rows.size() if layout.ring else 1
     whole = isinstance(asked, int) and not isinstance(asked, bool)
     if asked not in (None, "best") and not (whole and 0 < int(asked) <= ranks and ranks % int(asked) == 0):
@@ -108,7 +108,7 @@ def check_slices(layout: Layout) -> None:
 
 
 @contextlib.contextmanager
-def dividing(layout: Layout) -> Iterator[None]:
+def use_layout(layout: Layout) -> Iterator[None]:
     token = layout_in_force.set(layout)
     try:
         yield
@@ -116,8 +116,8 @@ def dividing(layout: Layout) -> Iterator[None]:
         layout_in_force.reset(token)
 
 
-def _group(name: str, given: Any) -> Group:
-    """A process group, a device mesh of one dimension, or nothing; a group of one divides nothing."""
+def _resolve_group(name: str, given: Any) -> Group:
+    """The process group of a group or a one-dimensional device mesh; None for a group of one rank."""
     if given is None:
         return None
     if hasattr(given, "get_group") and hasattr(given, "ndim"):
@@ -134,8 +134,8 @@ def _group(name: str, given: Any) -> Group:
     return given if given.size() > 1 else None
 
 
-def _apart(rows: Group, cols: Group) -> tuple[Group, Group]:
-    """Two groups as they are, or one for both where they have the same ranks; what lies between makes no sense."""
+def _resolve_groups(rows: Group, cols: Group) -> tuple[Group, Group]:
+    """Two groups that share one rank, or one for both if they have the same ranks; anything else raises."""
     if rows is None or cols is None or rows is cols:
         return rows, cols
     common = set(dist.get_process_group_ranks(rows)) & set(dist.get_process_group_ranks(cols))
@@ -152,35 +152,35 @@ def _apart(rows: Group, cols: Group) -> tuple[Group, Group]:
 # Agreeing ---------------------------------------------------------------------------------------------------
 
 
-def place(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> Sizes:
-    """The sizes of a call with its place among the ranks; as they are where nothing is divided."""
-    layout = current()
+def place_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> Sizes:
+    """The sizes of a call with its shard, after all ranks have agreed; unchanged if nothing is sharded."""
+    layout = current_layout()
     if layout is None or not (layout.groups or layout.batch):
         return sizes
     here = {"rows": sizes.rows, "cols": sizes.cols}
-    given = PerPair.of(layout, here, outputs, values)
+    given = PairShards.of(layout, here, outputs, values)
     axes = {name: Axis((((0, here[name]),),)) for name in here}
-    lengths, given = _agreed(layout, _told(sizes, outputs, values, layout), here, sizes.device, given=given)
+    lengths, given = _agree(layout, _describe_call(sizes, outputs, values, layout), here, sizes.device, given=given)
     for name in here:
         if getattr(layout, name) is not None:
-            axes[name] = Axis(_pieces(lengths[name], layout.order), getattr(layout, name))
-    shared = given.checked(axes["cols"].total)
+            axes[name] = Axis(_shard_ranges(lengths[name], layout.order), getattr(layout, name))
+    shared = given.check(axes["cols"].total)
     groups = tuple((name, getattr(layout, axis)) for name, axis in shared)
     return replace(sizes, shard=Shard(axes["rows"], axes["cols"], layout.batch, layout.slices, groups))
 
 
-def pairs_are_wide() -> bool:
-    """Whether what is given per pair holds all columns although they are divided: in a ring, where they travel."""
-    layout = current()
+def pairs_have_all_columns() -> bool:
+    """Whether arguments per pair hold all columns although columns are sharded: in a ring, where columns travel."""
+    layout = current_layout()
     return layout is not None and layout.ring
 
 
 @dataclass(frozen=True)
-class PerPair:
-    """What is given per pair: which of its axes are a rank's own, and which are of size 1 and shared by all ranks.
+class PairShards:
+    """Arguments per pair: which of their axes are sharded (``own``), and which have size 1 and are ``shared``.
 
-    ``own`` and ``shared`` have a bit for each of ``axes``; where a rank's part has length 1 it may be either, and the
-    others know. ``wide`` is how many columns it holds in a ring, 0 where it does not vary along them."""
+    Both are bit masks over ``axes``. A local length of 1 may be either, and is decided by the headers of the other
+    ranks. ``wide``: the numbers of columns they hold in a ring."""
 
     axes: tuple[tuple[str, str], ...] = ()
     own: int = 0
@@ -188,7 +188,7 @@ class PerPair:
     wide: tuple[int, ...] = ()
 
     @staticmethod
-    def of(layout: Layout, here: Mapping[str, int], outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> PerPair:
+    def of(layout: Layout, here: Mapping[str, int], outputs: tuple[Expr, ...], values: Mapping[str, Any]) -> PairShards:
         names = sorted(e.attrs[0] for e in topological(outputs) if e.op == "input" and e.is_pair)
         divided = [a for a in here if getattr(layout, a) is not None and not (layout.ring and a == "cols")]
         axes = tuple((name, axis) for name in names for axis in divided)
@@ -200,15 +200,15 @@ class PerPair:
             elif size != 1:
                 own |= 1 << k
         lengths = {values[name].shape[-1] for name in names if values[name].shape[-1] != 1} if layout.ring else ()
-        return PerPair(axes, own, shared, tuple(lengths))
+        return PairShards(axes, own, shared, tuple(lengths))
 
-    def met(self, headers: list[list[int]]) -> PerPair:
-        """With what the headers of other ranks say."""
+    def combine_headers(self, headers: list[list[int]]) -> PairShards:
+        """These, combined with the headers of the other ranks."""
         own, shared = (functools.reduce(operator.or_, (h[k] for h in headers)) for k in (4, 5))
         return replace(self, own=own, shared=shared, wide=tuple({h[6] for h in headers if h[6]}))
 
-    def checked(self, cols: int) -> list[tuple[str, str]]:
-        """(name, axis) of what is shared; the same error on every rank where they do not fit together."""
+    def check(self, cols: int) -> list[tuple[str, str]]:
+        """(name, axis) of the shared ones; raises the same ShardError on every rank where they do not fit together."""
         for k, (name, axis) in enumerate(self.axes):
             if self.own >> k & self.shared >> k & 1:
                 raise ShardError(
@@ -224,86 +224,86 @@ class PerPair:
         return [a for k, a in enumerate(self.axes) if self.shared >> k & 1]
 
 
-def withdraw(error: MonoidReduceError) -> None:
-    """Tell the other ranks that this one cannot take part, so that none waits for it."""
-    layout = current()
+def report_failure(error: MonoidReduceError) -> None:
+    """Tell the other ranks that this one failed, so that none waits for it."""
+    layout = current_layout()
     if layout is not None and not isinstance(error, ShardError | RankError) and not error.details.get("told"):
         error.details["told"] = True
         with contextlib.suppress(ShardError):
-            _agreed(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
+            _agree(layout, error.text, {"rows": 0, "cols": 0}, None, failed=True)
 
 
-def whole(rows: int, cols: int) -> tuple[int, int]:
-    """How many rows and columns there are on all ranks together, for what comes before the op; asked by all ranks."""
-    layout = current()
+def total_sizes(rows: int, cols: int) -> tuple[int, int]:
+    """The global numbers of rows and columns; a collective call."""
+    layout = current_layout()
     if layout is None or not layout.groups:
         return rows, cols
-    found, _ = _agreed(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
+    found, _ = _agree(layout, "a count of rows and columns", {"rows": rows, "cols": cols}, None)
     return sum(found.get("rows", [rows])), sum(found.get("cols", [cols]))
 
 
 def divides_cols() -> bool:
     """Whether other ranks have columns that this one has not."""
-    layout = current()
+    layout = current_layout()
     return layout is not None and layout.cols is not None
 
 
-def over(axis: str, total: Tensor) -> Tensor:
-    """A sum over this rank's rows (or columns) as that over all of them; differentiable."""
-    group = getattr(current() or Layout(), axis)
-    return total if group is None else collectives.Totalled.apply(total, group)
+def sum_over_ranks(axis: str, total: Tensor) -> Tensor:
+    """All-reduce (sum) over the ranks that this axis is sharded over; differentiable."""
+    group = getattr(current_layout() or Layout(), axis)
+    return total if group is None else collectives.AllReduceSum.apply(total, group)
 
 
-def greatest(axis: str, value: Tensor) -> Tensor:
-    """The largest number of this rank's rows (or columns) as that of all."""
-    group = getattr(current() or Layout(), axis)
-    return value if group is None else collectives.reduce(value.detach().clone(), "MAX", group)
+def max_over_ranks(axis: str, value: Tensor) -> Tensor:
+    """All-reduce (maximum) over the ranks that this axis is sharded over."""
+    group = getattr(current_layout() or Layout(), axis)
+    return value if group is None else collectives.all_reduce(value.detach().clone(), "MAX", group)
 
 
-def swapped() -> contextlib.AbstractContextManager[None]:
-    """Inside the block rows are what columns were: for a layer that folds both ways with two calls."""
-    layout = current()
+def swap_axes() -> contextlib.AbstractContextManager[None]:
+    """Exchange rows and columns of the layout inside the block, for a layer that folds both ways with two calls."""
+    layout = current_layout()
     if layout is None:
         return contextlib.nullcontext()
-    return dividing(replace(layout, rows=layout.cols, cols=layout.rows))
+    return use_layout(replace(layout, rows=layout.cols, cols=layout.rows))
 
 
-def _agreed(
+def _agree(
     layout: Layout,
     told: str,
     here: Mapping[str, int],
     device: torch.device | None,
     failed: bool = False,
-    given: PerPair | None = None,
-) -> tuple[dict[str, list[int]], PerPair]:
-    """How many rows and columns every rank has, and what all say of what is given per pair. A disagreement in one group
-    is carried into the others."""
-    given = given or PerPair()
+    given: PairShards | None = None,
+) -> tuple[dict[str, list[int]], PairShards]:
+    """The numbers of rows and columns of every rank, and the combined arguments per pair. A disagreement in one group
+    is passed on to the others."""
+    given = given or PairShards()
     found: dict[str, list[int]] = {}
     problem: ShardError | None = None
     try:
         for group in layout.rounds:
             try:
-                headers = _headers(group, failed, told, here, given, device or _device(group))
-                given = given.met(headers)
+                headers = _exchange_headers(group, failed, told, here, given, device or _header_device(group))
+                given = given.combine_headers(headers)
                 for name in here:
                     lengths = [h[2 if name == "rows" else 3] for h in headers]
                     if getattr(layout, name) is group:
                         found[name] = lengths
                     elif len(set(lengths)) > 1:
-                        raise _uneven(name, lengths)
+                        raise _uneven_error(name, lengths)
             except ShardError as error:
                 problem, failed, told = problem or error, True, error.text
     except RankError:
         for group in layout.groups:
-            collectives.hang_up(group)
+            collectives.abort_group(group)
         raise
     if problem is not None:
         raise problem
     return found, given
 
 
-def _uneven(name: str, lengths: list[int]) -> ShardError:
+def _uneven_error(name: str, lengths: list[int]) -> ShardError:
     counts = ", ".join(f"{n} on rank {r}" for r, n in enumerate(lengths))
     return ShardError(
         detail=f"{name} are not divided over this group, but differ in number: {counts}",
@@ -311,24 +311,32 @@ def _uneven(name: str, lengths: list[int]) -> ShardError:
     )
 
 
-def _device(group: Group) -> torch.device:
+def _header_device(group: Group) -> torch.device:
     return torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
 
 
-def _headers(
-    group: Group, failed: bool, told: str, here: Mapping[str, int], given: PerPair, device: torch.device
+def _exchange_headers(
+    group: Group, failed: bool, told: str, here: Mapping[str, int], given: PairShards, device: torch.device
 ) -> list[list[int]]:
-    """Everybody's [status, what was told (hashed), rows, cols, and of pairs: own, shared, wide]; an error on all ranks
-    unless all tell the same."""
+    """All-gather the headers [status, hash of the description, rows, cols, own, shared, wide]; raises ShardError on all
+    ranks unless all descriptions are equal."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-    mine = [int(failed), _digest(told), here["rows"], here["cols"], given.own, given.shared, max(given.wide, default=0)]
-    found = collectives.gather(torch.tensor(mine, device=device), group).tolist()
+    mine = [
+        int(failed),
+        _hash_text(told),
+        here["rows"],
+        here["cols"],
+        given.own,
+        given.shared,
+        max(given.wide, default=0),
+    ]
+    found = collectives.all_gather(torch.tensor(mine, device=device), group).tolist()
     if any(h[0] for h in found) or any(h[1] != found[0][1] for h in found):
-        _raise([h[0] for h in found], collectives.texts(told, group))
+        _raise_disagreement([h[0] for h in found], collectives.all_gather_texts(told, group))
     return found
 
 
-def _raise(status: list[int], told: list[str]) -> None:
+def _raise_disagreement(status: list[int], told: list[str]) -> None:
     failed = [r for r, s in enumerate(status) if s]
     if failed:
         reasons = "; ".join(f"rank {r}: {told[r]}" for r in failed)
@@ -343,8 +351,8 @@ def _raise(status: list[int], told: list[str]) -> None:
     raise ShardError(detail="the ranks call different programs", fix="Call the same op on every rank")
 
 
-def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
-    """All that must be equal on every rank, as lines of text."""
+def _describe_call(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], layout: Layout) -> str:
+    """Everything that must be equal on all ranks, as lines of text."""
     lines = [f"program {fingerprint(outputs)}", f"batch {list(sizes.batch)}", f"device {sizes.device.type}"]
     lines += [f"order {layout.order}", f"slices {layout.slices}"]
     for name, value in values.items():
@@ -358,7 +366,7 @@ def _told(sizes: Sizes, outputs: tuple[Expr, ...], values: Mapping[str, Any], la
 
 @functools.lru_cache(maxsize=1024)
 def fingerprint(outputs: tuple[Expr, ...]) -> str:
-    """A program, told by its nodes: equal on all machines for equal programs."""
+    """A hash of a program's nodes, equal on all machines for equal programs."""
     number: dict[Expr, int] = {}
     text = hashlib.sha256()
     for e in topological(outputs):
@@ -368,12 +376,12 @@ def fingerprint(outputs: tuple[Expr, ...]) -> str:
     return text.hexdigest()[:16]
 
 
-def _digest(text: str) -> int:
+def _hash_text(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def _pieces(lengths: list[int], order: str) -> tuple[Pieces, ...]:
-    """Which stretches of the whole axis each rank has, from how much it has."""
+def _shard_ranges(lengths: list[int], order: str) -> tuple[Ranges, ...]:
+    """The global index ranges of each rank, from the lengths of the shards."""
     if order == "contiguous":
         ends = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
         return tuple(((ends[r], ends[r + 1]),) for r in range(len(lengths)))

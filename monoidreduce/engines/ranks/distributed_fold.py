@@ -21,7 +21,7 @@ from ..common import collectives, subproblem
 from ..common.collectives import Group
 from ..common.evaluate import Sizes
 from ..common.shard import Shard
-from ..common.subproblem import Engine, Part
+from ..common.subproblem import Engine, Subproblem
 from .grid import Grid
 
 
@@ -35,12 +35,14 @@ def run(fold: Fold, leaves: list[Any], sizes: Sizes, engine: Engine) -> list[Ten
         if shard.ring:
             states = Grid(fold, leaves, inner, shard, engine).run()
         else:
-            states = subproblem.run(fold, leaves, inner, Part(shard.rows.own, shard.cols.own, shard.totals), engine)
+            states = subproblem.run_subproblem(
+                fold, leaves, inner, Subproblem(shard.rows.own, shard.cols.own, shard.totals), engine
+            )
             states = _reduced(fold, states, shard)
-        return subproblem.results(fold, states)
+        return subproblem.finish_states(fold, states)
     except BaseException:  # whatever it was, the others must not wait for this rank
         for group in shard.groups:
-            collectives.hang_up(group)
+            collectives.abort_group(group)
         raise
 
 
@@ -82,7 +84,7 @@ def _exchange(op: str, asked: list[tuple[int, list[Tensor]]], answers: dict[int,
     tensors = [t for _, ts in asked for t in ts]
     flat = torch.cat([t.reshape(-1) for t in tensors])
     ranks = group.size()
-    whole = collectives.gather(flat, group) if op == "GATHER" else collectives.reduce(flat, op, group)
+    whole = collectives.all_gather(flat, group) if op == "GATHER" else collectives.all_reduce(flat, op, group)
     at = 0
     for k, ts in asked:
         answers[k] = []

@@ -18,8 +18,8 @@ from ...errors import StreamError
 
 Chunk = tuple[int, int, dict[str, Any]]  # first column, how many, and the column arguments by name
 
-_WIDTH = 1024  # words of a line: sums along both axes of [lines, width] are weighted by their position
-_WORDS = 2**24  # words that are summed at once where they must be widened to int64 first: bounds the copy
+_LINE_WORDS = 1024  # words of a line: sums along both axes of [lines, width] are weighted by their position
+_WORDS_AT_ONCE = 2**24  # words that are summed at once where they must be widened to int64 first: bounds the copy
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,35 +34,35 @@ def checksum(t: Tensor) -> Tensor:
     step = 8 // flat.element_size()
     if flat.numel() % step == 0 and flat.storage_offset() % step == 0 and flat.data_ptr() % 8 == 0:
         return _sum_words(flat.view(torch.int64)) + flat.nbytes
-    # Unaligned, or a length that is no multiple of 8 bytes: the same 64-bit words, assembled from their pieces.
+    # Unaligned, or a length that is no multiple of 8 bytes: the same 64-bit words, assembled from shorter ones.
     total = flat.new_full((), flat.nbytes, dtype=torch.int64)  # so that trailing zeros count
-    for at in range(0, flat.numel(), _WORDS):
-        piece = flat[at : at + _WORDS]
-        piece = torch.cat([piece, piece.new_zeros(-piece.numel() % step)])  # a copy starts aligned
-        total = total + _sum_words(piece.view(torch.int64), at // step)
+    for at in range(0, flat.numel(), _WORDS_AT_ONCE):
+        padded = flat[at : at + _WORDS_AT_ONCE]
+        padded = torch.cat([padded, padded.new_zeros(-padded.numel() % step)])  # a copy starts aligned
+        total = total + _sum_words(padded.view(torch.int64), at // step)
     return total
 
 
 def _sum_words(words: Tensor, start: int = 0) -> Tensor:
     """Words weighted by their position; arithmetic modulo 2**64, so that no order of summation changes it."""
-    full = words.numel() // _WIDTH * _WIDTH
-    lines = words[:full].view(-1, _WIDTH)
-    first = start // _WIDTH
+    full = words.numel() // _LINE_WORDS * _LINE_WORDS
+    lines = words[:full].view(-1, _LINE_WORDS)
+    first = start // _LINE_WORDS
     total = (lines.sum(1) * _weights(first, first + lines.shape[0], words.device)).sum()
-    total = total + (lines.sum(0) * _weights(0, _WIDTH, words.device)).sum()
+    total = total + (lines.sum(0) * _weights(0, _LINE_WORDS, words.device)).sum()
     rest = words[full:]
     line = _weights(first + lines.shape[0], first + lines.shape[0] + 1, words.device)
     return total + (rest * (_weights(0, rest.numel(), words.device) + line)).sum()
 
 
 def _weights(start: int, stop: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern, one for each position (a multiplicative hash)."""
+    """Odd pseudo-random weights, one for each position (a multiplicative hash)."""
     n = torch.arange(start + 1, stop + 1, device=device) * -7046029254386353131
     return (n ^ (n >> 29)) * -4658895280553007687 | 1
 
 
 def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
-    """What a saved state remembers of the arguments that stay: a checksum of each tensor and number, by name."""
+    """Checksums of the arguments that are not streamed, by name, as stored in a saved state."""
     found = {}
     for name, value in rows.items():
         if isinstance(value, bool | int | float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
@@ -74,8 +74,8 @@ def row_checksums(rows: Mapping[str, Any]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What is remembered of one chunk: where it stood, the types and shapes of its tensors, and their checksums."""
+class _ChunkRecord:
+    """One chunk that was read: its first column, its length, the types and shapes of its tensors, and checksums."""
 
     start: int
     count: int
@@ -94,7 +94,7 @@ class Readings:
 
     def __init__(self, source: str, again: bool, verify: bool):
         self.source, self.again, self.verify = source, again, verify
-        self._first: list[_Seen] | None = None
+        self._first: list[_ChunkRecord] | None = None
 
     def watch(self, chunks: Iterator[Chunk], at_once: bool = False) -> Iterator[Chunk]:
         """The chunks of one reading, compared on the way.
@@ -102,7 +102,7 @@ class Readings:
         On a GPU checksums are compared after the last chunk, so that the host need not wait for each; with
         ``at_once`` before the chunk is handed on (as always on a CPU).
         """
-        seen: list[_Seen] = []
+        seen: list[_ChunkRecord] = []
         pending: list[int] = []
         for start, count, columns in chunks:
             seen.append(self._look(start, count, columns))
@@ -126,14 +126,14 @@ class Readings:
             if not all(equal):
                 raise self._different(pending[equal.index(False)], seen)
 
-    def _look(self, start: int, count: int, columns: Mapping[str, Any]) -> _Seen:
+    def _look(self, start: int, count: int, columns: Mapping[str, Any]) -> _ChunkRecord:
         if not (self.again and self.verify):
-            return _Seen(start, count, (), None)
+            return _ChunkRecord(start, count, (), None)
         tensors = sorted((n, v) for n, v in columns.items() if isinstance(v, Tensor))
         sums = torch.stack([checksum(v) for _, v in tensors]) if tensors else None
-        return _Seen(start, count, tuple((n, v.dtype, v.shape) for n, v in tensors), sums)
+        return _ChunkRecord(start, count, tuple((n, v.dtype, v.shape) for n, v in tensors), sums)
 
-    def _compare(self, seen: list[_Seen], at_once: bool) -> bool:
+    def _compare(self, seen: list[_ChunkRecord], at_once: bool) -> bool:
         """Whether the comparison of the last chunk is over; False leaves it for the end."""
         first, k = self._first or [], len(seen) - 1
         now = seen[k]
@@ -152,7 +152,7 @@ class Readings:
             raise self._different(k, seen)
         return True
 
-    def _different(self, k: int, seen: list[_Seen]) -> StreamError:
+    def _different(self, k: int, seen: list[_ChunkRecord]) -> StreamError:
         before, now = (self._first or [])[k], seen[k]
         if before.count != now.count:
             what = f"it had {before.count} columns, and has {now.count}"

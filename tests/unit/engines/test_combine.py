@@ -34,10 +34,10 @@ def cut(monkeypatch, rows, cols, seed=0):
     chance = random.Random(seed)
 
     def folder(fold, leaves, sizes):
-        part = subproblem.Part(
+        part = subproblem.Subproblem(
             pieces(sizes.rows, rows, chance), pieces(sizes.cols, cols, chance), (sizes.rows, sizes.cols)
         )
-        return subproblem.results(fold, subproblem.run(fold, leaves, sizes, part, eager.run))
+        return subproblem.finish_states(fold, subproblem.run_subproblem(fold, leaves, sizes, part, eager.run))
 
     internals.replace_eager_engine(monkeypatch, folder)
 

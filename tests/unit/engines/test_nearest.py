@@ -19,18 +19,18 @@ from monoidreduce.reductions.best import first_best
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"KEPT": 8, "FOLDED": 4, "FIRST": 8, "MORE": 2, "SORTED": 2}.items():
+    for name, value in {"KEPT_BLOCK": 8, "FOLDED_BLOCK": 4, "FIRST_POINTS": 8, "GROWTH": 2, "HEAP_RATIO": 2}.items():
         monkeypatch.setattr(branch_and_bound, name, value)
 
 
 @contextmanager
 def from_points(least: int) -> Iterator[None]:
-    before, branch_and_bound.LEAST = branch_and_bound.LEAST, least
+    before, branch_and_bound.MIN_POINTS = branch_and_bound.MIN_POINTS, least
     try:
         with mr.use(engine="eager"):
             yield
     finally:
-        branch_and_bound.LEAST = before
+        branch_and_bound.MIN_POINTS = before
 
 
 def both(call: Callable[[], Any]) -> tuple[Any, Any, mr.Tally]:
@@ -173,7 +173,7 @@ def test_gradients_go_to_the_neighbours() -> None:
 
 def test_an_order_keeps_points_together() -> None:
     flat = torch.rand(4096, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([100.0, 1.0, 1.0])
-    order = branch_and_bound.order(flat, 32)
+    order = branch_and_bound.sort_into_blocks(flat, 32)
     assert torch.equal(order.sort().values, torch.arange(4096))
     long = flat[order].view(-1, 32, 3)
     assert (long.amax(1) - long.amin(1))[:, 0].mean() < 5.0

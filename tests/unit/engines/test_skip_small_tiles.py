@@ -95,7 +95,7 @@ def test_off_by_default_and_where_nothing_is_small(engine):
         exact = pulled(lambda x, w: head(x, w, target), x, w)
         with mr.skip_below(1e-300) as skipped:
             got = pulled(lambda x, w: head(x, w, target), x, w)
-        assert skip_small_tiles.asked() is None
+        assert skip_small_tiles.requested() is None
         again = pulled(lambda x, w: head(x, w, target), x, w)
     assert skipped.kept == 1.0 and skipped.tiles == 2 * 8 * 14
     for a, b, c in zip(exact, got, again, strict=True):
@@ -182,9 +182,9 @@ def test_what_is_no_bound(given):
 def test_blocks_nest_and_decorate():
     @mr.skip_below(0.25)
     def inner():
-        return skip_small_tiles.asked().bound
+        return skip_small_tiles.requested().bound
 
     with mr.skip_below(BOUND) as outer:
-        assert skip_small_tiles.asked() is outer and inner() == 0.25 and skip_small_tiles.asked() is outer
-    assert skip_small_tiles.asked() is None and outer.kept == 1.0 and outer.tiles == 0
+        assert skip_small_tiles.requested() is outer and inner() == 0.25 and skip_small_tiles.requested() is outer
+    assert skip_small_tiles.requested() is None and outer.kept == 1.0 and outer.tiles == 0
     assert repr(outer) == f"skip_below({BOUND!r})"

@@ -363,7 +363,7 @@ def test_a_device_that_is_lost_is_said_at_once(monkeypatch):
     """Everything after an illegal access fails, on a GPU: no candidate may be judged by that."""
     few(monkeypatch, FAST)
     internals.replace_planned_run(monkeypatch, lambda how, *call: (fails if how == FAST else right)(how, *call))
-    monkeypatch.setattr(oom_retry, "is_lost", lambda device: True)
+    monkeypatch.setattr(oom_retry, "is_device_lost", lambda device: True)
     with pytest.raises(mr.EngineError, match=r"(?s)answers no more since flash, tiles of 64 rows .*illegal.*anew"):
         attention.tune(*drawn(), quiet=True)
     assert plan_records.list_records() == []
@@ -521,7 +521,7 @@ def road_of(*args):
 @pytest.mark.parametrize("slow", ["passes", "dense"])
 def test_the_faster_road_is_taken_by_the_next_call(slow, small, monkeypatch, clock):
     args = drawn()
-    real, ran = dense_or_tiled.dense.whole, []
+    real, ran = dense_or_tiled.dense.write_dense, []
 
     def whole(*program):
         ran.append(1)

@@ -173,7 +173,7 @@ def failing(times, error):
             raise mistake
         return budget.shrink_factor()
 
-    return oom_retry.guarded(run)
+    return oom_retry.add_oom_retry(run)
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_a_budget_too_small_says_the_least():
 def test_a_driver_is_not_asked_for_every_call(monkeypatch):
     """What torch holds is known at once; what others hold, a tenth of a second later."""
     asked, clock, held = [], [10.0], [300]
-    monkeypatch.setattr(matmul, "_driver_said", {})
+    monkeypatch.setattr(matmul, "_driver_answers", {})
     monkeypatch.setattr(matmul.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....program.expression import Expr
 from ....program.lower import Fold
 from ...common import batching
-from ...common.evaluate import Form, Room, Sizes
+from ...common.evaluate import Allocator, Form, Sizes
 from ...common.one_sided import Side
 from ..codegen import kernel_text
 from ..codegen.expressions import ExpressionWriter
@@ -119,8 +119,8 @@ class ElementwiseLaunch:
         if any(not isinstance(v, Tensor) for v in leaves) and sizes.compute is torch.float64:
             raise Unsupported("a kernel's own numbers are float32")
         rank = len(sizes.batch)
-        shape = functools.reduce(batching.broadcast, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
-        batch, views = batching.merge(shape, tensors)
+        shape = functools.reduce(batching.broadcast_shapes, [tuple(v.shape[:rank]) for v in tensors] or [(1,) * rank])
+        batch, views = batching.merge_batch_dims(shape, tensors)
         letters = tuple(sorted(sizes.letters.items()))
         types = tuple(str(v.dtype)[6:] if isinstance(v, Tensor) else "number" for v in leaves)
         rooms = (0,) * len(leaves)
@@ -141,7 +141,7 @@ class ElementwiseLaunch:
         self.kernel, self.plan = _kernel(spec, side.outputs, total), KernelPlan(kept, 1, 4, 1)
         self.how: dict[str, Any] = dict(wide=True, precision="ieee", ragged=True, device=sizes.device)
         forms = [((), sizes.compute) if total else self._form(e, tuple(shape), length, sizes) for e in side.outputs]
-        self.rooms = [Room(form, sizes.device) for form in forms]
+        self.rooms = [Allocator(form, sizes.device) for form in forms]
         self.integers = tuple(k for k, v in enumerate(leaves) if isinstance(v, int))
         self.template: list[Any] = []
         self.fill: list[tuple[int, int, bool]] = []  # place, leaf, and whether that is a tensor

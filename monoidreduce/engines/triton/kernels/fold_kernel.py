@@ -23,7 +23,7 @@ from ....program.lower import Fold
 from ....reductions import kind_of
 from ...common import matmul, unchanged_tensors
 from ...common.combine import combine, split
-from ...common.evaluate import Form, Room, Sizes, form
+from ...common.evaluate import Allocator, Form, Sizes, result_form
 from ..codegen import compiler, k_loop, kernel_text, tile_ranges
 from ..codegen.kernel_spec import WIDEST, Spec, padded
 from ..launch import descriptors, jit_module, parallel_compile
@@ -160,8 +160,8 @@ class FoldLaunch:
     def _lay_out_results(self) -> None:
         """Shapes and types of what the kernel writes, and of whole results where splits are combined."""
         self.outputs = [self._output(r, k) for r, k in self.fold.outputs]
-        self.rooms = [Room(f, self.sizes.device) for f in self.outputs]
-        self.types = [self._held(r, *form(r, k, self.sizes)) for r, k in self.fold.outputs]
+        self.rooms = [Allocator(f, self.sizes.device) for f in self.outputs]
+        self.types = [self._held(r, *result_form(r, k, self.sizes)) for r, k in self.fold.outputs]
         self.cuts = self._cuts() if self.spec.split else []
 
     def _turns(self, spec: Spec, count: int) -> Tile | None:
@@ -323,7 +323,7 @@ class FoldLaunch:
         return True
 
     def _output(self, r: Expr, k: int) -> Form:
-        shape, dtype = form(r, k, self.sizes)
+        shape, dtype = result_form(r, k, self.sizes)
         return ((self.parts, *shape), dtype) if self.spec.split else (shape, self._held(r, shape, dtype))
 
     def _held(self, r: Expr, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
@@ -362,7 +362,7 @@ class FoldLaunch:
 
         ``asked``: the leaves that masks depend on."""
         parts = (self.fold, self.over, self.lengths, self.blocks, self.sizes.device, *asked)
-        edges, stride, flip = unchanged_tensors.remembered(parts, lambda: self._edges(asked), self.sizes.device)
+        edges, stride, flip = unchanged_tensors.compute_once(parts, lambda: self._edges(asked), self.sizes.device)
         found = [edges, stride, self.grid // self.tiles, flip]
         self.edges = None if asked else found
         return found

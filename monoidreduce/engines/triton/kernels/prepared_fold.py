@@ -21,7 +21,7 @@ from ....program.expression import Expr
 from ....program.lower import Fold
 from ....reductions import kind_of, outputs_of
 from ...common import batching
-from ...common.evaluate import Room, Sizes
+from ...common.evaluate import Allocator, Sizes
 from ...common.label_gather import run_pick
 from ..codegen.kernel_spec import TINY, WIDEST, Unsupported, padded
 from ..launch.availability import available
@@ -95,7 +95,7 @@ class PartlyShownFold:
             return None
         ((shape, dtype),) = forms
         self.step = torch.Size(shape).numel() * dtype.itemsize
-        self.room = Room(((len(self.rest), *shape), dtype), self.ready.sizes.device)
+        self.room = Allocator(((len(self.rest), *shape), dtype), self.ready.sizes.device)
         return None if self.step % 16 else one
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -132,7 +132,7 @@ class _Lazy:
 def merge_batches(fold: Fold, leaves: Sequence[Any], sizes: Sizes) -> tuple[dict[Expr, Any], tuple[int, ...]]:
     """The leaves of a fold, tensors with as few batch dimensions as their strides allow, and these dimensions."""
     given = [e for e, v in zip(fold.leaves, leaves, strict=True) if isinstance(v, Tensor)]
-    batch, views = batching.merge(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
+    batch, views = batching.merge_batch_dims(sizes.batch, [v for v in leaves if isinstance(v, Tensor)])
     return dict(zip(fold.leaves, leaves, strict=True)) | dict(zip(given, views, strict=True)), batch
 
 
@@ -220,7 +220,7 @@ def gather_labels(
     feature = r.args[2].feature
     tail = () if feature is None else (sizes.of(str(feature)),)
     out = torch.zeros(*batch, length, *tail, dtype=sizes.compute, device=sizes.device)
-    for where in batching.outer(batch):
+    for where in batching.iterate_outer(batch):
         part = {e: v[where] if isinstance(v, Tensor) else v for e, v in values.items()}
         run_pick(r, part, sizes, batch[-1], out[where], elements)
     return out

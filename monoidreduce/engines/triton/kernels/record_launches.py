@@ -74,7 +74,7 @@ def record(
                 if sizes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return None  # what is constants must not lie in a graph's memory
                 parts = ("batch_index", sizes.batch, sizes.device)
-                same = unchanged_tensors.remembered(parts, functools.partial(batch_index, sizes), sizes.device)
+                same = unchanged_tensors.compute_once(parts, functools.partial(batch_index, sizes), sizes.device)
                 constants[str(step.results[0])] = values[str(step.results[0])] = same
             continue
         leaves = [values[name] if isinstance(name, str) else name for name in step.feeds]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...common.evaluate import Room
+from ...common.evaluate import Allocator
 from ..launch.launch_cache import Kernels
 
 _TEXT = '''"""Sums over the features of each row."""
@@ -100,8 +100,8 @@ def sharer(labels: Tensor, ignored: int) -> Callable[..., Tensor] | None:
 
 
 @functools.cache
-def _one(device: torch.device) -> Room:
-    return Room(((), torch.float32), device)
+def _one(device: torch.device) -> Allocator:
+    return Allocator(((), torch.float32), device)
 
 
 _SCALED = (torch.bfloat16, torch.float16, torch.float32)

@@ -278,11 +278,11 @@ def select_best_products(fold: Fold, x: Tensor, y: Tensor, sizes: Sizes) -> list
     step = min(sizes.rows, room // row)
     panel = torch.empty(step, sizes.cols, dtype=kind, device=sizes.device)
     if step == sizes.rows:
-        matmul.panel_into(panel, x, y)
+        matmul.multiply_into_panel(panel, x, y)
         return select_best_of_panel(panel, r, held)
     parts = []
     for at in range(0, sizes.rows, step):
         some = x[at : at + step]
-        matmul.panel_into(panel[: len(some)], some, y)
+        matmul.multiply_into_panel(panel[: len(some)], some, y)
         parts.append(select_best_of_panel(panel[: len(some)], r, held))
     return [torch.cat(t) for t in zip(*parts, strict=True)]

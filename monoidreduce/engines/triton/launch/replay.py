@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...common.evaluate import Room
+from ...common.evaluate import Allocator
 from ...common.generated_code import FunctionWriter, function_text, run_text, tuple_text
 from . import descriptors, encoded_descriptors, jit_module, launch_cache
 
@@ -416,7 +416,7 @@ class _Writer(FunctionWriter):
         if step.function in _ALLOCATES and place is not None and place.stride == _contiguous(place.shape):
             assert place.dtype is not None
             form = (place.shape, place.dtype)
-            self._line(f"{made[0]} = empty({self.hold(Room(form, self.device).model, ('room', form))})", made)
+            self._line(f"{made[0]} = empty({self.hold(Allocator(form, self.device).model, ('room', form))})", made)
             return
         function = self.hold(_FASTER.get(step.function, step.function), step.function)
         given = [*map(self._value, step.arguments), *(f"{name}={self._value(v)}" for name, v in step.named.items())]

@@ -23,7 +23,7 @@ from ....program.lower import Fold
 from ....reductions import outputs_of
 from ...common import combine, matmul
 from ...common.evaluate import Evaluator, Sizes, from_layout, to_layout
-from ...common.one_sided import Gathered, gather
+from ...common.one_sided import FoundSide, find_sides
 from ...panel import Panel, iterate_grid
 from ...panel.panel_program import PanelLoop
 from ..codegen.kernel_spec import Unsupported
@@ -272,7 +272,7 @@ class KernelStep:
             operands = [panel.feed(a) for a in (f.args if f.args[0].rows else f.args[::-1])]
             dtype = self.plan.gemm_dtype
             x, y = (t if dtype is None else t.to(dtype) for t in operands)
-            matmul.panel_into(out, x, y)
+            matmul.multiply_into_panel(out, x, y)
             self.filled[1].add(f)
         return out
 
@@ -325,8 +325,8 @@ _SCALAR_LAUNCHES: dict[tuple, elementwise.ElementwiseLaunch] = {}
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_scalars(scalars: tuple[Expr, ...]) -> list[Gathered]:
-    return gather(scalars, frozenset())
+def _gather_scalars(scalars: tuple[Expr, ...]) -> list[FoundSide]:
+    return find_sides(scalars, frozenset())
 
 
 @functools.lru_cache(maxsize=256)

@@ -93,7 +93,7 @@ class MemoryPlan:
         Not where small tiles are skipped: weights of a guessed maximum lack a factor of their row."""
         if shifted not in self._epilogues:
             alone = len(self.groups) == 1 and self.narrow_dtype and epilogue.is_fast_on(self.sizes.device)
-            alone = alone and skip_small_tiles.now() is None
+            alone = alone and skip_small_tiles.active() is None
             found = epilogue.fuse_epilogue(self.loop, self.groups[0], shifted) if alone else None
             self._epilogues[shifted] = found if found and self._is_suitable(found) else None
         return self._epilogues[shifted]
@@ -209,7 +209,7 @@ class MemoryPlan:
         gradient, column = max(self.widths("rows")) * self.narrow_dtype.itemsize, rows * self._pair_bytes()
         half = rows * self.narrow_dtype.itemsize // self.sizes.compute.itemsize
         half = half // panel_layout.MULTIPLE * panel_layout.MULTIPLE
-        lent = half if skip_small_tiles.now() is None else 0  # small tiles are searched for in whole panels
+        lent = half if skip_small_tiles.active() is None else 0  # small tiles are searched for in whole panels
         totals, needs = panel_layout.RowTotals(rows, lent, self.total_bytes("cols")), None
         if stored is not None:
             tile = stored.plan_kernel("write_guessed", self.sizes).block_folded
@@ -222,7 +222,7 @@ class MemoryPlan:
         """Whether row gradients lend their memory to float32 totals: not where small tiles are skipped, which are
         searched for in whole panels, nor where totals would not be aligned."""
         aligned = all(arena.is_aligned(w, self.sizes.compute) for w in self.widths("cols"))
-        return skip_small_tiles.now() is None and aligned
+        return skip_small_tiles.active() is None and aligned
 
     def _tile_cols(self) -> int:
         """Columns of an output tile of the GEMM that fills a panel of some columns."""

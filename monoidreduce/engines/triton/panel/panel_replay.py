@@ -74,7 +74,7 @@ def repeated(walk: Walk, program: Lowered, inputs: Mapping[str, Any], sizes: Siz
 
 def _key(program: Lowered, inputs: Mapping[str, Any], sizes: Sizes, room: int) -> tuple | None:
     """All that a walk depends on but its tiles; None where it may depend on more."""
-    if budget.shrink_factor() > 1 or skip_small_tiles.now() is not None or not jit_module.can_relaunch(sizes.device):
+    if budget.shrink_factor() > 1 or skip_small_tiles.active() is not None or not jit_module.can_relaunch(sizes.device):
         return None
     if sizes.shard is not None or matmul.dry_run_sizes.get() or torch._C._are_functorch_transforms_active():
         return None

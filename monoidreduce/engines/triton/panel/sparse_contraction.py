@@ -133,7 +133,7 @@ class PanelContraction:
 
 def _list_kept_tiles(weights: Tensor) -> KeptTiles | None:
     """The tiles of a matrix of weights that are not small; None where none is to be skipped."""
-    skipped = skip_small_tiles.now()
+    skipped = skip_small_tiles.active()
     if skipped is None or not weights.numel() or weights.stride(1) != 1:
         return None
     down, across = (-(-n // TILE) for n in weights.shape)

@@ -1,0 +1,124 @@
+"""Gradient programs of folds: how they are built, where inputs come from, and how outputs become gradients.
+
+The gradient of a fold is again a program (``program/gradient.py``), symbolic and the same for all shapes. Its inputs
+are the leaves, the results and their cotangents. The runtime's backward, the backward over ranks and
+the backward of a stream all build it here and differ only in how they run it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...program.compile import compile_program
+from ...program.expression import Expr
+from ...program.gradient import differentiate_fold
+from ...program.lower import Fold, Lowered
+from ...reductions import KINDS
+from .torch_code import inputs, missing
+
+
+@dataclass(frozen=True)
+class GradientProgram:
+    """A lowered gradient program. Its inputs are taken from a list of leaves, results and cotangents, in this order."""
+
+    program: Lowered
+    numbers: frozenset[str]  # the inputs that are Python numbers
+    sources: tuple[int, ...]  # per input, its position in that list
+    outputs: tuple[tuple[int, Expr | None], ...]  # per leaf asked for: its position and its gradient's expression
+    leaves: tuple[Expr, ...]
+
+    @staticmethod
+    def of(
+        leaves: Sequence[Expr],
+        others: Sequence[str],
+        outputs: Sequence[Expr | None],
+        wanted: tuple,
+        numbers: tuple,
+        exact: bool = False,
+    ) -> GradientProgram:
+        """Lower the gradients ``outputs`` of ``leaves`` (those ``wanted``). ``others``: the names of the inputs besides
+        the leaves; ``numbers``: which leaves are Python numbers; ``exact``: whether the fold's products are."""
+        program = compile_program(tuple(e for e in outputs if e is not None)).having(exact)
+        names = {name: k for k, name in enumerate((*(e.attrs[0] for e in leaves), *others))}
+        lowered = iter(program.outputs)
+        found = [(k, e if e is None else next(lowered)) for k, e in enumerate(outputs) if wanted[k]]
+        known = frozenset(e.attrs[0] for e, is_number in zip(leaves, numbers, strict=True) if is_number)
+        sources = tuple(names[n] for n in inputs(program))
+        return GradientProgram(program, known, sources, tuple(found), tuple(leaves))
+
+    def bind(self, leaves: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]) -> dict[str, Any]:
+        """The program's inputs by name."""
+        values = [*leaves, *results, *cotangents]
+        return {name: values[k] for name, k in zip(inputs(self.program), self.sources, strict=True)}
+
+    def gradients(self, values: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Tensor | None], bool]:
+        """The program's outputs as gradients, one per leaf (None where not asked); and whether they were gradients as
+        they came, without a sum or a cast."""
+        grads: list[Tensor | None] = [None] * len(leaves)
+        rest, fits = iter(values), True
+        for k, e in self.outputs:
+            leaf, value = leaves[k], None if e is None else next(rest)
+            grads[k] = zero_gradient(leaf) if e is None else as_gradient(value, e, leaf, self.leaves[k])
+            fits = fits and grads[k] is value
+        return grads, fits
+
+
+@functools.lru_cache(maxsize=4096)
+def build_gradient_program(
+    fold: Fold,
+    wanted: tuple[bool, ...],
+    given: tuple[bool, ...],
+    numbers: tuple[bool, ...] | None = None,
+    saved: tuple[tuple[int, Expr], ...] = (),
+    saved_names: tuple[str, ...] = (),
+) -> GradientProgram:
+    """The gradient program of a fold, for the leaves ``wanted`` and the results whose cotangents are ``given``.
+
+    ``saved``: gradients that the forward has prepared, as (leaf, expression); ``saved_names``: the names of the further
+    inputs that they read."""
+    prepared = dict(saved)
+    rest = tuple(want and k not in prepared for k, want in enumerate(wanted))
+    results, cotangents, others = differentiate_fold(fold.pure, fold.leaves, rest, given)
+    outputs = [prepared.get(k, e) for k, e in enumerate(others)]
+    names = [*(e.attrs[0] for e in (*results, *cotangents)), *saved_names]
+    return GradientProgram.of(fold.leaves, names, outputs, wanted, numbers or (False,) * len(wanted), fold.exact)
+
+
+@functools.lru_cache(maxsize=4096)
+def constant_results(fold: Fold) -> tuple[bool, ...]:
+    """For each result of a fold, whether gradients treat it as a constant: integers, and the positions of a best."""
+    found = []
+    for r, k in fold.outputs:
+        kind, _, params = r.attrs
+        outputs = KINDS[kind].outputs(r.args, params)
+        found.append(outputs[k][1] != "float" or not KINDS[kind].moves(k, len(outputs)))
+    return tuple(found)
+
+
+def zero_gradient(leaf: Tensor) -> Tensor:
+    """Zeros that still depend on the leaf, so that a second derivative of them is zero and not an error."""
+    if not torch.is_grad_enabled():
+        return torch.zeros_like(leaf)
+    return torch.where(torch.ones((), dtype=torch.bool, device=leaf.device), torch.zeros_like(leaf), leaf)
+
+
+def as_gradient(value: Any, e: Expr, leaf: Tensor, expr: Expr, dtype: torch.dtype | None = None) -> Tensor:
+    """The value of ``e`` (``[*batch, M or N, f]``) as the gradient of ``leaf``, whose expression is ``expr``: in its
+    shape and type (or ``dtype``), summed over the axes that the leaf does not have."""
+    if not isinstance(value, Tensor):
+        return torch.full_like(leaf, value)
+    if (e.rows or e.cols) and not expr.rows and not expr.cols:  # of a number used in arithmetic per row or column
+        value = value.sum(-1 if e.feature is None else -2)
+    else:
+        for at in missing(e, expr):  # an axis that the gradient does not vary along has size 1
+            value = value.unsqueeze(at)
+    if value.shape != leaf.shape:
+        value = value.expand(torch.broadcast_shapes(value.shape, leaf.shape)).sum_to_size(leaf.shape)
+    dtype = dtype or leaf.dtype
+    return value if value.dtype is dtype else value.to(dtype)  # even a .to that does nothing takes a microsecond
