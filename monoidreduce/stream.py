@@ -101,7 +101,7 @@ class Stream:
             chunk = self._chunk(prepared, named, self._next)
             ranges = _join_ranges(self._ranges, ((chunk[0], chunk[0] + chunk[1]),))
             walk, p = prepared.walk, _single_pass(prepared.walk)
-            leaves = walk.leaves(p, walk.kept(p, {}, None), chunk, None)
+            leaves = walk.leaves(p, walk.row_feeds(p, {}, None), chunk, None)
             self._states = chunked_passes.merge_states(p.fold, self._states, walk.fold(p.fold, leaves, chunk, None))
         self._ranges, self._next, self._placed = ranges, self._next + chunk[1], False
 

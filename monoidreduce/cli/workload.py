@@ -335,7 +335,7 @@ class DenseEvaluator(Evaluator):
 
     def _expand_to_pairs(self, e: Expr) -> Tensor:
         """A number per pair, expanded to all rows and columns."""
-        value = self._tensor(self.raised(self(e), e), e)
+        value = self._tensor(self.to_compute(self(e), e), e)
         return value.expand(*value.shape[:-2], self.sizes.rows, self.sizes.cols)
 
     def _sum_products(self, products: list[Term], weight: Tensor | None, over: str, vector: Expr) -> Tensor:
@@ -343,14 +343,14 @@ class DenseEvaluator(Evaluator):
         total: Any = 0.0
         for number, row, col in products:
             outer, inner = (row, col) if over == "cols" else (col, row)
-            k = self._expand_to_pairs(number) if weight is None else weight * self.raised(self(number), number)
+            k = self._expand_to_pairs(number) if weight is None else weight * self.to_compute(self(number), number)
             if inner is None:
                 part = k.sum(-1 if over == "cols" else -2, keepdim=True).unsqueeze(-1)
             else:
-                vectors = self.raised(self(inner), inner).squeeze(-3 if over == "cols" else -2)  # [..., folded, f]
+                vectors = self.to_compute(self(inner), inner).squeeze(-3 if over == "cols" else -2)  # [..., folded, f]
                 product = (k if over == "cols" else k.mT) @ vectors
                 part = product.unsqueeze(-2 if over == "cols" else -3)
-            total = total + (part if outer is None else part * self.raised(self(outer), outer))
+            total = total + (part if outer is None else part * self.to_compute(self(outer), outer))
         return total.expand(*total.shape[:-1], self.sizes.of(str(vector.feature)))
 
 
